@@ -112,9 +112,9 @@ DEFAULT_OPS = {
     "float32-H32-S1-6x2-win2": ("decode, prefill", ""),
     "float32-H16-S7-2x2": ("", "decode, prefill"),
     "float16-H32-S256-6x2-win200": ("prefill", "decode, prefill"),
-    "float16-H128-S32-20x1-win20-f8x2.5": ("decode, prefill", "decode, rope decode, prefill"),
+    "float16-H128-S32-20x1-win20-f8x2.5": ("decode, prefill", "decode, prefill"),
     "bfloat16-H128-S16-4x1-cap3-f8x0.01": ("rope decode", ""),
-    "float32-H4-S1-6x2-f8x0.5": ("prefill", "decode"),
+    "float32-H4-S1-6x2-f8x0.5": ("prefill", ""),
     "bfloat16-H24-S16-2x2-f8x0.5": ("decode, rope decode, prefill", ""),
 }
 assert {*DEFAULT_OPS} <= {*map(str, CASES)}

@@ -37,8 +37,7 @@ def test_every_row_has_one_tile(tile_size, seed):
     np.testing.assert_array_equal(owners, expected)
 
 
-@pytest.mark.parametrize("window", [8, 32])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "window"), covering(range(4), [8, 32], strength=1))
 def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = window_map(

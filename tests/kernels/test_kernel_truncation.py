@@ -168,7 +168,7 @@ def test_a_large_vocabulary_keeps_what_sorting_keeps(name, backend):
     on_backends(
         [slice(1), slice(3, 7)],
         strength=0,
-        keep=lambda part, backend: backend is Backend.XLA or part.start == 3,
+        keep=lambda _, backend: backend is Backend.XLA,
     ),
 )
 def test_the_edge_of_top_p_does_not_move_with_the_batch(part, backend):
@@ -187,7 +187,7 @@ def test_the_edge_of_top_p_does_not_move_with_the_batch(part, backend):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_overflowed_ruins_itself_alone(bad, backend):
     """And the search in it ends."""
-    logits = np.random.RandomState(2).randn(B, 300).astype(np.float32)
+    logits = np.random.RandomState(2).randn(B, V).astype(np.float32)
     for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
         clean = _kept(logits, [one] * B, backend)
         for columns in (slice(None), slice(5, 6)):
