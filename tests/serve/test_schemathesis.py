@@ -19,7 +19,7 @@ negative_data_rejection.expected-statuses = ["400", "404", "405", "413", "415"]
 """
 COMMAND = (
     *(sys.executable, "-m", "schemathesis.cli", "--config-file", "schemathesis.toml", "run"),
-    *("--phases", "coverage,fuzzing", "--seed", "1", "--max-examples", "10", "--no-shrink"),
+    *("--phases", "coverage,fuzzing", "--seed", "1", "--max-examples", "5", "--no-shrink"),
     *("--generation-database", "none", "--suppress-health-check", "all"),
     *("--request-timeout", "60", "--continue-on-failure", "--no-color", "--warnings", "off"),
 )
@@ -27,12 +27,8 @@ COMMAND = (
 
 @pytest.fixture
 def server(compilation_cache: Path) -> Iterator[ServerProcess]:
-    """A server whose answers end soon, and which takes tools."""
-    found = ServerProcess(
-        compilation_cache,
-        *("--max-model-len", "64", "--no-log-requests"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    )
+    """A server whose answers end soon."""
+    found = ServerProcess(compilation_cache, "--max-model-len", "48", "--no-log-requests")
     yield found
     found.end()
 
