@@ -7,6 +7,7 @@ import pytest
 from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
+from tests.covering import covering
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -65,10 +66,13 @@ def sick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("sick"), SICK)
 
 
-@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+LOOPS: dict[str, dict[str, Any]] = {"overlapped": {}, "synchronous": {"async_scheduling": False}}
+
+
+@pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, sick_folder: Path, request: pytest.FixtureRequest) -> Engine:
     options = {"skip_tokenizer_init": True, "num_blocks": 33, "max_num_seqs": 16}
-    return engines(sick_folder, async_scheduling=request.param, **options)
+    return engines(sick_folder, **LOOPS[request.param], **options)
 
 
 def step(engine: Engine, last: dict[str, Any]) -> None:
@@ -81,7 +85,9 @@ def answers(output: Any) -> list[tuple[Any, ...]]:
     return [(each.token_ids, each.finish_reason) for each in output.outputs]
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(
+    ("engine", "victim"), covering(LOOPS, VICTIMS, strength=1), indirect=["engine"]
+)
 def test_one_request_ends_with_an_error_and_all_others_as_alone(engine: Engine, victim: str):
     expected = {name: answers(engine.generate(*HEALTHY[name])[0]) for name in HEALTHY}
     prompt, params = VICTIMS[victim]
@@ -102,7 +108,9 @@ def test_one_request_ends_with_an_error_and_all_others_as_alone(engine: Engine, 
         assert tokens == ([SICK] if victim == "later" else [])
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(
+    ("engine", "victim"), covering(LOOPS, VICTIMS, strength=1), indirect=["engine"]
+)
 def test_the_error_says_what_was_wrong(engine: Engine, victim: str):
     with pytest.raises(RuntimeError, match="failed") as caught:
         engine.generate(*VICTIMS[victim])

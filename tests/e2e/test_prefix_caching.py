@@ -1,12 +1,14 @@
 """Prefix caching end to end: tokens do not change, and what is shared is counted to the token."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e_options import ANSWER, GREEDY, QUESTION, Engines
 
 from jpaged import Engine, SamplingParams
+from tests.covering import covering
 
 PREFIX = "Count from 1 to 9. Reverse stone. Spell fox. What is 12 plus 30? "
 TIGHT = 24  # blocks
@@ -139,8 +141,9 @@ def expected() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("num_blocks", [129, TIGHT])
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "synchronous"])
+@pytest.mark.parametrize(
+    ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
+)
 def test_caching_changes_no_token(
     engines: Engines, expected: dict[str, Any], async_scheduling: bool, num_blocks: int
 ):
@@ -216,8 +219,10 @@ def test_pins_and_requests_leave_each_other_room(engines: Engines):
     complete(engine, [7] * 50, room)
 
 
-def test_a_pin_whose_blocks_went_to_others_is_computed_again(engines: Engines):
-    engine = engines(num_blocks=5, max_model_len=64)
+def test_a_pin_whose_blocks_went_to_others_is_computed_again(
+    engines: Engines, shallow_folder: Path
+):
+    engine = engines(shallow_folder, num_blocks=5, max_model_len=64)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     for token in (7, 8):  # both want a second block in the step after the one that pins

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ from e2e_options import Engines
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.outputs import CompletionOutput, RequestOutput
+from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
 STORY = list(range(20, 120))  # 100 tokens: six full blocks and a part of one
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)  # the model is very sure
 
 
-@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(async_scheduling=request.param)
+LOOPS: dict[str, dict[str, Any]] = {"overlapped": {}, "synchronous": {"async_scheduling": False}}
+
+
+@pytest.fixture(params=[*LOOPS])
+def engine(engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest) -> Engine:
+    return engines(shallow_folder, **LOOPS[request.param])
 
 
 def alone(engine: Engine, prompt: object, params: SamplingParams) -> list[CompletionOutput]:
@@ -67,8 +72,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prompt", [PROMPT, [5], STORY], ids=["short", "one token", "chunked"])
+PROMPTS = [
+    pytest.param(PROMPT, id="short"),
+    pytest.param([5], id="one token"),
+    pytest.param(STORY, id="chunked"),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "prompt", "kind"), covering(LOOPS, PROMPTS, KINDS), indirect=["engine"]
+)
 def test_each_sample_is_what_its_seed_gives_alone(engine: Engine, prompt: object, kind: str):
     params = replace(KINDS[kind], n=4)
     got = outputs_of(engine, prompt, params)
@@ -178,28 +191,30 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("num_blocks", [129, 25], ids=["roomy", "tight"])
-def test_a_mixed_batch_gives_each_what_it_gives_alone(engines: Engines, num_blocks: int):
-    engine = engines(num_blocks=num_blocks)
+@pytest.mark.parametrize("num_blocks", [129, 24], ids=["roomy", "tight"])
+def test_a_mixed_batch_gives_each_what_it_gives_alone(
+    engines: Engines, shallow_folder: Path, num_blocks: int
+):
+    engine = engines(shallow_folder, num_blocks=num_blocks)
     prompts = [PROMPT, STORY, PROMPT, "Reverse stone", STORY[:50], PROMPT, STORY, [7]]
     together = engine.generate(prompts, MIXED)
     for prompt, params, output in zip(prompts, MIXED, together, strict=True):
         check_same(output.outputs, outputs_of(engine, prompt, params))
 
 
-@pytest.mark.parametrize("kind", ["truncated", "penalties"])
+@pytest.mark.parametrize("kind", ["penalties", pytest.param("truncated", marks=pytest.mark.full)])
 def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_gives_alone(
-    engines: Engines, kind: str
+    engines: Engines, shallow_folder: Path, kind: str
 ):
     """A step of 33 to 48 sequences leaves 64 rows."""
-    engine = engines(max_num_seqs=64, num_blocks=300)
+    engine = engines(shallow_folder, max_num_seqs=64, num_blocks=300)
     own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]
     with engine.record_steps() as steps:
         together = engine.generate([PROMPT] * 40, own)
     sizes = {(it.batch_size("decode"), it.batch_size("sample")) for it in steps.launches}
     assert (48, 64) in sizes
     for params, output in zip(own, together, strict=True):
-        check_same(output.outputs, outputs_of(engines(), PROMPT, params))
+        check_same(output.outputs, outputs_of(engines(shallow_folder), PROMPT, params))
 
 
 def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engines: Engines):
@@ -224,11 +239,16 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engines: Engines)
     assert after.num_generated_tokens - before.num_generated_tokens == 80
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
+GROUPS = [
+    pytest.param(replace(WARM, n=4, ignore_eos=True), id="samples"),
+    pytest.param(SamplingParams(beam_width=4, max_tokens=20), id="beams"),
+]
+
+
 @pytest.mark.parametrize(
-    "params",
-    [replace(WARM, n=4, ignore_eos=True), SamplingParams(beam_width=4, max_tokens=20)],
-    ids=["samples", "beams"],
+    ("engine", "params", "num_steps"),
+    covering(LOOPS, GROUPS, [0, 1, 2, 3, 4, 8]),
+    indirect=["engine"],
 )
 def test_abort_of_a_group_in_any_state_leaves_the_others_alone(
     engine: Engine, params: SamplingParams, num_steps: int
@@ -257,9 +277,9 @@ BAD = [
 
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD)
 def test_a_group_that_can_never_run_is_refused_and_touches_nobody(
-    engines: Engines, prompt: Any, params: SamplingParams, message: str
+    engines: Engines, shallow_folder: Path, prompt: Any, params: SamplingParams, message: str
 ):
-    engine = engines(num_blocks=18)
+    engine = engines(shallow_folder, num_blocks=18)
     good = engine.add_request(PROMPT, replace(WARM, n=2))
     engine.step()
     with pytest.raises(ValueError, match=message):
@@ -283,8 +303,8 @@ def test_a_priority_needs_the_policy_that_looks_at_it(engines: Engines):
     assert not engine.has_unfinished_requests
 
 
-def test_the_lowest_priority_is_served_first(engines: Engines):
-    engine = engines(scheduling_policy="priority", max_num_seqs=1)
+def test_the_lowest_priority_is_served_first(engines: Engines, shallow_folder: Path):
+    engine = engines(shallow_folder, scheduling_policy="priority", max_num_seqs=1)
     names = [engine.add_request(PROMPT, WARM, priority=p) for p in (2, -1, 0)]
     ended = []
     while engine.has_unfinished_requests:

@@ -4,6 +4,7 @@ They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`
 """
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from e2e_options import LOOPS, QUESTION, SMALL, Engines, run, scores
+from e2e_options import LOOPS, QUESTION, Engines, run, scores
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.compile import sizing
 from jpaged.runtime import model_runner, peer_memory, results
 from jpaged.runtime.sampler import SamplingState
+from tests.covering import covering
 
 pytestmark = pytest.mark.gpu2
 
@@ -30,12 +32,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "vocab_size": 96},
     "opt-350m": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     "llama": KV_HEADS | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
-    "mistral": KV_HEADS | {"num_key_value_heads": 1, "sliding_window": 9, "vocab_size": 104},
+    "mistral": KV_HEADS | {"num_key_value_heads": 1, "sliding_window": 9, "vocab_size": 96},
     "qwen2": KV_HEADS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "qwen3": KV_HEADS | {"num_key_value_heads": 2, "vocab_size": 112},
+    "qwen3": KV_HEADS | {"num_key_value_heads": 2, "vocab_size": 96},
     "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
 }
-"""With as many KV heads as devices, fewer and one; with vocabularies that 8 divides, and 97."""
+"""With as many KV heads as devices, fewer and one; with a vocabulary that 8 divides, and 97."""
+IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4), ("qwen2", 8)}
+"""Families and numbers of devices: as many as KV heads, and more. Tests below have the others."""
 
 TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
 
@@ -76,8 +80,13 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        pytest.param(*each, marks=[] if each in IN_DEFAULT_TIER else [pytest.mark.full])
+        for each in itertools.product(FAMILIES, COUNTS)
+    ],
+)
 def test_every_family_gives_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str, count: int
 ):
@@ -89,9 +98,12 @@ def test_every_family_gives_the_tokens_of_one_device(
 
 
 @pytest.fixture(params=[*LOOPS])
-def pair(engines: Engines, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
-    """The embedded model on one device and on two, in each loop."""
-    alone, both = (shared(engines, count, **LOOPS[request.param]) for count in (1, 2))
+def pair(
+    engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest
+) -> tuple[Engine, Engine]:
+    """A model on one device and on two, in each loop."""
+    options = LOOPS[request.param]
+    alone, both = (shared(engines, count, shallow_folder, **options) for count in (1, 2))
     return alone, both
 
 
@@ -107,7 +119,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", [*ASKED])
+@pytest.mark.parametrize(("pair", "asked"), covering(LOOPS, ASKED, strength=1), indirect=["pair"])
 def test_every_way_to_sample_gives_the_same_texts(pair: tuple[Engine, Engine], asked: str):
     prompts = [QUESTION, "Say hello", "Count from 1 to 20"]
     params = SamplingParams(**{"max_tokens": 24, **ASKED[asked]})
@@ -129,7 +141,9 @@ def test_rows_that_need_whole_logits_change_no_others(pair: tuple[Engine, Engine
         assert [it.token_ids for it in two.outputs] == [it.token_ids for it in one.outputs]
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    "count", [4, *(pytest.param(count, marks=pytest.mark.full) for count in (2, 8))]
+)
 def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], count: int
 ):
@@ -166,8 +180,8 @@ def test_log_probabilities_of_answer_and_prompt_are_those_of_one_device(pair):
         np.testing.assert_allclose([p for _, p in own], [p for _, p in others], atol=1e-4)
 
 
-def test_prefixes_are_shared(engines: Engines):
-    both = shared(engines, 2)
+def test_prefixes_are_shared(engines: Engines, shallow_folder: Path):
+    both = shared(engines, 2, shallow_folder)
     text = "Count from 1 to 20. " * 6
     params = SamplingParams(temperature=0.0, max_tokens=8)
     first = both.generate([text + QUESTION], params)[0]
@@ -176,14 +190,18 @@ def test_prefixes_are_shared(engines: Engines):
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-def test_preempted_sequences_go_on_where_they_were(engines: Engines, mode: str):
+@pytest.mark.parametrize(
+    "mode", ["recompute", "swap", pytest.param("auto", marks=pytest.mark.full)]
+)
+def test_preempted_sequences_go_on_where_they_were(
+    engines: Engines, shallow_folder: Path, mode: str
+):
     """Eleven blocks for six sequences of up to four."""
     few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.0004, "max_model_len": 128}
     options = {"enable_prefix_caching": False, **few}
     prompts = [f"Count from {n} to {n + 20}" for n in range(1, 7)]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    alone, both = (shared(engines, count, **options) for count in (1, 2))
+    alone, both = (shared(engines, count, shallow_folder, **options) for count in (1, 2))
     one, two = (engine.generate(prompts, params) for engine in (alone, both))
     assert [it.outputs[0].text for it in two] == [it.outputs[0].text for it in one]
     stats = both.stats()
@@ -220,8 +238,9 @@ def test_missing_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
         Engine(tensor_parallel_size=2)
 
 
-def test_requests_come_and_go_at_any_time(engines: Engines):
-    both, params = shared(engines, 2), SamplingParams(temperature=0.0, max_tokens=16)
+def test_requests_come_and_go_at_any_time(engines: Engines, shallow_folder: Path):
+    both = shared(engines, 2, shallow_folder)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
     wanted = both.generate([QUESTION], params)[0].outputs[0].text
     both.add_request(QUESTION, params, request_id="a")
     both.step()
@@ -233,11 +252,13 @@ def test_requests_come_and_go_at_any_time(engines: Engines):
     assert found["a"].outputs[0].text == found["b"].outputs[0].text == wanted
 
 
-def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engines: Engines):
+def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(
+    engines: Engines, shallow_folder: Path
+):
     """Between two devices and one as between a prompt in a batch and the same alone."""
     texts = [f"Count from {n} to {n + 20}. {QUESTION}" for n in range(8)]
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
-    alone, both = (shared(engines, count, **options) for count in (1, 2))
+    alone, both = (shared(engines, count, shallow_folder, **options) for count in (1, 2))
     one_by_one = np.concatenate([scores(alone, [text]) for text in texts])
     in_a_batch, by_both = scores(alone, texts), scores(both, texts)
     noise = np.abs(in_a_batch - one_by_one).mean()
@@ -246,7 +267,13 @@ def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engine
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "opt-350m",
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("gpt2", "llama", "gemma3_text")),
+    ],
+)
 def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str
 ):
@@ -260,9 +287,9 @@ def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
     assert np.abs(found - wanted).mean() <= 2.0**-7 * np.abs(wanted).mean()
 
 
-def test_every_device_draws_the_same_tokens(engines: Engines):
+def test_every_device_draws_the_same_tokens(engines: Engines, shallow_folder: Path):
     """The host reads those of one, and each feeds its own to its next step."""
-    both = shared(engines, 2)
+    both = shared(engines, 2, shallow_folder)
     for i, temperature in enumerate((0.0, 1.0, 2.0, 3.0)):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=150, ignore_eos=True)
         both.add_request(QUESTION, params)
@@ -297,19 +324,19 @@ def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemor
     return made
 
 
-@pytest.mark.parametrize("loop", [*LOOPS])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("loop", "place"), covering(LOOPS, [0, 1], strength=1))
 def test_a_device_that_has_lost_another_ends_the_engine(
+    new_engine: Engines,
+    shallow_folder: Path,
     peer_memories: list[peer_memory.PeerMemory],
-    compilation_cache: Path,
     place: int,
     loop: str,
 ):
     """Whichever it is, no request gets a token of what was computed since, and all get an error."""
     if jax.default_backend() != "cpu":
         pytest.skip("writes where a kernel would, in memory that a processor has")
-    options = {"num_blocks": 129, "dtype": "float32", **SMALL, **LOOPS[loop]}
-    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    options = {"tensor_parallel_size": 2, "dtype": "float32", **LOOPS[loop]}
+    engine = new_engine(shallow_folder, **options)
     assert engine.runtime_config.peer_memory
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     whole = engine.generate([QUESTION], params)[0].outputs[0].token_ids
@@ -339,11 +366,18 @@ def test_a_device_that_has_lost_another_ends_the_engine(
         assert tokens == list(whole[: len(tokens)])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt2",
+        "gemma3_text",
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("opt-350m", "llama")),
+    ],
+)
 def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
     engines: Engines,
+    new_engine: Engines,
     peer_memories: list[peer_memory.PeerMemory],
-    compilation_cache: Path,
     folders: Callable[[str], Path],
     family: str,
 ):
@@ -352,19 +386,19 @@ def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
     prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 33)]
     options = {"skip_tokenizer_init": True, **TINY}
     alone = shared(engines, 1, folders(family), **options)
-    options |= {"num_blocks": 129, "compilation_cache_dir": compilation_cache}
-    both = Engine(folders(family), tensor_parallel_size=2, dtype="float32", **options)
+    both = new_engine(folders(family), tensor_parallel_size=2, dtype="float32", **options)
     assert len(peer_memories) == (jax.default_backend() == "cpu")  # on GPUs bfloat16 alone has any
     assert tokens_of(both, prompts) == tokens_of(alone, prompts)
 
 
-def test_few_rows_are_loaded_ahead(compilation_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_few_rows_are_loaded_ahead(
+    new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A device that hangs would stop the thread in a launch, where nothing ends its wait."""
     waited: list[Any] = []
     monkeypatch.setattr(model_runner, "await_devices", waited.append)
     monkeypatch.setattr(model_runner, "LAUNCHES_AHEAD", 1)
-    options = {"num_blocks": 129, "dtype": "float32", **SMALL}
-    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    engine = new_engine(shallow_folder, tensor_parallel_size=2, dtype="float32")
     for params, count in (
         (SamplingParams(max_tokens=2), 0),
         (SamplingParams(max_tokens=2, repetition_penalty=1.3), 1),
@@ -376,11 +410,10 @@ def test_few_rows_are_loaded_ahead(compilation_cache: Path, monkeypatch: pytest.
 
 
 def test_a_step_that_never_ends_ends_the_engine(
-    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+    new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a device waits in a collective for one that has failed."""
-    options = {"num_blocks": 129, "dtype": "float32", **SMALL}
-    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    engine = new_engine(shallow_folder, tensor_parallel_size=2, dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine.add_request(QUESTION, params)
     for _ in range(3):

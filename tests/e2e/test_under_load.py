@@ -9,9 +9,9 @@ from e2e_options import Engines
 from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
-NUM_REQUESTS, FEW = 100, 24
-TIGHT = 41  # blocks: the longest sequence fits alone, and eight want to run at once
-MAX_MODEL_LEN = 640
+NUM_REQUESTS, FEW = 100, 12
+TIGHT = 21  # blocks: the longest sequence fits alone, and eight want to run at once
+MAX_MODEL_LEN = 320
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_pressure_changes_no_answer_and_answers_are_true(
     engines: Engines, examples: list[Example], async_scheduling: bool, count: int
 ):
     chosen = examples[:count]
-    roomy = engines(max_model_len=MAX_MODEL_LEN, num_blocks=321)
+    roomy = engines(max_model_len=MAX_MODEL_LEN, num_blocks=161)
     tight = engines(
         max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT, async_scheduling=async_scheduling
     )
