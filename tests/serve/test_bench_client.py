@@ -33,6 +33,7 @@ def test_it_measures_the_real_server(
         assert 0 < row["client_busy"] < 1.5
 
 
+@pytest.mark.full
 def test_it_starts_a_server_of_a_shape_and_then_the_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from serve_helpers import Server
-from server_process import ServerProcess
+from server_process import STUB, ServerProcess
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve import connections
@@ -269,7 +269,7 @@ def test_a_real_server_answers_at_once_and_only_its_own_hosts(real_server: Serve
 
 
 def test_few_files(compilation_cache: Path):
-    server = ServerProcess(compilation_cache, num_files=128)
+    server = ServerProcess(compilation_cache, num_files=128, environment=STUB)
     try:
         where = urlsplit(server.url)
         address = (where.hostname, where.port)
