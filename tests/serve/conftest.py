@@ -44,6 +44,6 @@ def serve(engine: Engine) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def real_server(compilation_cache: Path) -> Iterator[ServerProcess]:
     """A server in a process of its own, shared by the tests that only ask."""
-    server = ServerProcess(compilation_cache)
+    server = ServerProcess(compilation_cache, "--dashboard-show-text")
     yield server
     server.end()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from browsing import find_browser, serving
 from pool_replica import PoolReplica
+from server_process import ServerProcess
 
 from jpaged import Engine, SamplingParams
 from jpaged.serve.dashboard.sampler import PoolSampler
@@ -33,9 +34,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(browser: Any, compilation_cache: Path) -> Iterator[str]:
-    with serving(compilation_cache, "--dashboard-show-text") as address:
-        yield address
+def server(browser: Any, real_server: ServerProcess) -> str:
+    return real_server.url
 
 
 @pytest.fixture
