@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache, partial
 from pathlib import Path
@@ -137,6 +137,7 @@ class Matcher:
         ending_ids: Tokens that end the answer, where the grammar lets it end.
         is_stopped: Nothing but the end may follow.
         tokens: What is known of the tokenizer.
+        pace: How long the grammar's masks take.
         inner: llguidance's own matcher.
         needs_lexer: `fill` must replace the lexer before it makes the next mask. That takes as long
             as compiling the grammar, so it does not belong in a thread that others wait for.
@@ -145,6 +146,7 @@ class Matcher:
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
         self._form, self.tokens, self._grammar = grammar.form, grammar.tokens, grammar
+        self.pace = grammar.pace
         self.needs_lexer = False
         self._consumed: list[int] = []
         self._num_lexers = 0  # that it has had
@@ -342,6 +344,17 @@ class Matcher:
         return _refused(self._form, f"{type(error).__name__}: {error}")
 
 
+@dataclass
+class Pace:
+    """What `masks.MaskMaker` has measured of a grammar.
+
+    Attributes:
+        num_watched: Number of masks, of all answers, that threads make and time.
+    """
+
+    num_watched: int = 0
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A compiled grammar.
@@ -352,6 +365,7 @@ class Grammar:
         tokens: What it knows of the tokenizer.
         memory: Memory of all lexers.
         renew: `Grammars.renewed`.
+        pace: How long its masks take.
     """
 
     form: StructuredOutputs
@@ -360,6 +374,7 @@ class Grammar:
     opening_ids: tuple[int, ...]
     memory: "_Memory"
     renew: Callable[["Grammar", list[int], bool], tuple["_Lexer", "Use", Any]]
+    pace: Pace = field(default_factory=Pace)
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
         """For one answer, which the tokens `ending_ids` may end."""

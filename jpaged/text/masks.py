@@ -53,17 +53,19 @@ _LATE_SECONDS = 5e-4
 _SLOW_SECONDS = 3e-4
 """Processor time from which a mask is slow."""
 
-_WATCHED = 16
-"""After a slow mask, number of masks with many tokens that are made alone, to be timed again."""
+_WATCHED = 64
+"""After a slow mask, number of the grammar's masks behind those with many tokens that threads make
+and time, until such masks are made together again."""
 
-_MOST_WATCHED = 64
+_MOST_WATCHED = 1024
 """Maximum of that number after several slow masks."""
 
-_HEAVY_TOKEN_SECONDS = 5e-4
-"""Processor time to match one token from which an answer is heavy: the grammar is ambiguous."""
+_HEAVY_TOKEN_SECONDS = 1e-3
+"""Processor time to match one token from which an answer is heavy: the grammar is ambiguous. Other
+grammars need 0.2 ms at most, ambiguous ones 4 to 8 ms."""
 
-_HEAVY_MASK_SECONDS = 4e-3
-"""Processor time for one mask from which an answer is heavy."""
+_HEAVY_MASK_SECONDS = 1e-2
+"""Processor time for one mask from which an answer is heavy. Bounded strings need up to 3 ms."""
 
 _MOST_TOGETHER = 8
 """Threads of llguidance's, for masks that are made together."""
@@ -196,8 +198,8 @@ class _Answer:
     - `is_suspect`: one of the answers that were last served with it took too long. A thread serves
       it once, to find out.
     - Only the mask is made by a thread if the last mask was slow (`is_slow`), or if it allowed many
-      tokens (`is_wide`) and one of the last such masks was slow (`num_watched` is above 0). A slow
-      mask follows a mask that allows many tokens, which need not have been slow.
+      tokens (`is_wide`) and the grammar has had slow masks behind such ones lately
+      (`Matcher.pace`). In strings of bounded length, slow masks come one by one, and only there.
     """
 
     __slots__ = (
@@ -210,7 +212,6 @@ class _Answer:
         "is_suspect",
         "is_wide",
         "matcher",
-        "num_watched",
         "place",
     )
 
@@ -219,7 +220,6 @@ class _Answer:
         self.matcher: Any = None  # a Matcher, as soon as the grammar is compiled
         self.has_mask = False  # its first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.is_wide = False
-        self.num_watched = 0
         self.debt = 0.0  # seconds that its masks have taken beyond `MASK_SECONDS` each
         self.is_busy = True  # a thread will write to its place
         self.is_over = False
@@ -232,7 +232,7 @@ class _Answer:
     @property
     def is_mask_apart(self) -> bool:
         """Whether a thread makes its next mask."""
-        is_watched = self.is_wide and self.num_watched > 0
+        is_watched = self.is_wide and self.matcher.pace.num_watched > 0
         return self.matcher.needs_lexer or self.is_slow or is_watched
 
     def note_mask(self, *, is_wide: bool) -> None:
@@ -252,10 +252,11 @@ class _Answer:
         if token_seconds is not None:
             self.is_suspect = False
             self.is_heavy |= token_seconds > _HEAVY_TOKEN_SECONDS
+        pace = self.matcher.pace  # of all its answers: a count lost between threads does not matter
         if self.is_slow:
-            self.num_watched = min(self.num_watched + _WATCHED, _MOST_WATCHED)
-        elif self.is_wide:
-            self.num_watched = max(0, self.num_watched - 1)
+            pace.num_watched = min(pace.num_watched + _WATCHED, _MOST_WATCHED)
+        else:
+            pace.num_watched = max(0, pace.num_watched - 1)
 
 
 class _ProcessorClock:
@@ -430,7 +431,7 @@ class MaskMaker:
         for chunk in late:
             wide = [it for it in chunk if it.is_wide]
             for answer in wide:
-                answer.num_watched = max(answer.num_watched, 1)
+                answer.matcher.pace.num_watched = max(answer.matcher.pace.num_watched, 1)
             for answer in () if wide else chunk:
                 answer.is_slow = True
         return errors

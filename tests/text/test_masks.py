@@ -248,6 +248,7 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
     monkeypatch.setattr("jpaged.text.masks._LATE_SECONDS", 0.3)
     monkeypatch.setattr("jpaged.text.masks._SLOW_SECONDS", 0.005)
     monkeypatch.setattr("jpaged.text.masks._HEAVY_MASK_SECONDS", 60.0)
+    monkeypatch.setattr("jpaged.text.masks._WATCHED", 16)
     grammars, quote, letter = words
     made = Made(grammars, 4096 // 32)
     place, is_slow = made.begin(TEXT, quote), True
