@@ -12,7 +12,9 @@ import pytest
 
 from jpaged.compile import compilation
 from jpaged.compile.builder import ProgramBuilder, lower
+from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.recipes import Recipe
+from jpaged.compile.store import ProgramStore
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Name, Programs
 
@@ -37,7 +39,11 @@ class LazyProgram:
 
 
 class LazyBuilder(ProgramBuilder):
-    """A `ProgramBuilder` whose programs are compiled later, in the thread that first calls them."""
+    """A `ProgramBuilder` whose programs are compiled later, in the thread that first calls them.
+
+    No program refers to the builder: it would be in a cycle with it, which an engine's start takes
+    out of the garbage collector's rounds.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
@@ -46,16 +52,17 @@ class LazyBuilder(ProgramBuilder):
     def add(self, recipes: Iterable[Recipe]) -> None:
         """Keep the recipes."""
         for recipe in recipes:
-            self._lazy.setdefault(recipe.name, LazyProgram(partial(self._compile_now, recipe)))
+            compile_now = partial(_compile, recipe, self._store, self._compiler)
+            run = partial(self._settings.run, compile_now)
+            self._lazy.setdefault(recipe.name, LazyProgram(run))
 
     def programs(self) -> Programs:
         """Return the programs, none of them compiled yet."""
         return self._lazy
 
-    def _compile_now(self, recipe: Recipe) -> Any:
-        return self._settings.run(
-            lambda: self._compiler.compile(recipe, lower(recipe, self._store))
-        )
+
+def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> Any:
+    return compiler.compile(recipe, lower(recipe, store))
 
 
 @contextmanager

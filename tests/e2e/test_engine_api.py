@@ -528,6 +528,7 @@ def test_an_engine_is_freed_with_the_last_reference_to_it(
     with lazy_programs():
         parts = build_parts(config)
     engine, scheduler = Engine.from_parts(config, parts), ref(parts.scheduler)
+    program = ref(parts.runner.programs["decode", 8])
     del parts
     watch = engine.watch_pool()
     engine.generate(QUESTION, GREEDY)
@@ -540,6 +541,7 @@ def test_an_engine_is_freed_with_the_last_reference_to_it(
         assert dropped() is None
         del engine, watch
         assert scheduler() is None
+        assert program() is None
         assert count_pools() == num_pools
     finally:
         gc.enable()
