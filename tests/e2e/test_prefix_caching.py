@@ -120,7 +120,7 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(0)
     text = [rng.randrange(5, 200) for _ in range(150)]
     prompts, params = [], []
-    for i in range(48):
+    for i in range(24):
         prompt = text[: rng.randrange(1, 150)] + [rng.randrange(5, 200) for _ in range(i % 4)]
         kinds: list[dict[str, Any]] = [
             {"temperature": 0.0},

@@ -191,7 +191,7 @@ def test_prefixes_are_shared(engines: Engines, shallow_folder: Path):
 
 
 @pytest.mark.parametrize(
-    "mode", ["recompute", "swap", pytest.param("auto", marks=pytest.mark.full)]
+    "mode", ["swap", *(pytest.param(it, marks=pytest.mark.full) for it in ("recompute", "auto"))]
 )
 def test_preempted_sequences_go_on_where_they_were(
     engines: Engines, shallow_folder: Path, mode: str
@@ -267,13 +267,8 @@ def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "opt-350m",
-        *(pytest.param(it, marks=pytest.mark.full) for it in ("gpt2", "llama", "gemma3_text")),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
 def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str
 ):
