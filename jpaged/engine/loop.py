@@ -48,8 +48,8 @@ _LONGEST_WAIT = 1.0
 """Seconds that a step waits for a process that runs, for rows that cannot leave the step."""
 
 _LATE = (
-    "structured_outputs: the process that makes masks does not answer in time, and a request with "
-    "several answers, penalties, biases or forbidden tokens cannot wait for it: retry"
+    "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "
+    "step: retry"
 )
 
 

@@ -54,9 +54,11 @@ OPTIONAL = Bound(128, "properties that may be left out", "make some required, or
 """Of one object: after each, all later ones may follow."""
 
 PROPERTY_SETS = Bound(
-    128, "sets of properties to choose from", "make some required, or leave it out"
+    128,
+    "combinations of optional properties",
+    "make some properties required, or drop the keyword",
 )
-"""By `minProperties` and `maxProperties`: each set is a case of the grammar."""
+"""Combinations that `minProperties` and `maxProperties` allow: each is a case of the grammar."""
 
 OPTIONS = Bound(256, "cases", "leave some out")
 """Of `anyOf`, `oneOf`, `allOf`; every two of `oneOf` are compared."""

@@ -254,23 +254,24 @@ def _check_properties(path: Path, value: Any, schema: Schema) -> None:
 def _check_property_count(path: Path, schema: Schema) -> None:
     """Raise ValueError unless the number of an object's properties can be enforced."""
     count = PropertyCount.of(schema)
-    remedy = "is not enforced where a name that properties does not list may come twice"
+    reason = "cannot be enforced: a name that is not in properties may appear twice"
     if count.is_open and count.least > 1:
         raise ValueError(
-            f"{path}.minProperties={schema['minProperties']} {remedy}: list all names, with "
-            "additionalProperties false and without patternProperties, or leave it out"
+            f"{path}.minProperties={schema['minProperties']} {reason}. List every name in "
+            "properties, set additionalProperties to false and drop patternProperties, or drop "
+            "minProperties"
         )
     if "patternProperties" in schema and count.most is not None and count.most > 1:
         raise ValueError(
-            f"{path}.maxProperties={schema['maxProperties']} {remedy}: list the names instead of "
-            "patternProperties, or leave it out"
+            f"{path}.maxProperties={schema['maxProperties']} {reason}. List the names in "
+            "properties instead of patternProperties, or drop maxProperties"
         )
     if count.needs_cases:
         keyword = "minProperties" if count.least else "maxProperties"
         if not count.num_cases:
             raise ValueError(
-                f"{path}.{keyword}={schema[keyword]} is obeyed by no object with these properties: "
-                "change it"
+                f"{path}.{keyword}={schema[keyword]}: no object with these properties can match; "
+                "change minProperties, maxProperties or properties"
             )
         bounds.PROPERTY_SETS.check(f"{path}.{keyword}", count.num_cases)
 

@@ -224,7 +224,7 @@ class Matcher:
     def outcome(self, token_id: int, is_allowed: bool) -> GrammarError | None:
         """Note that `inner` has consumed a token, or refused it; return what is wrong."""
         if not is_allowed:
-            error = self._failure("a token that may not follow")
+            error = self._failure("the grammar does not allow the sampled token")
             if error is not None:
                 return error
         self._consumed.append(token_id)
@@ -325,7 +325,8 @@ class Matcher:
                 words[token // 32] |= np.uint32(1 << token % 32)
         if not mask.any():
             if not self.is_stopped:
-                return _refused(self._form, "nothing may follow what was written")
+                reason = "the grammar allows no next token here, and the answer is incomplete"
+                return _refused(self._form, reason)
             mask[:] = ~self.tokens.not_eos  # the replaced lexer could not tell that this is the end
         return None
 
@@ -336,8 +337,9 @@ class Matcher:
 
     def too_slow(self) -> GrammarError:
         """Return the error of an answer whose masks took too long."""
-        most = f"{bounds.MASK_SECONDS * 1e3:g} ms of a processor"
-        return _refused(self._form, f"its tokens took more than {most} each: simplify it")
+        most = f"{bounds.MASK_SECONDS * 1e3:g} ms of CPU time"
+        reason = f"its masks took more than {most} each on average: simplify it"
+        return _refused(self._form, reason)
 
     def failed(self, error: BaseException) -> GrammarError:
         """Says that something unforeseen went wrong, with this answer alone."""

@@ -400,7 +400,7 @@ def test_answer_ends_whose_masks_are_slow_one_after_another(
             break
         num_masks += 1
     assert num_masks >= 2
-    assert "regex cannot be enforced: its tokens took more than" in made.error(place)
+    assert "regex cannot be enforced: its masks took more than" in made.error(place)
 
 
 def test_an_error_of_any_length_is_told(made: Made):
