@@ -113,8 +113,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"matplotlib is not installed, which draws the figures: {INSTALL}, or give "
-            "--no-pictures"
+            f"matplotlib is not installed: run {INSTALL}, or pass --no-pictures"
         ) from error
 
 

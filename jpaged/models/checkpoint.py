@@ -271,7 +271,10 @@ def _hub_problem(error: Exception) -> str:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError) or status == 403:
-        return "the model hub has one that needs access: request it there, then run `hf auth login`"
+        return (
+            "the model on the hub is gated: request access on its hub page, then run "
+            "`hf auth login`"
+        )
     if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return (
             "the model hub has no such model: check the id, pass a local folder or, for a private "

@@ -342,7 +342,7 @@ class TokenizingWorkers:
             if piece.num_tries < _MAX_TRIES:
                 self._put(piece)
             else:
-                piece.answer.set_exception(_ended(f"{piece.num_tries} times"))
+                piece.answer.set_exception(_ended(f"ended {piece.num_tries} times"))
         elif isinstance(error, TimeoutError) and piece.is_trial:  # it had little of a processor
             words = f"trying the schema took longer than {self._seconds:g} seconds: retry"
             piece.answer.set_exception(not_serving(words, 1))
@@ -350,7 +350,7 @@ class TokenizingWorkers:
             words = f"longer than the limit of {self._seconds:g} seconds"
             piece.answer.set_result(Done(spent=words))
         elif code is not None and code < 0 and -code not in _OWN_SIGNALS:
-            piece.answer.set_exception(_ended(f"by {signal.Signals(-code).name}"))
+            piece.answer.set_exception(_ended(f"was killed ({signal.Signals(-code).name})"))
         elif isinstance(error, EOFError):  # what is not Python's ends when memory does
             most = self._process.settings.max_memory // MIB
             piece.answer.set_result(Done(spent=f"more than the limit of {most} MiB of memory"))
@@ -363,9 +363,7 @@ class TokenizingWorkers:
 
 
 def _ended(how: str) -> ApiError:
-    return not_serving(
-        f"the process that tokenizes and checks schemas was ended from outside {how}: retry", 1
-    )
+    return not_serving(f"the tokenizer worker {how}: retry", 1)
 
 
 @dataclass(eq=False)

@@ -88,7 +88,7 @@ def without_network(cause):
             errors.RepositoryNotFoundError("404", response=RESPONSE),
             "no such model: .*hf auth login",
         ),
-        (errors.GatedRepoError("403", response=RESPONSE), "needs access: .*hf auth login"),
+        (errors.GatedRepoError("403", response=RESPONSE), "is gated: .*hf auth login"),
         (errors.HFValidationError("a..b"), "no such model: check the id"),
         (OSError(28, "No space left"), "not be written: OSError: .*No space left; make room"),
     ],

@@ -392,7 +392,7 @@ def test_fork_killed_from_outside_is_answered_with_503_and_retry(
         answer = await asked
         assert answer.status_code == 503, answer.text
         assert int(answer.headers["retry-after"]) >= 1
-        assert "ended from outside by SIGKILL: retry" in answer.json()["error"]["message"]
+        assert "was killed (SIGKILL): retry" in answer.json()["error"]["message"]
         await server.canary()
         assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
 
