@@ -73,7 +73,7 @@ def _configure_jax() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `full` to the full tier.
+    """Deselect tests marked `full` in the default tier.
 
     Tests on a GPU run in every tier: the tiers bound the processor's time. A test that the command
     names runs too.
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector the modules and tests, which stay to the end of the run."""
+    """Freeze the collected modules and tests, so that the garbage collector skips them."""
     gc.collect()
     gc.freeze()
 
@@ -125,7 +125,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test of the default tier that needs too much of a processor, in CI."""
+    """In CI, fail a test of the default tier that uses too much CPU time."""
     report = yield
     if call.when == "teardown" and report.passed and "CI" in os.environ:
         seconds = _processor_seconds() - item.stash.get(_STARTED, _processor_seconds())
@@ -133,8 +133,8 @@ def pytest_runtest_makereport(
         if seconds > MAX_PROCESSOR_SECONDS and not others:
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {seconds:.0f} s of a processor, and a test of the default "
-                f"tier may take {MAX_PROCESSOR_SECONDS:g}: make it smaller, or mark it `full`"
+                f"{item.nodeid} used {seconds:.0f} s of CPU time; the limit in the default tier is "
+                f"{MAX_PROCESSOR_SECONDS:g} s: make it smaller, or mark it `full`"
             )
     return report
 
