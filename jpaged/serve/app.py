@@ -74,10 +74,13 @@ _READS = {
     "/openapi.json": "This.",
 }
 _STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_NO_MODEL = {"404": "There is no such model."}
+_NO_MODEL = {"404": "No model has this name."}
 _ERRORS_OF_READS = {
-    "403": "The Host is not one that this server has (`--allowed-hosts`).",
-    "503": "The server is full, starts, hangs or shuts down; Retry-After says when to come back.",
+    "403": "The Host header is not allowed (`--allowed-hosts`).",
+    "503": (
+        "The server is starting, full, unresponsive or shutting down: retry after Retry-After "
+        "seconds."
+    ),
 }
 _ERRORS_OF_BODIES = {
     "400": "A field is not acceptable; the error names it.",
@@ -155,7 +158,7 @@ def _operation(
     told |= {} if path in OPEN_PATHS else _DENIED
     answers = {status: _error(path, text) for status, text in told.items()}
     if path in OPEN_PATHS:
-        answers["503"] = {"description": "No."}
+        answers["503"] = {"description": "The server is not healthy, or not ready."}
     return {"summary": meaning, "responses": {"200": _success(path), **answers}}
 
 
