@@ -8,7 +8,7 @@ Where a row of a step obeys a grammar, what it may sample depends on the token b
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
 In the overlapped loop a thread sends the tokens, as soon as the device has them, to a process that
 makes the masks; rows whose masks take long may sit the step out, and are computed again
-(`Patience`).
+(`WaitBudget`).
 """
 
 import signal
@@ -39,13 +39,13 @@ from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, Items, MaskProcess, Patience
+from jpaged.text.mask_process import Answer, Items, MaskProcess, WaitBudget
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
 
 _LONGEST_WAIT = 1.0
-"""Seconds that a step waits for a process that runs, for rows that cannot leave the step."""
+"""Maximum seconds that a step waits for a running mask worker if rows cannot skip the step."""
 
 _LATE = (
     "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "
@@ -130,7 +130,7 @@ class EngineLoop:
         self._runner = runner
         self._mode = mode
         self._masks: Any = masks  # no request is constrained where there is none
-        self._patience = Patience()
+        self._wait_budget = WaitBudget()
         self._seconds_waited = 0.0  # for tokens
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
         self._num_constrained = 0  # requests with a grammar
@@ -340,7 +340,7 @@ class EngineLoop:
         ended, before = [], self._seconds_waited
         while self._in_flight:
             ended += self._read()
-        self._patience.begin(self._seconds_waited - before)
+        self._wait_budget.begin(self._seconds_waited - before)
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
@@ -356,16 +356,17 @@ class EngineLoop:
     def _launch_masked(
         self, step: UnsampledStep, items: Items
     ) -> tuple[StepHandle, list[tuple[Request, Exception]], dict[RequestState, None]]:
-        """Sample a step, and begin with the masks behind its tokens.
+        """Sample a step with masks, and have the mask worker make the next masks.
 
         Returns:
-            The step's handle; requests that fail, and why; requests of which an answer is complete
-            with tokens of steps before. The rows of the last two may sample anything.
+            The step's handle; each request that fails, with its error; the requests with an answer
+            that the tokens of earlier steps have completed. Tokens sampled in the rows of the last
+            two are dropped.
         """
-        may_leave = partial(self._may_leave, step, items)
+        may_leave = partial(self._should_stop_waiting, step, items)
         allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
-        self._patience.note_step()
-        leaving = {items[i][1] for i in late if self._can_leave(step, items[i][1])}
+        self._wait_budget.note_step()
+        leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
         if leaving:
             rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
             step = replace(step, plan=self.scheduler.put_back(step.plan, rows))
@@ -397,8 +398,10 @@ class EngineLoop:
         return told
 
     def _answers_of(self, step: UnsampledStep) -> list[tuple[Answer, int]]:
-        """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
-        ended by now may sample anything: their tokens are dropped."""
+        """Return the step's unfinished answers with grammars, each with its row.
+
+        Rows of finished answers are left out: their tokens are dropped.
+        """
         items: list[tuple[Answer, int]] = []
         for row, item in enumerate(step.scheduled):
             sequence = item.sequence
@@ -408,11 +411,18 @@ class EngineLoop:
                     items.append((answer, row))
         return items
 
-    def _may_leave(
+    def _should_stop_waiting(
         self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
     ) -> bool:
-        """Whether the step waits for some masks no longer: their rows sit it out, or fail if they
-        cannot."""
+        """Return whether the step stops waiting for late masks. Then each late row skips the step,
+        and the rows that cannot skip it fail.
+
+        Args:
+            step: Its layers are launched.
+            items: The step's answers with grammars.
+            late: Indices in `items` of the answers without a mask.
+            heavy: Indices among `late` of the heavy answers.
+        """
         masks, num_rows = self._masks, len(step.scheduled)
         has_others = len(late) < num_rows
         if has_others:
@@ -423,18 +433,21 @@ class EngineLoop:
             if not has_others or self._mode is not LoopMode.OVERLAPPED:
                 return False
             share = (len(late) - len(heavy)) / num_rows
-            if not self._patience.is_over(share, has_plain=len(items) < num_rows):
+            if not self._wait_budget.is_over(share, has_plain=len(items) < num_rows):
                 return False
-        staying = {i for i in late if not self._can_leave(step, items[i][1])}
+        staying = {i for i in late if not self._can_skip(step, items[i][1])}
         if not staying or not is_late:
             return not staying
-        # On a busy machine the process may just have had no processor.
+        # On a busy machine the mask worker may just have had no CPU time.
         is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
         return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
 
-    def _can_leave(self, step: UnsampledStep, row: int) -> bool:
-        """Whether a row may sit the step out, for its token to be computed again: it decodes, the
-        only one of its request, and the device counts no tokens for it."""
+    def _can_skip(self, step: UnsampledStep, row: int) -> bool:
+        """Return whether a row can skip the step, so that a later step computes its token again.
+
+        A row can if it decodes one token, is its request's only unfinished sequence, and the
+        request adjusts no logits (penalties, biases, forbidden tokens).
+        """
         item = step.scheduled[row]
         sequence, request = item.sequence, item.sequence.request
         return (

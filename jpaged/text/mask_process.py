@@ -53,10 +53,10 @@ _NONE: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int32)
 """Answers; their places, and their rows."""
 
 _LOOK = 5e-5
-"""Seconds until a step that waits for masks is asked again whether it would."""
+"""Seconds between two checks of whether a step still waits for masks."""
 
 _SHORT_WAIT, _RARE_LOOK = 5e-3, 1e-3
-"""A step that has waited for so many seconds is asked less often."""
+"""After `_SHORT_WAIT` seconds of waiting, the checks are `_RARE_LOOK` seconds apart."""
 
 _MOST_FILES = 1024
 """Open at once, for `select`: no other call waits for less than a millisecond."""
@@ -70,10 +70,11 @@ _LONGEST_PAUSE = 0.01
 process was not running either, the other one may have had no processor."""
 
 _MOST_LEFT = 0.25
-"""Maximum share of a step's rows for which the step waits by that share."""
+"""Maximum share of late rows for which the waiting time is proportional to the share."""
 
 _LONGEST_STEP = 0.05
-"""Seconds that a step is taken to last at most, where the time between two was longer."""
+"""Maximum duration of a step in seconds, as `WaitBudget` counts it. A longer time between two steps
+includes a pause."""
 
 
 class Answer:
@@ -139,8 +140,8 @@ class MaskProcess:
         places: One more than there are answers at most, those that wait for their turn among them.
             Only what was used of them takes memory.
         longest_wait: Maximum of the seconds that a step with other rows waits for the process.
-        longest_silence: Seconds after which a process is ended that tells nothing while an answer
-            waits for it. Its start counts too.
+        longest_silence: Seconds after which the process is killed if it reports nothing while an
+            answer waits for it. The start of the process counts too.
 
     Attributes:
         seconds_waited: Seconds that the present step has waited for the process, from its tokens
@@ -240,7 +241,7 @@ class MaskProcess:
         if not answers:
             return
         self._started, self._where = answers, where[0]
-        # Before the tokens are sent: their masks are not to be taken for those behind the tokens.
+        # Before the tokens are sent, so that a mask of the last step is never used for this one.
         self._memory.states[self._where] = State.PENDING
         self._due = partial(_tokens_message, where, tokens)
         if ahead:
@@ -399,7 +400,8 @@ class MaskProcess:
         looked = time.monotonic()
         while not is_done():
             if give_up():
-                # News may be old: a byte of an earlier step is read first.
+                # A byte that was read during this wait may report an earlier step, so half of the
+                # longest wait without a byte counts as silence.
                 is_silent = self._silence >= self.longest_wait / 2
                 if is_silent and self.seconds_waited >= self.longest_wait:
                     self._is_stalled = True
@@ -519,14 +521,15 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
     return frame(Kind.TOKENS, where.tobytes() + found, where.shape[1])
 
 
-class Patience:
-    """How long a step waits for some rows' masks, where the process answers.
+class WaitBudget:
+    """Time that a step waits for late masks while the mask worker answers.
 
-    As long as the host has just waited for the device, which is then ahead of it as much less. And
-    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
-    all rows what those lose that sit it out. Where they are many, by a whole step, so that rows
-    without a grammar lose no more than half of their speed; without such rows it waits for all.
-    Rows of heavy answers are not waited for.
+    The step waits as long as the host has just waited for the device: the device still has work.
+    If at most a quarter of the rows are late, the step waits longer by (late share) x (one step).
+    This costs all rows together as much as skipping the step costs the late rows.
+    If more rows are late, the step waits longer by one whole step, so that unconstrained rows keep
+    at least half of their speed. Without unconstrained rows it waits until all masks are ready.
+    Rows of heavy answers add no waiting time.
     """
 
     def __init__(self):
@@ -534,15 +537,19 @@ class Patience:
         self._slack = self._step_seconds = 0.0
 
     def begin(self, slack: float) -> None:
-        """A step begins to wait; so many seconds the host has waited for the device."""
+        """Start the budget of a step.
+
+        Args:
+            slack: Seconds that the host has just waited for the device.
+        """
         self._began, self._slack = time.perf_counter(), slack
 
     def is_over(self, share: float, *, has_plain: bool) -> bool:
-        """Whether the step waits no longer for a share of its rows, heavy ones left out.
+        """Return whether the step has used up its waiting time.
 
         Args:
-            share: 0 to 1.
-            has_plain: Whether it has rows without a grammar.
+            share: Late rows as a share of the step's rows, 0 to 1, without rows of heavy answers.
+            has_plain: Whether the step has rows without a grammar.
         """
         if share > _MOST_LEFT:
             share = 1.0 if has_plain else float("inf")
@@ -550,8 +557,8 @@ class Patience:
         return time.perf_counter() - self._began >= seconds
 
     def note_step(self) -> None:
-        """The step does not wait any more."""
+        """Note that the step has stopped waiting, and measure how long the step took."""
         now = time.perf_counter()
-        seconds = self._began - self._step_began  # without the waiting, or that would grow
+        seconds = self._began - self._step_began  # waiting excluded: else each wait allows more
         self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
         self._step_began = now

@@ -24,7 +24,7 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE, matcher_of
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, MaskProcess, Patience
+from jpaged.text.mask_process import Answer, MaskProcess, WaitBudget
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
@@ -443,13 +443,13 @@ def test_where_the_tokenizer_is_gone_a_request_is_told(tmp_path: Path):
 def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: pytest.MonkeyPatch):
     now = 10.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    patience = Patience()
-    is_over = partial(patience.is_over, has_plain=True)
+    budget = WaitBudget()
+    is_over = partial(budget.is_over, has_plain=True)
     now += 0.004  # a step
-    patience.begin(0.0)
+    budget.begin(0.0)
     now += 1.0  # its waiting does not count
-    patience.note_step()
-    patience.begin(0.0)
+    budget.note_step()
+    budget.begin(0.0)
     assert is_over(0.0)  # for heavy answers alone
     assert not is_over(0.125)
     now += 0.0006  # one row in eight: half a millisecond
@@ -460,17 +460,17 @@ def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: py
     assert not is_over(0.3)
     now += 0.0030  # many rows: a whole step
     assert is_over(0.3)
-    assert not patience.is_over(0.3, has_plain=False)
-    patience.begin(0.002)  # the host has waited for the device
+    assert not budget.is_over(0.3, has_plain=False)
+    budget.begin(0.002)  # the host has waited for the device
     now += 0.0019
     assert not is_over(0.0)
     now += 0.0002
     assert is_over(0.0)
     assert not is_over(0.125)
     now += 60
-    assert not patience.is_over(0.3, has_plain=False)
-    patience.begin(0.0)
-    patience.note_step()
-    patience.begin(0.0)
+    assert not budget.is_over(0.3, has_plain=False)
+    budget.begin(0.0)
+    budget.note_step()
+    budget.begin(0.0)
     now += 0.26 * 0.05  # a pause between steps is none
     assert is_over(0.25)
