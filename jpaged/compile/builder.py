@@ -173,7 +173,7 @@ class ProgramBuilder:
         return program
 
     def _note_lookup(self, event: str, **_: object) -> None:
-        """Take JAX's word, which comes in the thread that compiles, for what its cache had."""
+        """Note whether JAX's cache had a program. JAX calls this in the thread that compiles."""
         if event == _CACHE_ASKED:
             self._last_lookup.found = False
         elif event == _CACHE_HIT:

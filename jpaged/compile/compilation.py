@@ -103,9 +103,12 @@ class Compilation:
         self._builder.add(self._workers.compiled(needed, runtime, self._tell_progress))
 
     def _tell_progress(self, done: int, total: int) -> None:
-        """Say how many programs this start has compiled, now and then, and never less than before;
-        at the end also how many an earlier start had compiled."""
-        # What workers compile comes from JAX's cache too, and is of this start.
+        """Report how many programs this start has compiled: at each tenth program, and at the end.
+
+        The reported number never falls. At the end, also report how many programs an earlier start
+        had compiled.
+        """
+        # Programs that workers compile also come from JAX's cache, but this start compiled them.
         num_loaded = 0 if self._workers.processes else self._builder.num_loaded
         num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
         if num_compiled > self._told and (is_last or num_compiled % 10 == 0):

@@ -348,8 +348,10 @@ class RequestState:
         known.extend(TokenLogprobs(new, self.tokenizer))
 
     def fail(self, error: BaseException) -> None:
-        """It ends with an error, also if it has just come to its own end; the first one counts.
-        Where the grammar and the sampling parameters leave no token, the error names both."""
+        """End the request with an error, even if it has just finished. Keep the first error.
+
+        If the grammar and the sampling parameters together allow no token, the error names both.
+        """
         if isinstance(error, NoTokenError) and self.constraint is not None:
             error = self._conflict(self.constraint) or error
         self.error = self.error or error

@@ -51,7 +51,7 @@ class ProgressLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the start; one that took no time worth a line says nothing."""
+        """Time a phase of the start, and print its duration unless that rounds to 0.00 s."""
         start = time.monotonic()
         yield
         seconds = f"{time.monotonic() - start:.2f}"
@@ -104,7 +104,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
     Raises:
         ValueError: the model cannot be loaded, or does not fit the device as configured.
     """
-    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)  # before the device takes seconds
+    # Before the device starts, so that a wrong path fails quickly.
+    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     log, config = ProgressLog(config.verbose), with_usable_cache(config)
     with log.phase("starting the device"):
         prepare_jax(config)

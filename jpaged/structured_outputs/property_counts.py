@@ -54,10 +54,12 @@ class PropertyCount:
         return math.comb(num, self.least) + self.is_open
 
     def cases(self, schema: Schema) -> Iterator[dict[str, Any]]:
-        """Yield schemas of which an object obeys just one, if it has a right number of properties.
+        """Yield schemas that together allow the right numbers of properties.
+
+        An object with a right number of properties matches exactly one of them.
 
         Args:
-            schema: As for `of`; an object must obey it too, without the two keywords.
+            schema: As for `of`. An object must also match it, without the two keywords.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
         if self._is_bounded:  # the optional properties that an object has

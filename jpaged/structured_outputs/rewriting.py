@@ -1,4 +1,4 @@
-"""JSON schemas in words that llguidance enforces as they are meant."""
+"""Rewrite JSON schemas so that llguidance enforces them as specified."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
 _MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
 _OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-"""Those that are a pattern of ours: llguidance's take 29 February in all years and second 60."""
+"""Patterns that replace llguidance's formats, which allow second 60 and 29 February in any year."""
 
 
 def enforced(schema: Any) -> Any:
@@ -84,7 +84,7 @@ class _Rewriting:
     def _facts(
         self, schema: Any, within: frozenset[str], *, with_properties: bool = False
     ) -> "_Facts":
-        """Return what is known of the values that obey a schema.
+        """Return bounds on the values that match a schema.
 
         Args:
             schema: Checked.
@@ -126,14 +126,14 @@ class _Rewriting:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of the values that obey a schema; they may be fewer.
+    """An upper bound on the set of values that match a schema.
 
     Attributes:
-        types: Their types.
-        values: Their keys, as of `_key`; None for any value of these types.
-        properties: What is known of an object's properties, as far as it has them.
-        required: Properties that an object has.
-        names: The names that an object may have; None for any.
+        types: JSON types that a matching value may have.
+        values: `_key` of each value that may match; None for any value of these types.
+        properties: Bounds on the values of an object's properties, if the object has them.
+        required: Names of the properties that an object must have.
+        names: Names of the properties that an object may have; None for any name.
     """
 
     types: frozenset[str]
@@ -143,7 +143,7 @@ class _Facts:
     names: frozenset[str] | None = None
 
     def both(self, other: "_Facts") -> "_Facts":
-        """Return what is known of values that obey two schemas."""
+        """Return bounds on the values that match both schemas."""
         properties = dict(self.properties)
         for name, facts in other.properties.items():
             properties[name] = properties[name].both(facts) if name in properties else facts

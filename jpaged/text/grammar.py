@@ -74,7 +74,8 @@ _ONE_OF_ADVICE = (
     "two cases of oneOf may allow the same value: use anyOf, or give the cases different types, "
     "constants, or constants in a required property",
 )
-"""What llguidance says, whose option clients do not have, and what they are told instead."""
+"""An error text of llguidance, which names an option that clients do not have, and the text that
+replaces it."""
 
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
@@ -327,7 +328,7 @@ class Matcher:
             if not self.is_stopped:
                 reason = "the grammar allows no next token here, and the answer is incomplete"
                 return _refused(self._form, reason)
-            mask[:] = ~self.tokens.not_eos  # the replaced lexer could not tell that this is the end
+            mask[:] = ~self.tokens.not_eos  # with its new lexer the answer is complete
         return None
 
     def _forbid_the_end(self, mask: np.ndarray) -> None:
@@ -484,12 +485,13 @@ class _Lexer:
 
 
 class _Lexers:
-    """A grammar compiled several times: an answer has one to itself, as far as there are.
+    """Pool of compiled copies of one grammar.
 
-    llguidance's copies of a matcher share its lexer and a lock: of answers that share one, one mask
-    is computed at a time. A lexer that an answer leaves keeps the states that it has made, and
-    llguidance does not tell how many. Once too many states have broken a lexer, the grammar's
-    lexers are replaced after half as many tokens.
+    An answer gets a copy of its own while any is free, else shares one. Copies of llguidance's
+    matcher share a lexer and its lock, so answers that share a lexer get their masks one at a time.
+    A lexer keeps the states of finished answers, and llguidance does not report their number. After
+    too many states have broken a lexer, the grammar's lexers are replaced after half as many
+    tokens.
 
     Args:
         first: llguidance's matcher, at the start.
@@ -749,7 +751,7 @@ class Grammars:
             The lexer, how the answer uses it, and llguidance's matcher after the tokens.
 
         Raises:
-            GrammarError: All answers take too much memory, and this one takes more than its share.
+            GrammarError: the lexers exceed their memory, and this answer needs more than its share.
         """
         with self._lock:
             renewing = self._start("renewed", self._renew, grammar, consumed, may_share)
@@ -803,7 +805,7 @@ class Grammars:
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        # This grammar can be compiled. What is left of the fuel is for tokens consumed again.
+        # This grammar is within the limits, so more fuel is safe: `_renew` consumes tokens again.
         make = partial(make, limits=_limits(initial_lexer_fuel=_REPEATED_FUEL))
         lexers = _Lexers(matcher, make, is_cheap)
         grammar = Grammar(form, lexers, tokens, tuple(opening), self._memory, self.renewed)

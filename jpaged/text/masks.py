@@ -42,23 +42,25 @@ _MOST_THREADS = 16
 """Maximum number of threads that make masks one by one."""
 
 _CHUNK = 16
-"""Number of answers that are served in one call of llguidance's, and timed together."""
+"""Maximum number of answers in one timed call of llguidance."""
 
 _USUAL_SECONDS = 5e-5
-"""Time that llguidance usually needs at most for one token, or for one mask, in one thread."""
+"""Seconds that one thread of llguidance usually needs for one token or one mask, at most."""
 
 _LATE_SECONDS = 5e-4
-"""A chunk that takes so much longer than usual has a slow answer."""
+"""Seconds beyond the usual time of a chunk from which one of its answers counts as slow."""
 
 _SLOW_SECONDS = 3e-4
-"""Processor time from which a mask is slow."""
+"""CPU seconds from which a mask is slow."""
 
 _WATCHED = 64
-"""After a slow mask, number of the grammar's masks behind those with many tokens that threads make
-and time, until such masks are made together again."""
+"""Number of masks that threads make and time one by one after a slow mask of the same grammar.
+
+Only masks that follow one with many allowed tokens count. Then such masks are made together again.
+"""
 
 _MOST_WATCHED = 1024
-"""Maximum of that number after several slow masks."""
+"""Maximum of this number: each further slow mask adds `_WATCHED` to it."""
 
 _HEAVY_TOKEN_SECONDS = 1e-3
 """Processor time to match one token from which an answer is heavy: the grammar is ambiguous. Other
@@ -122,8 +124,8 @@ class State(IntEnum):
     PENDING = 1  # the grammar is being compiled, a token on its way, or a mask made
     HEAVY = 2  # the same, and it takes milliseconds: no step should wait for it
     MADE = 3  # the mask of its next token is there
-    STOPPED = 4  # nothing may follow
-    FAILED = 5  # why is written there
+    STOPPED = 4  # the answer is complete
+    FAILED = 5  # the answer failed; the place holds the error's text
     LOST = 6  # the process has ended
 
     @property
@@ -190,16 +192,17 @@ class MaskMemory:
 
 
 class _Answer:
-    """An answer, as the process has it.
+    """An answer in the mask worker.
 
-    Its token is matched and its mask made in one call for all answers, unless:
+    The worker matches the tokens of all answers in one call, and makes their masks in another. A
+    thread serves the answer alone in three cases:
 
-    - `is_heavy`: its last token or mask took a thread some milliseconds.
-    - `is_suspect`: one of the answers that were last served with it took too long. A thread serves
-      it once, to find out.
-    - Only the mask is made by a thread if the last mask was slow (`is_slow`), or if it allowed many
-      tokens (`is_wide`) and the grammar has had slow masks behind such ones lately
-      (`Matcher.pace`). In strings of bounded length, slow masks come one by one, and only there.
+    - `is_heavy`: the answer's last token or mask took a thread milliseconds.
+    - `is_suspect`: a call that included the answer took too long. A thread serves the answer once,
+      to measure it.
+    - The last mask was slow (`is_slow`). Or it allowed many tokens (`is_wide`), and the grammar has
+      lately had slow masks after such masks (`Matcher.pace`). Then a thread makes only the mask. In
+      strings of bounded length, single slow masks follow quick ones.
     """
 
     __slots__ = (
@@ -378,7 +381,7 @@ class MaskMaker:
         return errors
 
     def _is_late(self, start: float, count: int) -> bool:
-        """Whether so many tokens or masks have taken llguidance too long since `start`."""
+        """Return whether `count` tokens or masks took much longer than usual since `start`."""
         usual = _USUAL_SECONDS * -(-count // self._num_threads)
         return time.perf_counter() - start > usual + _LATE_SECONDS
 
@@ -490,8 +493,8 @@ class MaskMaker:
             start = _ProcessorClock()
             matcher.accept(token)
             return start.seconds()
-        # llguidance releases Python's lock only where it is to match the tokens of two. The time
-        # is not of a processor: that of llguidance's own thread is not known.
+        # llguidance releases Python's lock only for the tokens of two or more matchers, so a broken
+        # matcher joins. This is wall time: the CPU time of llguidance's threads is not known.
         start = time.perf_counter()
         inner = [(matcher.inner, token), (_broken_matcher(matcher), token)]
         is_allowed, _ = self._heavy_executor.consume_token_par(inner)
