@@ -58,7 +58,7 @@ _BODIES: dict[str, tuple[type, str]] = {
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
 MESSAGES = "/v1/messages"
-"""Errors at this path and below it have Anthropic's form."""
+"""Errors at this path and below it have Anthropic's format."""
 
 _PING = "/ping"
 _MODEL = "/v1/models/{name}"
@@ -212,7 +212,10 @@ class App:
         self._router = Router(routes, redirect_slashes=False, default=_nowhere)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as ASGI has it; what is raised before an answer began is told as its API does."""
+        """Answer an ASGI request.
+
+        An error before the response has started is sent in the format of the API.
+        """
         started = False
 
         async def watched(message: Message) -> None:
@@ -392,7 +395,7 @@ def _is_anthropics(path: str) -> bool:
 
 
 def _refusal(path: str, error: ApiError) -> Response:
-    """An error as an answer of the API that has the path."""
+    """Return an error response in the format of the API at `path`."""
     return anthropic_answer(error) if _is_anthropics(path) else error_answer(error)
 
 

@@ -221,18 +221,19 @@ def _ends_in_escape(piece: bytes | bytearray) -> bool:
 
 
 def _decode(body: bytes | bytearray, texts: list[tuple[int, int]]) -> Any:
-    """Decode a body whose long strings are decoded apart, each in pieces.
+    """Decode a body, with its long strings decoded separately, in pieces.
 
-    The decoder meets a number in place of each long string, and gets the string from the hook that
-    reads numbers. Nobody who sends a body can know these numbers.
+    A random number replaces each long string in the decoder's input, and the decoder's hook for
+    numbers returns the string. A client cannot guess these numbers.
 
     Args:
         body: JSON in UTF-8.
-        texts: Where its long strings begin and end, as `_count` gives them.
+        texts: Start and end of each long string, from `_count`.
 
     Raises:
-        ApiError: one of these strings is a name.
-        msgspec.DecodeError, UnicodeDecodeError: as the decoder does; places are those in `body`.
+        ApiError: a long string is the name of a field.
+        msgspec.DecodeError, UnicodeDecodeError: the body is not valid; positions are those in
+            `body`.
     """
     secret = secrets.randbits(64)
     values: dict[str, str] = {}
@@ -362,8 +363,10 @@ def _named_twice(body: bytes | bytearray) -> ApiError:
 
 
 def _lone_surrogate(body: bytes | bytearray) -> ApiError | None:
-    """Return the error that names the field with a lone surrogate; None if there is none, or the
-    body is too large to look for it while others wait."""
+    """Return an error that names the field with a lone surrogate, or None.
+
+    A body above `_MOST_SEARCHED` bytes is not searched: other requests would wait.
+    """
     if len(body) > _MOST_SEARCHED:
         return None
     try:

@@ -298,11 +298,11 @@ class StrictConnection(h11.Connection):
 
 
 class SurplusGuard:
-    """Answers on connections beyond the limit only whether the server lives, and hangs up.
+    """Refuse requests on connections beyond the limit, except health checks, and close them.
 
     Args:
-        app: Answers on the other connections.
-        refusal: Makes the answer that tells an error at a path.
+        app: Answers health checks, and all requests on other connections.
+        refusal: Return the response for an error at a path.
     """
 
     def __init__(

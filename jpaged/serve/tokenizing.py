@@ -139,16 +139,17 @@ class Tokenizing:
         return await self._done(replace(order, most=most), path)
 
     async def check_form(self, form: StructuredOutputs, path: str, client: str) -> None:
-        """Try a form of answers in a fork, unless the result of an earlier trial is remembered.
+        """Try a structured-output spec in a fork, unless the result of a trial is remembered.
 
         Args:
-            form: Where it takes too much, or ends the fork, that is this request's fault alone.
-            path: The field, as errors call it.
+            form: The structured-output spec. If it exceeds a limit or crashes the fork, only this
+                request fails.
+            path: Name of the field in errors.
             client: Clients take turns in trials.
 
         Raises:
-            ApiError: no grammar can be made of the form, or that takes too much; 503 if the trial
-                was ended from outside.
+            ApiError: the spec has no grammar or exceeds a limit; 503 if the fork was killed from
+                outside.
         """
         done = await self._verdict(Order(form=form), client)
         if done.spent is not None:
@@ -163,7 +164,7 @@ class Tokenizing:
     async def _verdict(self, order: Order, client: str) -> Done:
         """Return the result of a trial, which is remembered unless an unforeseen error ended it."""
         digest = hashlib.sha256(_encoder.encode(order)).digest()
-        # A client that sends one form many times at once has it tried once.
+        # Concurrent requests of one client with the same spec share one trial.
         lock = self._trying.setdefault((client, digest), asyncio.Lock())
         async with lock:
             done = self._verdicts.get(digest) or await self._trials.do(order, client)
@@ -324,13 +325,13 @@ class TokenizingWorkers:
     def _give_up(
         self, piece: "_Piece", error: Exception, code: int | None, *, was_quick: bool
     ) -> None:
-        """Try a piece again, or give it the error that its client gets.
+        """Queue an unfinished order again, or end it with an error for its client.
 
         Args:
-            piece: Was not done.
-            error: EOFError if the fork ended while it worked.
-            code: How the fork ended; None if that is unknown, as when the whole process ended.
-            was_quick: Whether the fork had `_QUICK` seconds for it.
+            piece: The unfinished order.
+            error: EOFError if the fork ended during the order.
+            code: Exit code of the fork; None if unknown, for example if the whole process ended.
+            was_quick: Whether the fork was limited to `_QUICK` CPU seconds.
         """
         if piece.answer.done():
             return
@@ -424,8 +425,11 @@ class _Fork:
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
 
     async def exit_code(self, seconds: float) -> int | None:
-        """Return how it ended after its line closed, as `exit_code` of a process; None if nobody
-        knows within `seconds`, since the process whose fork it is has ended too."""
+        """Return the fork's exit code after its connection closed.
+
+        Returns:
+            None if the code is unknown after `seconds`: the parent of the fork has ended too.
+        """
         try:
             sock = self._process.ask_exit_code(self._number)
             reader, writer = await asyncio.open_unix_connection(sock=sock)
