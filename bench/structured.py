@@ -1,12 +1,12 @@
-"""What answers in a form cost, and whether they obey (`python -m bench.structured`).
+"""Measure the cost of structured output, and validate the answers (`python -m bench.structured`).
 
     masks       time from a step's tokens to the masks behind them, with answers to 50 published
                 schemas in the rows, with those to a schema of 20 bounded fields, and with those to
                 a schema of unbounded strings and arrays
-    speed       tokens a second, of all rows and of a row, with a schema in no row, in half of the
-                rows and in all: that of 20 fields, or the unbounded one. `free_of_before` is the
-                speed of the rows without a form against that of the same rows while none has one.
-                `single` has no form either, and no bursts, which forms end
+    speed       tokens per second of all rows and per row. No row, half of the rows or all rows have
+                a schema: the one of 20 fields, or the unbounded one. `free_of_before` is the speed
+                of the rows without a schema, divided by their speed while no row has one. `single`
+                has neither schemas nor bursts (steps with schemas are in no burst)
     parts       milliseconds of the host a step, by part, of these cases
     shares      answers at temperature 1 over the published schemas: how many end by themselves, how
                 many of these an independent validator (`jsonschema`) takes, how many of the others

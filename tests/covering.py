@@ -1,4 +1,4 @@
-"""Products of options of which the default tier runs a covering set, and numbers of random runs."""
+"""Test parameters of the tiers: the default tier runs a covering set and fewer random examples."""
 
 import itertools
 import os

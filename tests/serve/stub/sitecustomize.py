@@ -1,4 +1,4 @@
-"""Python imports this at its start: an engine's process then has the stub for its engine."""
+"""Replace the engine by a stub in the engine's process. Python imports this module at its start."""
 
 import sys
 
