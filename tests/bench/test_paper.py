@@ -158,6 +158,7 @@ def test_figure_13_paging_batches_most(tmp_path: Path):
         assert row["paper's req/s"] == published.BATCHED_RATE[row["lengths"]]
 
 
+@pytest.mark.full
 def test_figure_14_sharing_pays(tmp_path: Path):
     found = rates(run_figure("14", tmp_path))
     assert {name.split(",")[0] for name in found} == {"parallel sampling", "beam search"}
@@ -173,12 +174,14 @@ def test_figure_15_more_samples_save_more(tmp_path: Path):
     assert saved["alpaca", "parallel", 2] == pytest.approx(6.09, rel=0.4)
 
 
+@pytest.mark.full
 def test_figure_16_a_longer_prefix_pays_more(tmp_path: Path):
     found = rates(run_figure("16", tmp_path))
     short, long = (systems["ours"] / systems["orca_oracle"] for systems in found.values())
     assert 1 < short < long
 
 
+@pytest.mark.full
 def test_figure_17_runs_with_and_without_a_cache(tmp_path: Path):
     (systems,) = rates(run_figure("17", tmp_path)).values()
     assert set(systems) == {*published.ORCAS, "ours", figures_serving.WITH_CACHE}

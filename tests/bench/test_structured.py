@@ -21,6 +21,7 @@ def test_the_form_has_20_fields():
     assert len(FIELDS["properties"]) == len(FIELDS["required"]) == 20
 
 
+@pytest.mark.full
 def test_what_ends_obeys(engine: Engine):
     row = structured.shares(engine, SIZE)
     # How many end depends on the draws, and these on the processor.

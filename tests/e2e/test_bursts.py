@@ -198,6 +198,7 @@ def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.full
 def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):

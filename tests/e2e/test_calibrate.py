@@ -81,6 +81,7 @@ def logprobs(engine: Any) -> np.ndarray:
     return np.array([entry.logprob for place in places for entry in place.values()])
 
 
+@pytest.mark.full
 def test_with_them_the_cache_drifts_no_more_than_with_a_scale_of_1(engines: Engines, folder: Path):
     """Whose numbers FP8 has as well: none is above 448, and few are very small."""
     options: dict[str, Any] = {"enable_prefix_caching": False}

@@ -13,6 +13,7 @@ from schema_strategies import ANYTHING, values_of
 from serve_helpers import Server
 
 from jpaged.serve.app import openapi
+from tests.covering import num_examples
 
 Run = Callable[..., None]
 DOCUMENT = json.loads(json.dumps(openapi()))
@@ -22,7 +23,7 @@ POSTS = {
     if "requestBody" in methods.get("post", ())
 }
 FUZZ = settings(
-    max_examples=60,
+    max_examples=num_examples(60),
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,
