@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jpaged import Engine, SamplingParams
 
@@ -25,6 +26,12 @@ LOOPS: dict[str, dict[str, Any]] = {
     "synchronous": {"async_scheduling": False},
 }
 """Options of the loops, which all give the same answers."""
+
+MOSTLY_OVERLAPPED = [
+    "overlapped",
+    *(pytest.param(loop, marks=pytest.mark.full) for loop in ("bursts", "synchronous")),
+]
+"""Loops of a slow test: the full tier alone runs it in the other two."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"

@@ -31,7 +31,9 @@ def answers(outputs: Any) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in each.outputs] for each in outputs]
 
 
-@pytest.mark.parametrize("block_size", [1, 256, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "block_size", [256, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2))]
+)
 def test_answers_are_those_of_blocks_of_16(engines: Engines, qwen_folder: Path, block_size: int):
     """With shared prefixes, forks, copies on write and swaps, in a pool that is too small."""
     prompts, params = workload()

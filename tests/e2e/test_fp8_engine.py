@@ -38,6 +38,7 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str):
         Engine(**options)
 
 
+@pytest.mark.full
 @pytest.mark.gpu2
 def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow_folder: Path):
     """What they sum is brought to FP8 by what all of them have of a row. On a processor, where sums

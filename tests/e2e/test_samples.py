@@ -202,7 +202,8 @@ def test_a_mixed_batch_gives_each_what_it_gives_alone(
         check_same(output.outputs, outputs_of(engine, prompt, params))
 
 
-@pytest.mark.parametrize("kind", ["penalties", pytest.param("truncated", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["penalties", "truncated"])
 def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_gives_alone(
     engines: Engines, shallow_folder: Path, kind: str
 ):

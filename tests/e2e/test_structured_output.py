@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jsonschema
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, SMALL, Engines, run
+from e2e_options import ANSWER, GREEDY, LOOPS, MOSTLY_OVERLAPPED, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.core.request import Sequence
@@ -95,6 +95,7 @@ def test_answers_obey(engine: Engine, form: str):
         assert obeys(form, answer.text), answer.text
 
 
+@pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_company_changes_no_answer_and_no_neighbour_is_touched(engine: Engine):
     prompts, params = workload()
     alone = [
@@ -108,7 +109,7 @@ def test_company_changes_no_answer_and_no_neighbour_is_touched(engine: Engine):
     ("mode", "options"),
     [
         ("recompute", {}),
-        ("swap", {"kv_cache_dtype": "fp8"}),
+        pytest.param("swap", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.full),
         pytest.param("swap", {}, marks=pytest.mark.soak),
         pytest.param("auto", {}, marks=pytest.mark.soak),
         pytest.param("recompute", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.soak),
@@ -135,6 +136,7 @@ def test_devices_that_share_a_model_mask_alike(engines: Engines):
     assert answers(both.generate(prompts, params)) == answers(alone.generate(prompts, params))
 
 
+@pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_steps_without_a_grammar_have_no_mask(engine: Engine):
     with engine.record_steps() as steps:
         engine.generate(QUESTION, GREEDY)
@@ -298,6 +300,7 @@ AMBIGUOUS = StructuredOutputs(
 """What a token costs grows with those before it."""
 
 
+@pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_a_grammar_that_fails_later_ends_its_request_alone(engine: Engine):
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
     expected = engine.generate(QUESTION, params)[0].outputs[0].text
@@ -360,6 +363,7 @@ def mask_processes() -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_a_process_that_is_killed_ends_requests_with_grammars_alone(engine: Engine):
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
     expected = engine.generate(QUESTION, params)[0].outputs[0].text
@@ -396,7 +400,9 @@ def test_there_is_no_process_before_the_first_grammar_and_it_ends_with_the_engin
     assert pid not in mask_processes()
 
 
-@pytest.mark.parametrize("mode", [*LOOPS])
+@pytest.mark.parametrize(
+    "mode", ["overlapped", "synchronous", pytest.param("bursts", marks=pytest.mark.full)]
+)
 def test_rows_whose_masks_are_late_sit_steps_out(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
@@ -545,6 +551,7 @@ def make_late(
     return left
 
 
+@pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 @pytest.mark.parametrize("after", range(1, 9, 2))
 def test_ctrl_c_between_a_steps_layers_and_its_sampling_loses_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int

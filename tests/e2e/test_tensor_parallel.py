@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
 }
 """With as many KV heads as devices, fewer and one; with a vocabulary that 8 divides, and 97."""
-IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4), ("qwen2", 8)}
+IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4)}
 """Families and numbers of devices: as many as KV heads, and more. Tests below have the others."""
 
 TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
