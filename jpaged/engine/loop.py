@@ -45,7 +45,8 @@ _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
 
 _LONGEST_WAIT = 1.0
-"""Maximum seconds that a step waits for a running mask worker if rows cannot skip the step."""
+"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step, and
+no row is without a grammar."""
 
 _LATE = (
     "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "
@@ -424,7 +425,7 @@ class EngineLoop:
             heavy: Indices among `late` of the heavy answers.
         """
         masks, num_rows = self._masks, len(step.scheduled)
-        has_others = len(late) < num_rows
+        has_others, has_plain = len(late) < num_rows, len(items) < num_rows
         if has_others:
             is_late = masks.seconds_left == 0
         else:  # a request that arrives would have to wait
@@ -433,13 +434,14 @@ class EngineLoop:
             if not has_others or self._mode is not LoopMode.OVERLAPPED:
                 return False
             share = (len(late) - len(heavy)) / num_rows
-            if not self._wait_budget.is_over(share, has_plain=len(items) < num_rows):
+            if not self._wait_budget.is_over(share, has_plain=has_plain):
                 return False
         staying = {i for i in late if not self._can_skip(step, items[i][1])}
         if not staying or not is_late:
             return not staying
         # On a busy machine the mask worker may just have had no CPU time.
         is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
+        is_busy = is_busy and not has_plain  # which wait no longer, whatever the reason
         return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:

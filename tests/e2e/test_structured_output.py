@@ -508,6 +508,36 @@ def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode
     assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
 
 
+def test_plain_rows_wait_a_tenth_of_a_second_for_a_row_that_cannot_leave(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the process seems to run, as one does that a busy machine gives no processor."""
+    engine, waits, gather = engines(**LOOPS["overlapped"]), list[float](), MaskProcess.gather
+
+    def timed(self: MaskProcess, *args: Any) -> Any:
+        found = gather(self, *args)
+        waits.append(self.seconds_waited)  # a look counts as 10 ms at most, however late it is
+        return found
+
+    monkeypatch.setattr(MaskProcess, "gather", timed)
+    monkeypatch.setattr(MaskProcess, "is_running", True)
+    penalty = SamplingParams(structured_outputs=DATE, max_tokens=60, repetition_penalty=1.2)
+    failing = engine.add_request(QUESTION, penalty)
+    engine.add_request(QUESTION, SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    pids = mask_processes()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        told = run(engine)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert 0.1 <= max(waits) < 0.15
+    assert told[failing].outputs[0].finish_reason == "error"
+
+
 @pytest.mark.parametrize("kind", [2, 5], ids=["of several", "with penalties"])
 def test_rows_that_cannot_be_computed_again_are_waited_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
