@@ -45,8 +45,8 @@ _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
 
 _LONGEST_WAIT = 1.0
-"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step, and
-no row is without a grammar."""
+"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
+all rows have a grammar."""
 
 _LATE = (
     "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "

@@ -334,6 +334,9 @@ class OrderRunner:
                 spent=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
             )
         except RecursionError:
+            if order.form is not None:
+                words = "nests too deep: use fewer references and cases within each other"
+                return Done(refused=f"structured_outputs.{order.form.kind} {words}")
             return Done(refused="the chat template nests too deep with these messages")
         except (TypeError, ValueError) as error:
             syntax = error.__cause__

@@ -28,6 +28,9 @@ _TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
 _OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 """Patterns that replace llguidance's formats, which allow second 60 and 29 February in any year."""
 
+_MAX_DEPTH = 100
+"""Schemas within each other, also by reference, beyond which `_Facts` are not looked for."""
+
 
 def enforced(schema: Any) -> Any:
     """Return a schema that was checked, rewritten so that llguidance enforces it."""
@@ -37,6 +40,8 @@ def enforced(schema: Any) -> Any:
 class _Rewriting:
     def __init__(self, root: Any):
         self._root = root
+        self._known: dict[tuple[int, bool], _Facts] = {}  # by id, which the root's schemas keep
+        self._depth = 0
 
     def rewrite(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
@@ -71,7 +76,7 @@ class _Rewriting:
 
     def _are_exclusive(self, cases: list[Any]) -> bool:
         """Return whether no value obeys two of the cases, as far as `_Facts` tell."""
-        facts = [self._facts(case, frozenset(), with_properties=True) for case in cases]
+        facts = [self._facts(case, with_properties=True) for case in cases]
         if _are_distinct([it.values for it in facts]):
             return True
         if all(it.types <= {"object"} for it in facts):
@@ -81,33 +86,37 @@ class _Rewriting:
                     return True
         return all(one.excludes(other) for one, other in combinations(facts, 2))
 
-    def _facts(
-        self, schema: Any, within: frozenset[str], *, with_properties: bool = False
-    ) -> "_Facts":
+    def _facts(self, schema: Any, *, with_properties: bool = False) -> "_Facts":
         """Return bounds on the values that match a schema.
 
         Args:
-            schema: Checked.
-            within: References that led here.
+            schema: Checked; it is in the root.
             with_properties: Whether to look at an object's properties too.
         """
         if not isinstance(schema, Mapping):
             return _Facts(TYPES if schema else frozenset())
-        found = self._own_facts(schema, within, with_properties=with_properties)
+        key = id(schema), with_properties
+        if key not in self._known:
+            if self._depth == _MAX_DEPTH:
+                return _Facts(TYPES)  # true of every schema
+            self._depth += 1
+            self._known[key] = self._find_facts(schema, with_properties=with_properties)
+            self._depth -= 1
+        return self._known[key]
+
+    def _find_facts(self, schema: Mapping[str, Any], *, with_properties: bool) -> "_Facts":
+        found = self._own_facts(schema, with_properties=with_properties)
         for part in schema.get("allOf", ()):
-            found = found.both(self._facts(part, within, with_properties=with_properties))
-        reference = schema.get("$ref")
-        if reference is not None and reference not in within:
-            target, within = target_of(self._root, reference), within | {reference}
-            found = found.both(self._facts(target, within, with_properties=with_properties))
+            found = found.both(self._facts(part, with_properties=with_properties))
+        if "$ref" in schema:
+            target = target_of(self._root, schema["$ref"])
+            found = found.both(self._facts(target, with_properties=with_properties))
         for word in ("anyOf", "oneOf"):
             if word in schema:
-                found = found.both(_any_of([self._facts(it, within) for it in schema[word]]))
+                found = found.both(_any_of([self._facts(it) for it in schema[word]]))
         return found
 
-    def _own_facts(
-        self, schema: Mapping[str, Any], within: frozenset[str], *, with_properties: bool
-    ) -> "_Facts":
+    def _own_facts(self, schema: Mapping[str, Any], *, with_properties: bool) -> "_Facts":
         values = None
         if "enum" in schema:
             values = frozenset(map(_key, schema["enum"]))
@@ -118,7 +127,7 @@ class _Rewriting:
         return _Facts(
             own_types(schema),
             values,
-            {name: self._facts(it, within) for name, it in named.items() if with_properties},
+            {name: self._facts(it) for name, it in named.items() if with_properties},
             frozenset(schema.get("required", ())),
             frozenset(named) if is_closed and "patternProperties" not in schema else None,
         )

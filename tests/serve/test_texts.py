@@ -346,6 +346,19 @@ def test_what_goes_wrong_in_a_fork_is_told(monkeypatch: pytest.MonkeyPatch):
     assert worker.do(Order(token_ids=[97])).text == "a"
 
 
+def test_form_that_nests_too_deep_is_refused_without_speaking_of_templates(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def recurse(*_: Any) -> None:
+        raise RecursionError
+
+    worker = OrderRunner(TokenizingSettings(str(TINY)))
+    monkeypatch.setattr(jpaged.GrammarTrial, "run", recurse)
+    refused = worker.do(Order(form=jpaged.StructuredOutputs(json={}))).refused
+    assert refused is not None
+    assert refused.startswith("structured_outputs.json nests too deep: ")
+
+
 def test_no_tokenizer(tmp_path: Path):
     process = TokenizingProcess(TokenizingSettings(str(tmp_path)))
     try:

@@ -109,3 +109,27 @@ def test_as_many_choices_work_as_are_allowed():
     assert accepts(form, "choice 1023")
     assert accepts(form, "choice 102")
     assert not accepts(form, "choice 1024")
+
+
+def test_facts_of_a_schema_that_many_references_reach_are_looked_for_once():
+    chain: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)
+    }
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],
+        "$defs": {**chain, "a30": {"type": "integer"}},
+    }
+    form = StructuredOutputs(json=schema)
+    assert accepts(form, "1")
+    assert accepts(form, '"a"')
+    assert not accepts(form, "null")
+
+
+def test_one_of_behind_a_long_chain_of_references_is_refused_in_words():
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],
+        "$defs": {**chain, "a1100": {"type": "integer"}},
+    }
+    with pytest.raises(GrammarError, match="two cases of oneOf may allow the same value"):
+        GRAMMARS.compile(StructuredOutputs(json=schema))
