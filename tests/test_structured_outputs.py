@@ -163,6 +163,26 @@ def test_what_cannot_be_asked_is_refused(fields: dict[str, Any], message: str):
         StructuredOutputs(**fields)
 
 
+BY_PATTERN: dict[str, Any] = {"type": "object", "patternProperties": {"^a": {}}}
+SEVERAL: dict[str, Any] = {"type": "object", "maxProperties": 2}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [BY_PATTERN, SEVERAL]},
+        {**SEVERAL, "allOf": [{"allOf": [BY_PATTERN]}]},
+        {**SEVERAL, "$ref": "#/$defs/a", "$defs": {"a": BY_PATTERN}},
+        {**BY_PATTERN, "$ref": "#/$defs/a", "$defs": {"a": SEVERAL}},
+        {**SEVERAL, "anyOf": [{"type": "null"}, BY_PATTERN]},
+        {"allOf": [{"anyOf": [{}, SEVERAL]}, {"oneOf": [{"type": "null"}, BY_PATTERN]}]},
+    ],
+)
+def test_pattern_properties_and_a_maximum_are_refused_wherever_they_meet(schema: dict[str, Any]):
+    with pytest.raises(ValueError, match="combines patternProperties with a maxProperties above 1"):
+        StructuredOutputs(json=schema)
+
+
 @pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
 def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
     schema: dict[str, Any], message: str
@@ -196,6 +216,14 @@ def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
         {"minProperties": 2, "additionalProperties": False},
         {"minProperties": 2, "required": ["a"]},
         {"patternProperties": {"^a": {}}, "maxProperties": 1},
+        {"anyOf": [{"patternProperties": {"^a": {}}}, {"maxProperties": 2}]},
+        {"patternProperties": {"^a": {}}, "allOf": [{"maxProperties": 2}, {"maxProperties": 1}]},
+        {
+            "allOf": [{"patternProperties": {"^a": {}}}],
+            "properties": {"a": {}, "ab": {}, "abc": {}},
+            "additionalProperties": False,
+            "maxProperties": 2,
+        },
         {"multipleOf": 2.0},
         {"$defs": {"a/b": {"type": "null"}}, "$ref": "#/$defs/a~1b"},
         {"properties": {"self": {"$ref": "#"}}},

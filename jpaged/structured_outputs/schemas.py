@@ -3,7 +3,8 @@
 import difflib
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -309,6 +310,7 @@ def _check_merged(found: _Found, target: _Target) -> None:
         path, _ = found[error.args[1][0]]
         raise ValueError(f"{path} is defined by nothing but itself: change its $ref") from None
     tallies: dict[int, tuple[int, ...]] = {}
+    counts: dict[int, frozenset[_Count]] = {}
     for key in order:
         path, schema = found[key]
         parts = [_own_tally(schema), *(tallies.get(id(it), _NOTHING) for it in all_of[key])]
@@ -319,6 +321,16 @@ def _check_merged(found: _Found, target: _Target) -> None:
         tallied = (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES)
         for bound, number in zip(tallied, tallies[key], strict=True):
             bound.check(path, number)
+        together = [{_own_count(schema)}, *(counts.get(id(it), _UNCOUNTED) for it in all_of[key])]
+        for cases in filter(None, any_of[key]):
+            together.append(frozenset().union(*(counts.get(id(it), _UNCOUNTED) for it in cases)))
+        counts[key] = reduce(_counts_of_both, together, _UNCOUNTED)
+        if (True, _MANY) in counts[key]:
+            raise ValueError(
+                f"{path} combines patternProperties with a maxProperties above 1, which is not "
+                "enforced where a name that properties does not list may come twice: list the "
+                "names instead of patternProperties, or leave maxProperties out"
+            )
 
 
 _CASES = ("anyOf", "oneOf")
@@ -329,6 +341,24 @@ _COMBINING = {"$ref", "allOf", "$defs", "definitions", *_CASES, *ANNOTATIONS}
 def _own_tally(schema: Schema) -> tuple[int, ...]:
     num_patterns = ("pattern" in schema) + ("format" in schema)
     return int(not schema.keys() <= _COMBINING), num_patterns, int("multipleOf" in schema)
+
+
+_Count = tuple[bool, int]
+"""Whether an object has patternProperties, and its room for names that properties does not list."""
+
+_FEW, _MANY, _ANY = range(3)
+_UNCOUNTED = frozenset({(False, _ANY)})
+
+
+def _own_count(schema: Schema) -> _Count:
+    count = PropertyCount.of(schema)
+    room = _ANY if count.most is None else _FEW if count.most < 2 else _MANY
+    return "patternProperties" in schema, room if count.is_open else _FEW
+
+
+def _counts_of_both(one: Iterable[_Count], other: Iterable[_Count]) -> frozenset[_Count]:
+    """Return the counts of objects that obey two schemas, each with the counts of its cases."""
+    return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
 
 def _all_of(path: Path, schema: Schema, target: _Target) -> Iterator[Any]:
