@@ -252,6 +252,7 @@ def test_requests_come_and_go_at_any_time(engines: Engines, shallow_folder: Path
     assert found["a"].outputs[0].text == found["b"].outputs[0].text == wanted
 
 
+@pytest.mark.full
 def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(
     engines: Engines, shallow_folder: Path
 ):

@@ -40,7 +40,7 @@ def answers(engine: Engine, examples: list[Example]) -> list[str]:
 @pytest.mark.parametrize(
     ("async_scheduling", "count"),
     [
-        (True, FEW),
+        pytest.param(True, FEW, marks=pytest.mark.full),
         pytest.param(True, NUM_REQUESTS, marks=pytest.mark.full),
         pytest.param(False, NUM_REQUESTS, marks=pytest.mark.soak),
     ],
