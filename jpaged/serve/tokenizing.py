@@ -7,6 +7,7 @@ waits for is ended.
 import asyncio
 import hashlib
 import signal
+import time
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ _MAX_TRIES = 4
 MAX_VERDICTS = 1024
 """Trials of forms whose results are remembered, whether the form passed or was refused."""
 
+SPENT_SECONDS = 60.0
+"""Seconds for which the result is remembered of a trial that took too much: how much it takes
+depends on what else the machine does."""
+
 _OWN_SIGNALS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGTRAP}
 )
@@ -70,7 +75,8 @@ class Tokenizing:
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._pool = TokenizingWorkers(process, text_timeout)
         self._trials = TokenizingWorkers(process, text_timeout, max_short=None)
-        self._verdicts: OrderedDict[bytes, Done] = OrderedDict()  # by the digest of the order
+        # By the digest of the order, with the time it was done.
+        self._verdicts: OrderedDict[bytes, tuple[Done, float]] = OrderedDict()
         self._trying: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     async def check_template(self) -> None:
@@ -167,9 +173,12 @@ class Tokenizing:
         # Concurrent requests of one client with the same spec share one trial.
         lock = self._trying.setdefault((client, digest), asyncio.Lock())
         async with lock:
-            done = self._verdicts.get(digest) or await self._trials.do(order, client)
+            done, since = self._verdicts.get(digest, (None, 0.0))
+            is_old = time.monotonic() - since >= SPENT_SECONDS
+            if done is None or (is_old and done.spent is not None):
+                done, since = await self._trials.do(order, client), time.monotonic()
             if done.failed is None:
-                self._verdicts[digest] = done
+                self._verdicts[digest] = done, since
                 self._verdicts.move_to_end(digest)
             while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -352,6 +361,8 @@ class TokenizingWorkers:
             piece.answer.set_result(Done(spent=words))
         elif code is not None and code < 0 and -code not in _OWN_SIGNALS:
             piece.answer.set_exception(_ended(f"was killed ({signal.Signals(-code).name})"))
+        elif code is not None and code >= 0:  # no limit ends a fork in this way
+            piece.answer.set_exception(_ended(f"ended with code {code}"))
         elif isinstance(error, EOFError):  # what is not Python's ends when memory does
             most = self._process.settings.max_memory // MIB
             piece.answer.set_result(Done(spent=f"more than the limit of {most} MiB of memory"))

@@ -17,9 +17,11 @@ from serve_helpers import RawRequest, Server, bearer, kept_tokenizing_process
 
 import jpaged
 from jpaged.serve import tokenizing
+from jpaged.serve.api_errors import ApiError
 from jpaged.serve.framing import read
 from jpaged.serve.tokenizing import MAX_SHORT, TokenizingWorkers
 from jpaged.serve.tokenizing_process import (
+    Done,
     Order,
     OrderRunner,
     TokenizingProcess,
@@ -481,6 +483,46 @@ def test_idle_fork_killed_from_outside_is_replaced():
             await asyncio.sleep(0.05)
             done = await asyncio.gather(*(pool.do(Order("abc")) for _ in range(4)))
             assert [len(it.token_ids) for it in done] == [3] * 4
+        finally:
+            pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_trial_that_took_too_much_is_repeated_after_a_minute(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    results = [Done(), Done(spent="too much")]
+    do = TokenizingWorkers.do
+
+    async def give(self: TokenizingWorkers, order: Order, *args: Any) -> Any:
+        return await do(self, order, *args) if order.form is None else results.pop()
+
+    monkeypatch.setattr(TokenizingWorkers, "do", give)
+
+    async def scenario(server: Server) -> None:
+        form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+        for _ in range(2):  # the second one is remembered
+            answer = await server.http.post("/v1/completions", json=form)
+            assert answer.status_code == 400
+        monkeypatch.setattr(tokenizing, "SPENT_SECONDS", 0.0)
+        for _ in range(2):  # that a form passes is remembered for ever
+            answer = await server.http.post("/v1/completions", json=form)
+            assert answer.status_code == 200, answer.text
+        assert not results
+
+    serve(scenario)
+
+
+def test_fork_that_exits_in_the_middle_of_an_order_is_answered_with_503():
+    async def scenario() -> None:
+        pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
+        broken: Any = "no number"  # the fork exits when it reads this
+        try:
+            with pytest.raises(ApiError, match="ended with code 0: retry") as caught:
+                await pool.do(Order("a", last=broken))
+            assert caught.value.status == 503
+            assert len((await pool.do(Order("abc"))).token_ids) == 3
         finally:
             pool.close()
 
