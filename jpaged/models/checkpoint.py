@@ -210,13 +210,16 @@ def resolve_checkpoint(model: str | Path) -> Path:
     """
     folder = _local_folder(model)
     if folder is None:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import model_info, snapshot_download
 
         with _hub_errors(str(model)):
             fetched = snapshot_download(
                 str(model), allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED
             )
             folder = Path(fetched)
+            if not any(folder.glob("*.safetensors")):
+                # Without a network it gives what is there: maybe the config of `check_model` alone.
+                model_info(str(model))
     return folder
 
 

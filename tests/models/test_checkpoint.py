@@ -63,6 +63,7 @@ def test_a_hub_id_fetches_only_config_tokenizer_and_safetensors(tmp_path, monkey
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    (tmp_path / "model.safetensors").touch()
     assert resolve_checkpoint("owner/some-model") == tmp_path
 
 
@@ -124,6 +125,24 @@ def test_a_check_fetches_the_config_alone_and_only_once(tmp_path, monkeypatch):
     check_model("owner/model")
     check_model("owner/model")
     assert fetched == [("owner/model", ["config.json"])]
+
+
+def test_a_folder_kept_without_weights_names_the_network_that_is_lost(tmp_path, monkeypatch):
+    """Without a network the hub's client gives the folder in which a check left a config."""
+
+    def ask(repo_id):
+        raise ConnectionError(111, "refused")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *it, **_: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    with pytest.raises(CheckpointError, match=r"could not reach the model hub: Conn.*refused"):
+        resolve_checkpoint("owner/model")
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda repo_id: None)
+    assert resolve_checkpoint("owner/model") == tmp_path  # and has no weights there either
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    assert resolve_checkpoint("owner/model") == tmp_path
 
 
 def test_a_check_refuses_a_folder_without_a_config(tmp_path):
