@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Tell `covering.num_examples` the tier, and restore Ctrl-C, which some tests send: a shell
     ignores it in processes of the background."""
-    os.environ["JPAGED_TEST_TIER"] = config.getoption("tier")
+    os.environ["JPAGED_TEST_TIER"] = str(config.getoption("tier"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

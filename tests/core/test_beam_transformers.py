@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,9 +67,9 @@ def logprobs_after(tokens: list[list[int]]) -> np.ndarray:
 @functools.cache
 def table_model() -> Any:
     """A language model of transformers that looks its logits up: no rounding but the search's."""
-
     import torch
-    import transformers
+
+    transformers: Any = import_module("transformers")
 
     class TableModel(transformers.PreTrainedModel, transformers.GenerationMixin):
         config_class = transformers.PretrainedConfig

@@ -67,7 +67,7 @@ def test_a_hub_id_fetches_only_config_tokenizer_and_safetensors(tmp_path, monkey
     assert resolve_checkpoint("owner/some-model") == tmp_path
 
 
-RESPONSE = SimpleNamespace(headers={}, status_code=404, request=None)
+RESPONSE: Any = SimpleNamespace(headers={}, status_code=404, request=None)
 UNREACHABLE = "could not reach the model hub: {}; check the network, or pass a local folder"
 
 
