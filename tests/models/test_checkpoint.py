@@ -4,6 +4,7 @@ import json
 import os
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import ml_dtypes
