@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiling takes most of the time of the tests, so machine code is optimised little, also in
 # processes that tests start. XLA's passes before that, which some tests examine, stay on.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# XLA's older emitters for a CPU compile a fifth faster. A process ends over a flag that its XLA does
-# not know, so this is for the JAX that the flag was tried with.
+# XLA's older emitters for a CPU compile a fifth faster. A process ends over a flag that its XLA
+# does not know, so this is for the JAX that the flag was tried with.
 if version("jax").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
