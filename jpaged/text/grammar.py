@@ -131,6 +131,22 @@ def _refused(form: StructuredOutputs, words: str) -> GrammarError:
     return GrammarError(f"structured_outputs.{form.kind} cannot be enforced: {reason}")
 
 
+def broken_matcher(tokens: "_Tokens") -> Any:
+    """Return a matcher of llguidance's that refuses each token at once."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokens.inner, "", log_level=0)
+
+
+def _consume_again(tokens: "_Tokens", inner: Any, consumed: list[int]) -> bool:
+    """Let llguidance's matcher consume tokens; return whether it allows all of them."""
+    from llguidance import LLExecutor
+
+    # llguidance releases Python's lock only where it is to match the tokens of two.
+    executor, broken = LLExecutor(1), broken_matcher(tokens)
+    return all(executor.consume_token_par([(inner, it), (broken, it)])[0] for it in consumed)
+
+
 class Matcher:
     """How far one answer has come in a grammar. Not thread-safe.
 
@@ -766,7 +782,7 @@ class Grammars:
             inner = lexer.start.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
                 lexer.start.deep_copy().compute_bitmask()  # refuels the lexer
-                if not inner.consume_tokens(consumed[i : i + _TOKENS_PER_REFUEL]):
+                if not _consume_again(grammar.tokens, inner, consumed[i : i + _TOKENS_PER_REFUEL]):
                     grammar.lexers.note_broken(lexer, i)
                     break
             else:
@@ -774,7 +790,7 @@ class Grammars:
         lexer = _Lexer(grammar.lexers.make())
         inner, is_short = lexer.start.deep_copy(), self._memory.settle()
         before = _heap_bytes() if is_short else 0
-        inner.consume_tokens(consumed)
+        _consume_again(grammar.tokens, inner, consumed)
         if is_short:
             text = grammar.tokens.inner.decode_bytes(consumed)
             size = min(_heap_bytes() - before, _STATE_BYTES * len(text))

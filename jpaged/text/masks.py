@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
-from jpaged.text.grammar import GrammarError, Grammars, Matcher
+from jpaged.text.grammar import GrammarError, Grammars, Matcher, broken_matcher
 from jpaged.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("=BII")
@@ -496,7 +496,7 @@ class MaskMaker:
         # llguidance releases Python's lock only for the tokens of two or more matchers, so a broken
         # matcher joins. This is wall time: the CPU time of llguidance's threads is not known.
         start = time.perf_counter()
-        inner = [(matcher.inner, token), (_broken_matcher(matcher), token)]
+        inner = [(matcher.inner, token), (broken_matcher(matcher.tokens), token)]
         is_allowed, _ = self._heavy_executor.consume_token_par(inner)
         seconds = time.perf_counter() - start
         if (error := matcher.outcome(token, is_allowed)) is not None:
@@ -527,13 +527,6 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     count = -(-len(items) // _CHUNK)
     for i in range(count):
         yield items[i * len(items) // count : (i + 1) * len(items) // count]
-
-
-def _broken_matcher(matcher: Matcher) -> Any:
-    """Return a matcher of llguidance's that refuses each token at once."""
-    from llguidance import LLMatcher
-
-    return LLMatcher(matcher.tokens.inner, "", log_level=0)
 
 
 def frame(kind: Kind, content: bytes, count: int = 0) -> bytes:

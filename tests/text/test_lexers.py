@@ -4,6 +4,7 @@ import json
 import mmap
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -272,3 +273,24 @@ def test_an_answer_with_more_than_its_part_of_the_memory_is_told_to_retry(
     (matcher,) = grammars.submit(short, ENDING).result(20)
     write(matcher, tokens_of('"short"'))
     assert matcher.is_stopped
+
+
+def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run():
+    form = StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"')
+    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    for token in tokens_of("a") * 110:
+        matcher.accept(token)
+    turns, is_over = [time.perf_counter()], threading.Event()
+
+    def take_turns():
+        while not is_over.wait(0.0005):
+            turns.append(time.perf_counter())
+
+    other = threading.Thread(target=take_turns, daemon=True)
+    other.start()
+    matcher.needs_lexer = True
+    mask_of(matcher)
+    is_over.set()
+    other.join()
+    turns.append(time.perf_counter())
+    assert max(np.diff(turns)) < (turns[-1] - turns[0]) / 2
