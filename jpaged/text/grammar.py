@@ -248,14 +248,15 @@ class Matcher:
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _CHECK_TOKENS and self._grammar.memory.is_short:
             # A new lexer has the states of the text, without those that only masks needed.
-            self.needs_lexer |= not self.is_stopped and self._may_renew()
+            self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
     def _hold(self, lexer: "_Lexer", use: "Use") -> None:
         """Keep a lexer until the next call, or until the answer is over."""
         self._lexer: Any = lexer
         self._num_lexers += 1
-        self._private_since = len(self._consumed) if use is Use.PRIVATE else None
+        self._since = len(self._consumed)
+        self._private_since = self._since if use is Use.PRIVATE else None
         lexers = self._grammar.lexers
         self._leave = weakref.finalize(self, lexers.give, lexer, use, self._consumed)
         self._leave.atexit = False
@@ -264,6 +265,15 @@ class Matcher:
         """Return whether a new lexer may help. It does not if the answer's states filled one."""
         since = self._private_since
         return since is None or len(self._consumed) - since >= _FEWEST_RENEWAL_TOKENS
+
+    def _may_shrink(self) -> bool:
+        """Return whether a new lexer may be smaller by more than it costs to compile."""
+        if self._grammar.lexers.is_cheap:
+            return self._may_renew()
+        num_since = len(self._consumed) - self._since
+        return min(num_since, self._lexer.num_tokens + num_since - _FEWEST_LEXER_TOKENS) >= (
+            _FEWEST_RENEWAL_TOKENS
+        )
 
     def _failure(self, otherwise: str) -> GrammarError | None:
         """Return why `inner` has failed, or set `needs_lexer` if the lexer is broken.
@@ -290,7 +300,8 @@ class Matcher:
         self._leave.detach()
         self._grammar.lexers.note_left(self._lexer)
         self._lexer = self.inner = None  # the memory is free before more is taken
-        may_share = self._num_lexers == 1
+        num_since = len(self._consumed) - self._since
+        may_share = self._num_lexers == 1 or num_since >= _FEWEST_RENEWAL_TOKENS
         lexer, use, self.inner = self._grammar.renew(self._grammar, self._consumed, may_share)
         self._hold(lexer, use)
         self.needs_lexer, self.is_stopped = False, self.inner.is_stopped()

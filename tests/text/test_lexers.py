@@ -294,3 +294,31 @@ def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run()
     other.join()
     turns.append(time.perf_counter())
     assert max(np.diff(turns)) < (turns[-1] - turns[0]) / 2
+
+
+def count_compiled(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, form: Any) -> list[None]:
+    """Return a list that grows by an item for each lexer that is compiled from now on."""
+    lexers, compiled = grammars.compile(form).lexers, list[None]()
+    make = lexers.make
+    monkeypatch.setattr(lexers, "make", lambda: (compiled.append(None), make())[1])
+    return compiled
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
+    monkeypatch: pytest.MonkeyPatch, is_short: bool
+):
+    monkeypatch.setattr("jpaged.text.grammar._RESIDENT_SECONDS", 0.0)  # measure each time
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars, form = new_grammars(), StructuredOutputs(regex="a*")
+    compiled = count_compiled(monkeypatch, grammars, form)
+    matchers = grammars.submit(form, ENDING, 4).result(20)
+    if is_short:
+        monkeypatch.setattr(bounds, "LEXER_MEMORY", -(2**40))
+    for _ in range(3):
+        for matcher in matchers:
+            write(matcher, tokens_of("a") * 70)
+            matcher.needs_lexer |= not is_short  # as if the lexer were broken
+    for matcher in matchers:
+        mask_of(matcher)
+    assert len(compiled) == (0 if is_short else 3)
