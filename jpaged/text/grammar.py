@@ -535,6 +535,7 @@ class _Lexers:
         self._most_tokens: float = float("inf") if is_cheap else bounds.SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # others do not wait for it: it may take seconds
 
     @property
     def num_made(self) -> int:
@@ -551,6 +552,22 @@ class _Lexers:
 
         Compile another lexer if none is spare. Where memory is short, share one if there is one.
         """
+        if (found := self._find(is_short)) is not None:
+            return found
+        with self._compiling:
+            if (found := self._find(is_short)) is not None:
+                return found
+            lexer = _Lexer(self.make())
+            with self._lock:
+                self._made.append(lexer)
+            return lexer, Use.OWN
+
+    def must_compile(self) -> bool:
+        """Return whether `take` would take long: no lexer is usable, and compiling is not quick."""
+        return not self.is_cheap and not any(map(self._is_usable, [*self._made]))
+
+    def _find(self, is_short: bool) -> tuple[_Lexer, Use] | None:
+        """Return as `take`, or None if it must compile a lexer."""
         with self._lock:
             self._made = [it for it in self._made if self._is_usable(it)]
             while self._spare:
@@ -560,8 +577,7 @@ class _Lexers:
             if self._made and (is_short or len(self._made) >= self._most):
                 self._num_shared += 1
                 return self._made[self._num_shared % len(self._made)], Use.SHARED
-            self._made.append(_Lexer(self.make()))
-            return self._made[-1], Use.OWN
+            return None
 
     def _is_usable(self, lexer: _Lexer) -> bool:
         return not lexer.is_broken and lexer.num_tokens <= self._most_tokens
@@ -718,7 +734,8 @@ class Grammars:
         """`compile` for so many answers, which tokens `ending_ids` may end, without waiting."""
         with self._lock:
             # One that is kept takes little: not behind those that others wait for.
-            kind = "kept" if form in self._cache else "grammars"
+            known = self._cache.get(form)
+            kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._start(kind, self._matchers, form, ending_ids, count)
 
     def compile(self, form: StructuredOutputs) -> Grammar:

@@ -322,3 +322,29 @@ def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
     for matcher in matchers:
         mask_of(matcher)
     assert len(compiled) == (0 if is_short else 3)
+
+
+def test_a_slow_compilation_of_a_known_grammar_holds_no_other_answer_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars, goes_on = new_grammars(), threading.Event()
+    slow, other = StructuredOutputs(regex="a*"), StructuredOutputs(regex="b*")
+    lexers = grammars.compile(slow).lexers
+    grammars.compile(other)
+    lexer, use = lexers.take()
+    lexers.give(lexer, use, [])
+    lexers.note_broken(lexer, 0)
+    make = lexers.make
+    monkeypatch.setattr(lexers, "make", lambda: (goes_on.wait(5), make())[1])
+    compiling = grammars.submit(slow, ENDING)
+    try:
+        assert len(grammars.submit(other, ENDING).result(2)) == 1
+        leaving = threading.Thread(target=lexers.note_left, args=(lexer,), daemon=True)
+        leaving.start()
+        leaving.join(2)
+        assert not leaving.is_alive()
+        assert not compiling.done()
+    finally:
+        goes_on.set()
+    assert len(compiling.result(5)) == 1
