@@ -229,14 +229,13 @@ class Matcher:
                 self._consume(self.tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
-        if self.needs_lexer:
-            self._renew()
         for token_id in token_ids:
+            if self.needs_lexer:  # the next lexer consumes it
+                self._consumed.append(token_id)
+                continue
             error = self.outcome(token_id, self.inner.consume_token(token_id))
             if error is not None:
                 raise error
-            if self.needs_lexer:
-                self._renew()
 
     def outcome(self, token_id: int, is_allowed: bool) -> GrammarError | None:
         """Note that `inner` has consumed a token, or refused it; return what is wrong."""
@@ -291,7 +290,7 @@ class Matcher:
         self.needs_lexer = True
         return None
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Replace the lexer, and consume the answer's tokens again.
 
         Raises:
@@ -308,19 +307,23 @@ class Matcher:
 
     def fill(self, rows: np.ndarray, row: int) -> GrammarError | None:
         """Write what may follow into row `row` of masks, int32 [rows, W]; gives as `widen`."""
-        from llguidance.numpy import fill_next_token_bitmask
-
         while True:
             if self.needs_lexer:
                 try:
-                    self._renew()
+                    self.renew()
                 except GrammarError as error:
                     return error
-            if not self.is_free:
-                fill_next_token_bitmask(self.inner, rows, row)
-            error = self.widen(rows[row])
+            error = self.try_fill(rows, row)
             if not self.needs_lexer:
                 return error
+
+    def try_fill(self, rows: np.ndarray, row: int) -> GrammarError | None:
+        """Fill as `fill`, or set `needs_lexer`: there is no mask until the lexer is replaced."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        if not self.is_free:
+            fill_next_token_bitmask(self.inner, rows, row)
+        return self.widen(rows[row])
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
         """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end
@@ -677,6 +680,8 @@ def _begin(matcher: Matcher) -> None:
     for _ in range(bounds.TRIAL_TOKENS):
         if (error := matcher.fill(mask, 0)) is not None:
             raise error
+        if matcher.is_stopped:
+            return
         found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         matcher.accept(int(random.choice(found)))
         if matcher.is_stopped:

@@ -305,9 +305,12 @@ class MaskMaker:
         self._heavy: SimpleQueue[_Work] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MOST_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
+        self._renewing: SimpleQueue[_Work] = SimpleQueue()  # these threads wait for compilations
         for queue, count in ((self._alone, num_alone), (self._heavy, num_heavy)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(queue,), daemon=True).start()
+        for _ in range(2):
+            threading.Thread(target=self._work, args=(self._renewing,), daemon=True).start()
 
     def begin(self, places: Sequence[int], compiled: Future[list[Matcher]]) -> None:
         """Have answers at some places, whose matchers are being compiled."""
@@ -460,10 +463,15 @@ class MaskMaker:
         while True:
             answer, token = queue.get()
             try:
+                if queue is self._renewing:
+                    answer.matcher.renew()
                 error = self._serve(answer, token)
             except BaseException as found:
                 error = found
-            self._settle(answer, error)
+            if error is None and answer.matcher.needs_lexer and not answer.is_over:
+                self._renewing.put((answer, None))
+            else:
+                self._settle(answer, error)
             answer = error = None  # no thread that waits keeps an answer's lexer
 
     def _serve(self, answer: _Answer, token: int | None) -> BaseException | None:
@@ -474,8 +482,12 @@ class MaskMaker:
             token_seconds = self._match(answer, token)
             if matcher.is_stopped:
                 return None
+        if matcher.needs_lexer:
+            return None  # `_work` lets another thread replace it
         masks, start = self._memory.masks, _ProcessorClock()
-        error = matcher.fill(masks, answer.place)
+        error = matcher.try_fill(masks, answer.place)
+        if matcher.needs_lexer:
+            return None
         mask_seconds = start.seconds()
         if not answer.has_mask:
             mask_seconds = 0.0  # states are made that the next masks find

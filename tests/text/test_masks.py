@@ -157,7 +157,12 @@ def test_answers_that_a_process_before_lost_are_not_known(made: Made):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
     """Matchers whose tokens and masks wait for the event, wherever they are made."""
-    fill, outcome, goes_on, slow = Matcher.fill, Matcher.outcome, threading.Event(), list[Matcher]()
+    fill, outcome, goes_on, slow = (
+        Matcher.try_fill,
+        Matcher.outcome,
+        threading.Event(),
+        list[Matcher](),
+    )
 
     def fill_late(self: Matcher, rows: np.ndarray, row: int) -> Any:
         if self in slow:
@@ -169,7 +174,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Even
             assert goes_on.wait(20)
         return outcome(self, token_id, is_allowed)
 
-    monkeypatch.setattr(Matcher, "fill", fill_late)
+    monkeypatch.setattr(Matcher, "try_fill", fill_late)
     monkeypatch.setattr(Matcher, "outcome", match_late)
     return slow, goes_on
 
@@ -217,13 +222,13 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammars, int, int]
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     """Matchers whose masks were made one by one, each as often as that happened."""
-    fill, found = Matcher.fill, list[Matcher]()
+    fill, found = Matcher.try_fill, list[Matcher]()
 
     def noted(self: Matcher, rows: np.ndarray, row: int) -> Any:
         found.append(self)
         return fill(self, rows, row)
 
-    monkeypatch.setattr(Matcher, "fill", noted)
+    monkeypatch.setattr(Matcher, "try_fill", noted)
     return found
 
 
@@ -252,7 +257,7 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
     grammars, quote, letter = words
     made = Made(grammars, 4096 // 32)
     place, is_slow = made.begin(TEXT, quote), True
-    together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.fill
+    together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.try_fill
 
     def fill_together(*args: Any) -> None:
         time.sleep(0.35 * is_slow)
@@ -265,7 +270,7 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
         return fill(self, rows, row)
 
     monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fill_together)
-    monkeypatch.setattr(Matcher, "fill", fill_alone)
+    monkeypatch.setattr(Matcher, "try_fill", fill_alone)
 
     def is_made_alone() -> bool:
         alone.clear()
@@ -354,7 +359,7 @@ def test_what_goes_wrong_ends_the_answers_that_it_concerns(
         elif where == "together":
             patch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail)
         else:
-            patch.setattr(Matcher, "fill", fail)
+            patch.setattr(Matcher, "try_fill", fail)
             for place in places:
                 made.maker.answers[place].is_suspect = True
         made.take(dict.fromkeys(places, A))
@@ -408,3 +413,27 @@ def test_an_error_of_any_length_is_told(made: Made):
         made.memory.fail(9, ValueError(text))
         assert str(made.memory.error(9)) == text[: len(str(made.memory.error(9)))]
         assert len(made.error(9)) >= min(len(text), 1000)
+
+
+def test_answers_that_wait_for_a_new_lexer_hold_no_other_up(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+):
+    renewed, goes_on = Grammars._renew, threading.Event()
+
+    def renewed_late(self: Grammars, *args: Any) -> Any:
+        assert goes_on.wait(5)
+        return renewed(self, *args)
+
+    monkeypatch.setattr(Grammars, "_renew", renewed_late)
+    late, other = [made.begin(WORDS) for _ in range(3)], made.begin(WORDS)
+    for place in late:
+        made.maker.answers[place].matcher.needs_lexer = True
+    made.maker.answers[other].is_suspect = True
+    made.take({**dict.fromkeys(late, A), other: B})
+    until = time.monotonic() + 2
+    while made.memory.states[other] == State.PENDING and time.monotonic() < until:
+        time.sleep(0.001)
+    state = made.memory.states[other]
+    goes_on.set()
+    assert state == State.MADE
+    assert all(made.mask(it) == mask_of(WORDS, A) for it in late)
