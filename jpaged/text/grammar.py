@@ -803,12 +803,13 @@ class Grammars:
             GrammarError: the lexers exceed their memory, and this answer needs more than its share.
         """
         with self._lock:
-            renewing = self._start("renewed", self._renew, grammar, consumed, may_share)
+            renewing = self._start("renewed", self.compile_again, grammar, consumed, may_share)
         return renewing.result()
 
-    def _renew(
+    def compile_again(
         self, grammar: Grammar, consumed: list[int], may_share: bool
     ) -> tuple[_Lexer, Use, Any]:
+        """Do in this thread what `renewed` does in another."""
         self._limit_lexers()
         if may_share and not grammar.lexers.is_cheap:
             lexer, use = grammar.lexers.take()
@@ -854,7 +855,7 @@ class Grammars:
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        # This grammar is within the limits, so more fuel is safe: `_renew` consumes tokens again.
+        # This grammar is within the limits, so more fuel is safe: `compile_again` consumes tokens.
         make = partial(make, limits=_limits(initial_lexer_fuel=_REPEATED_FUEL))
         lexers = _Lexers(matcher, make, is_cheap)
         grammar = Grammar(form, lexers, tokens, tuple(opening), self._memory, self.renewed)

@@ -418,13 +418,13 @@ def test_an_error_of_any_length_is_told(made: Made):
 def test_answers_that_wait_for_a_new_lexer_hold_no_other_up(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    renewed, goes_on = Grammars._renew, threading.Event()
+    renewed, goes_on = Grammars.compile_again, threading.Event()
 
     def renewed_late(self: Grammars, *args: Any) -> Any:
         assert goes_on.wait(5)
         return renewed(self, *args)
 
-    monkeypatch.setattr(Grammars, "_renew", renewed_late)
+    monkeypatch.setattr(Grammars, "compile_again", renewed_late)
     late, other = [made.begin(WORDS) for _ in range(3)], made.begin(WORDS)
     for place in late:
         made.maker.answers[place].matcher.needs_lexer = True
