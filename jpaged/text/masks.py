@@ -262,20 +262,6 @@ class _Answer:
             pace.num_watched = max(0, pace.num_watched - 1)
 
 
-class _ProcessorClock:
-    """Processor time of this thread since the clock was made.
-
-    Some containers count processor time in ticks of 10 ms and more, so that 3 ms may read as 20:
-    the time on the wall is the upper bound.
-    """
-
-    def __init__(self) -> None:
-        self._thread, self._wall = time.thread_time(), time.perf_counter()
-
-    def seconds(self) -> float:
-        return min(time.thread_time() - self._thread, time.perf_counter() - self._wall)
-
-
 _Work = tuple[_Answer, int | None]
 """What a thread does: match an answer's token, if there is one, and make the mask behind it."""
 
@@ -484,11 +470,11 @@ class MaskMaker:
                 return None
         if matcher.needs_lexer:
             return None  # `_work` lets another thread replace it
-        masks, start = self._memory.masks, _ProcessorClock()
+        masks, start = self._memory.masks, time.thread_time()
         error = matcher.try_fill(masks, answer.place)
         if matcher.needs_lexer:
             return None
-        mask_seconds = start.seconds()
+        mask_seconds = time.thread_time() - start
         if not answer.has_mask:
             mask_seconds = 0.0  # states are made that the next masks find
         elif answer.is_too_slow(mask_seconds):
@@ -502,9 +488,9 @@ class MaskMaker:
         """Match a token; return the time that it took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.is_matched(token)):
-            start = _ProcessorClock()
+            start = time.thread_time()
             matcher.accept(token)
-            return start.seconds()
+            return time.thread_time() - start
         # llguidance releases Python's lock only for the tokens of two or more matchers, so a broken
         # matcher joins. This is wall time: the CPU time of llguidance's threads is not known.
         start = time.perf_counter()
