@@ -275,6 +275,7 @@ def longest_hold(path: str, body: bytes) -> float:
     return max(longest, holds.longest)
 
 
+@pytest.mark.full
 def test_no_body_holds_the_interpreter_or_the_event_loop_for_long():
     escapes, times = text("\\n中"), []
     for _ in range(3):
