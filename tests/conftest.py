@@ -88,17 +88,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = [arg.partition("::") for arg in config.args if "::" in arg]
     names = [((config.invocation_params.dir / file).resolve(), name) for file, _, name in named]
 
-    def is_left(item: pytest.Item) -> bool:
+    def is_full(item: pytest.Item) -> bool:
         name = item.nodeid.partition("::")[2]
         is_named = any(item.path == file and name.startswith(start) for file, start in names)
         return bool(item.get_closest_marker("full")) and not (
             is_named or item.get_closest_marker("gpu")
         )
 
-    left = [item for item in items if is_left(item)]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not is_left(item)]
+    deselected = {item for item in items if is_full(item)}
+    if deselected:
+        config.hook.pytest_deselected(items=[*deselected])
+        items[:] = [item for item in items if item not in deselected]
 
 
 def pytest_collection_finish() -> None:

@@ -127,7 +127,7 @@ SHARED_TOKENS = 32_768
 """Tokens of finished answers after which a grammar's only lexer is replaced for new answers."""
 
 MASK_SECONDS = 0.02
-"""Of a processor's time, that one answer's masks may take each, on average."""
+"""CPU time that each mask of an answer may take, on average."""
 
 MASK_DEBT = 0.1
-"""Of a processor's time, by which an answer's masks may exceed that together before it is ended."""
+"""CPU time by which an answer's masks may together exceed that average before the answer fails."""

@@ -243,8 +243,10 @@ class _Answer:
         self.is_wide, self.has_mask = is_wide, True
 
     def is_too_slow(self, mask_seconds: float) -> bool:
-        """Note the time of a mask; return whether masks have taken more than `MASK_SECONDS` each
-        for long. One slow mask is no reason: it may make states that the next masks find."""
+        """Note the CPU time of a mask; return whether the answer's masks are too slow on average.
+
+        One slow mask is allowed, since it may make lexer states that later masks reuse.
+        """
         self.debt = max(0.0, self.debt + mask_seconds - bounds.MASK_SECONDS)
         return self.debt > bounds.MASK_DEBT
 
