@@ -1,6 +1,7 @@
-"""How this process starts another Python."""
+"""How this process starts another Python, and how a child process ended."""
 
 import json
+import signal
 import sys
 
 _BEFORE = """
@@ -15,6 +16,14 @@ def python_command(code: str) -> list[str]:
     is not interrupted by Ctrl-C."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     return [sys.executable, "-P", "-c", _BEFORE + code, json.dumps(path)]
+
+
+def describe_exit(code: int) -> str:
+    """Return the exit code of a child process in words, a signal by its name."""
+    if code >= 0:
+        return f"exit code {code}"
+    hint = ": out of memory?" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 def has_python() -> bool:

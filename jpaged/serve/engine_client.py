@@ -11,7 +11,6 @@ Leaving the block aborts what is not over.
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jpaged import EngineStats, RequestDelta, TextDelta
+from jpaged.processes import describe_exit
 from jpaged.serve.api_errors import ApiError, failed, fault_of, not_serving, refusal
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import (
@@ -391,15 +391,14 @@ class EngineProcess:
         self.client.bury(reason)
 
     async def how_it_ended(self, patience: float = 2.0) -> str:
-        """In brackets, the signal that ended it, unless we sent it."""
+        """Return in brackets the signal that ended the process, unless `kill` sent it."""
         try:
             code = await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:
             return ""
         if code >= 0 or self._is_killed:
             return ""
-        hint = ": out of memory?" if code == -signal.SIGKILL else ""
-        return f" (it was ended by {signal.Signals(-code).name}{hint})"
+        return f" ({describe_exit(code)})"
 
     def kill(self) -> None:
         """End it at once."""

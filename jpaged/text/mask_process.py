@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jpaged.processes import has_python, python_command
+from jpaged.processes import describe_exit, has_python, python_command
 from jpaged.structured_outputs import StructuredOutputs
 from jpaged.text.grammar import GrammarError
 from jpaged.text.masks import Kind, MaskMemory, Order, Settings, State, frame
@@ -64,6 +64,9 @@ _MOST_FILES = 1024
 _LONGEST_LOOK = 1.0
 """Seconds that count between two looks at a process that says nothing: this one may have been
 stopped for longer, as by Ctrl-Z."""
+
+_EXIT_SECONDS = 0.5
+"""Maximum wait for the exit code of a mask worker that has closed its socket."""
 
 _LONGEST_PAUSE = 0.01
 """Maximum of the seconds between two looks that count as waiting for the process: where this
@@ -424,7 +427,7 @@ class MaskProcess:
             return
         told = self._line.take_news()
         if told is None:
-            self._lose()
+            self._lose(self._line.how_it_ended())
         elif told:
             self._silence, self._is_stalled = 0.0, False
 
@@ -434,11 +437,12 @@ class MaskProcess:
         self._silence += min(now - self._looked, _LONGEST_LOOK)
         self._looked = now
         if self._line is not None and self._silence > self.longest_silence:
-            self._lose()
+            self._lose(f"no progress for {self.longest_silence:g} s")
 
-    def _lose(self) -> None:
+    def _lose(self, reason: str) -> None:
         self._end_line()
         self._line = None
+        self._memory.lost_because = reason
         states = self._memory.states[: self._num_places]
         states[states != State.FREE] = State.LOST
         states[0] = State.FREE
@@ -489,6 +493,13 @@ class _Line:
         except OSError:
             pass
         return None
+
+    def how_it_ended(self) -> str:
+        """Return how the process ended, which has closed its socket."""
+        try:
+            return describe_exit(self.process.wait(_EXIT_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "its socket was closed"
 
     def close(self) -> None:
         """End the process and the thread; in a fork of the engine's process, which has neither,

@@ -8,6 +8,7 @@ where a grammar is ambiguous. So masks are made together until some are measured
 answers that may have slow masks are then served one by one in threads (`_Answer`).
 """
 
+import faulthandler
 import gc
 import mmap
 import os
@@ -146,6 +147,7 @@ class MaskMemory:
             making masks together took.
         states: int32 [places], each a `State`.
         masks: int32 [places, W], token `32 w + j` is bit `j` of word `w`.
+        lost_because: How the last mask worker ended that the engine lost.
 
     Args:
         places: How many.
@@ -171,6 +173,7 @@ class MaskMemory:
         self.states = part(1, np.int32, places)
         self._texts = part(2, np.uint8, places, _TEXT)
         self.masks = part(3, np.int32, places, mask_width)
+        self.lost_because = ""
         if file is None:
             self.masks[0] = -1
 
@@ -184,8 +187,8 @@ class MaskMemory:
         """Why an answer fails."""
         if self.states[place] == State.LOST:
             return GrammarError(
-                "structured_outputs: the process that compiles grammars and makes masks has ended; "
-                "it is started again for the next request: retry"
+                "structured_outputs: the process that compiles grammars and makes masks has ended "
+                f"({self.lost_because}); it is started again for the next request: retry"
             )
         text = self._texts[place].tobytes().partition(b"\0")[0]
         return GrammarError(text.decode(errors="ignore"))
@@ -540,6 +543,7 @@ def main(line: int, file: int) -> None:
     The first message is the `Settings`, in JSON. Back comes a byte whenever something in the memory
     has changed.
     """
+    faulthandler.enable()  # a crash in a library prints the threads' stacks
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
     os.dup2(2, 1)  # a program's own output is not for what libraries print here
     sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
@@ -551,14 +555,16 @@ def main(line: int, file: int) -> None:
         with suppress(OSError):  # the engine has gone, or has enough bytes to read
             sock.send(b"!", socket.MSG_DONTWAIT)
 
+    code = 0
     try:
         _obey(sock.makefile("rb"), file, tell)
     except (EOFError, ConnectionError):  # the engine has no use for this process, or is gone
         pass
     except BaseException:
         traceback.print_exc()
+        code = 1
     finally:
-        os._exit(0)  # threads may be at work
+        os._exit(code)  # threads may be at work
 
 
 def _obey(messages: BinaryIO, file: int, tell: Callable[[], None]) -> None:

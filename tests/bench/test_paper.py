@@ -131,6 +131,7 @@ def test_rates_that_a_device_found_are_kept(tmp_path: Path, monkeypatch: pytest.
     assert asked == 2 * cases
 
 
+@pytest.mark.full
 def test_figure_12_ours_sustains_most(tmp_path: Path):
     document = run_figure("12", tmp_path)
     for systems in rates(document).values():

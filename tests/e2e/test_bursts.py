@@ -37,7 +37,7 @@ def launched(engine: Engine) -> Iterator[list[int]]:
     ("num_blocks", "max_num_seqs", "count"),
     [
         pytest.param(129, 8, 32, marks=pytest.mark.soak, id="few"),
-        pytest.param(25, 8, 12, id="few-tight"),
+        pytest.param(25, 8, 12, marks=pytest.mark.full, id="few-tight"),
         pytest.param(300, 20, 32, marks=pytest.mark.soak, id="more"),
         pytest.param(60, 20, 32, marks=pytest.mark.full, id="more-tight"),
     ],

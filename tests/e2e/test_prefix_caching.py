@@ -145,15 +145,20 @@ def expected() -> dict[str, Any]:
     ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
 )
 def test_caching_changes_no_token(
-    engines: Engines, expected: dict[str, Any], async_scheduling: bool, num_blocks: int
+    engines: Engines,
+    shallow_folder: Path,
+    expected: dict[str, Any],
+    async_scheduling: bool,
+    num_blocks: int,
 ):
     prompts, params = workload()
     if not expected:
-        plain = engines(enable_prefix_caching=False)
+        plain = engines(shallow_folder, enable_prefix_caching=False)
         expected["outputs"] = plain.generate(prompts, params)
         stats = plain.stats()
         assert stats.prefix_cache_queries == stats.num_cached_blocks == 0
-    engine = engines(num_blocks=num_blocks, async_scheduling=async_scheduling)
+    options = {"num_blocks": num_blocks, "async_scheduling": async_scheduling}
+    engine = engines(shallow_folder, **options)
     engine.reset_prefix_cache()
     before = engine.stats()
     for _ in range(2):

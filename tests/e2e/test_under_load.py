@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 from e2e_options import Engines
@@ -62,8 +63,10 @@ def test_pressure_changes_no_answer_and_answers_are_true(
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(80, marks=pytest.mark.full)])
-def test_random_aborts_touch_nobody_else(engines: Engines, examples: list[Example], count: int):
-    engine = engines(max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT)
+def test_random_aborts_touch_nobody_else(
+    engines: Engines, shallow_folder: Path, examples: list[Example], count: int
+):
+    engine = engines(shallow_folder, max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT)
     rng = random.Random(0)
     chosen = examples[:count]
     expected = answers(engine, chosen)

@@ -67,7 +67,7 @@ def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list
 @pytest.mark.parametrize(
     ("mode", "options", "count"),
     [
-        ("auto", {}, FEW),
+        pytest.param("auto", {}, FEW, marks=pytest.mark.full),
         ("swap", {"swap_space": 0.001}, FEW),
         ("recompute", {"async_scheduling": False}, FEW),
         pytest.param("auto", WIDE, 120, marks=pytest.mark.full),

@@ -213,7 +213,7 @@ def test_grammar_and_parameters_that_leave_no_token_are_named(
     serve(scenario)
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("choice", [pytest.param("required", marks=pytest.mark.full), NAMED])
 def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: Any):
     async def scenario(server: Server) -> None:
         tools = [TOOL, NOW] if choice == NAMED else [TOOL]

@@ -173,7 +173,10 @@ def test_schemas_that_nothing_obeys(with_tools: Run, path: str):
     with_tools(scenario)
 
 
-@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    "path",
+    [it if "chat" in it else pytest.param(it, marks=pytest.mark.full) for it in APIS],
+)
 def test_odd_schemas_do_no_harm(with_tools: Run, path: str):
     plain, form, tools, at_form, at_tool = APIS[path]
 

@@ -52,9 +52,9 @@ def test_a_large_pool_is_cheap():
         ChangedBlocks([*range(1, num_blocks + 1)], [1] * num_blocks, hashes),
         [table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390]) for s in range(256)],
     )
-    start = time.perf_counter()
+    start = time.thread_time()
     size = len(msgspec.json.encode(PoolFrame(0, changes)))
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
     assert size < 2_800_000  # 28 bytes a block: four numbers
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolFrame(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))

@@ -165,14 +165,12 @@ def test_a_loop_that_stands_still_is_not_healthy(
         asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
         await asyncio.sleep(1.6)
         assert (await server.http.get("/health")).status_code == 503
-        start = time.monotonic()
         for path in (PATH, "/v1/chat/completions"):  # and the body is not waited for
             refused = await server.http.post(path, content=never())
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert "does not respond" in refused.json()["error"]["message"]
         assert not asking.done()
-        assert time.monotonic() - start < 1
         await asking  # what has been taken on keeps its own time
         assert (await server.http.get("/health")).status_code == 200
         await server.canary()
