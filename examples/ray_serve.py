@@ -54,9 +54,9 @@ from starlette.types import Message
 
 from jpaged import EngineConfig
 from jpaged.config import MAX_NUM_SEQS
-from jpaged.serve.api_errors import ApiError, not_serving
-from jpaged.serve.exchange import DONE, error_answer, event
-from jpaged.serve.lifecycle import hosts_served, listen, serving_app
+from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.http.exchange import DONE, error_answer, event
+from jpaged.serve.http.lifecycle import hosts_served, listen, serving_app
 from jpaged.serve.options import Flags, read_flags
 
 APP = "jpaged"

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
+    from jpaged.parsing.answer import AnswerParser
+    from jpaged.parsing.reasoning import REASONING_FAMILIES, reasoning_end
+    from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Reasoning
+    from jpaged.parsing.tool_calls import TOOL_CALL_FAMILIES
+    from jpaged.parsing.tool_grammar import call_grammar
     from jpaged.sampling_params import SamplingParams
     from jpaged.structured_outputs import StructuredOutputs
-    from jpaged.text.answer_parser import AnswerParser
-    from jpaged.text.grammar_trial import GrammarTrial
-    from jpaged.text.reasoning import REASONING_FAMILIES, reasoning_end
-    from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Reasoning
+    from jpaged.structured_outputs.trial import GrammarTrial
     from jpaged.text.tokenizer import Tokenizer
-    from jpaged.text.tool_calls import TOOL_CALL_FAMILIES
-    from jpaged.text.tool_grammar import call_grammar
 
 _NAMES = {
     "jpaged.config": ("EngineConfig",),
@@ -37,10 +37,10 @@ _NAMES = {
     "jpaged.outputs": ("CompletionOutput", "Logprob", "RequestDelta", "RequestOutput", "TextDelta"),
     "jpaged.sampling_params": ("SamplingParams",),
     "jpaged.structured_outputs": ("StructuredOutputs",),
-    "jpaged.text.answer_parser": ("AnswerParser",),
-    "jpaged.text.grammar_trial": ("GrammarTrial",),
-    "jpaged.text.reasoning": ("REASONING_FAMILIES", "reasoning_end"),
-    "jpaged.text.streamed_text": (
+    "jpaged.parsing.answer": ("AnswerParser",),
+    "jpaged.structured_outputs.trial": ("GrammarTrial",),
+    "jpaged.parsing.reasoning": ("REASONING_FAMILIES", "reasoning_end"),
+    "jpaged.parsing.stream": (
         "CallArguments",
         "CallEnd",
         "CallStart",
@@ -48,8 +48,8 @@ _NAMES = {
         "Reasoning",
     ),
     "jpaged.text.tokenizer": ("Tokenizer",),
-    "jpaged.text.tool_calls": ("TOOL_CALL_FAMILIES",),
-    "jpaged.text.tool_grammar": ("call_grammar",),
+    "jpaged.parsing.tool_calls": ("TOOL_CALL_FAMILIES",),
+    "jpaged.parsing.tool_grammar": ("call_grammar",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

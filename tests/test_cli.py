@@ -316,7 +316,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Flags]]:
     """The flags of servers that were to run."""
     flags = list[Flags]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr("jpaged.serve.lifecycle.run_server", lambda it: flags.append(it) or 0)
+    monkeypatch.setattr("jpaged.serve.http.lifecycle.run_server", lambda it: flags.append(it) or 0)
     yield flags
     for number, handler in before.items():
         signal.signal(number, handler)

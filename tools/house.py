@@ -37,9 +37,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
 FLOORS = (
-    ("pallas_kernels", "core", "options", "processes", "structured_outputs"),
-    ("models", "sampling_params"),
-    ("config", "observe", "text"),
+    ("pallas_kernels", "core", "options", "processes", "text"),
+    ("structured_outputs",),
+    ("parsing", "models", "sampling_params"),
+    ("config", "observe"),
     ("outputs", "runtime"),
     ("compile",),
     ("engine",),

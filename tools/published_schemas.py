@@ -19,8 +19,8 @@ from typing import Any
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
+from jpaged.structured_outputs.compiler import GrammarError, Grammars
 from jpaged.structured_outputs.schemas import ANNOTATIONS, is_enforced
-from jpaged.text.grammar import GrammarError, Grammars
 
 _TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 _GRAMMARS = Grammars(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.eos_token_id or 0}))

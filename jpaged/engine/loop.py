@@ -38,8 +38,8 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, Items, MaskProcess, WaitBudget
+from jpaged.structured_outputs.compiler import GrammarError
+from jpaged.structured_outputs.mask_client import Answer, Items, MaskProcess, WaitBudget
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""

@@ -13,7 +13,7 @@ from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
 from jpaged.options import brief, counted
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
-from jpaged.text.mask_process import Constraint, MaskProcess
+from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
 from jpaged.text.tokenizer import Tokenizer
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")

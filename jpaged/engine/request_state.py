@@ -15,9 +15,9 @@ from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
+from jpaged.structured_outputs.compiler import GrammarError
+from jpaged.structured_outputs.mask_client import Answer, Constraint
 from jpaged.text.detokenizer import Detokenizer
-from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, Constraint
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import NUM_FACTS
 
@@ -94,6 +94,20 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         return entries
 
 
+def _detokenizer(
+    tokenizer: Tokenizer | None, token_ids: SequenceOf[int], params: SamplingParams
+) -> Detokenizer:
+    """Return a detokenizer of the tokens that follow `token_ids`."""
+    return Detokenizer(
+        tokenizer if params.detokenize else None,
+        token_ids,
+        stop=params.stop_strings,
+        min_tokens=params.min_tokens,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
 @dataclass(slots=True, eq=False)
 class SampleState:
     """One of a request's samples from its first token to its last output; see `RequestState`."""
@@ -114,7 +128,7 @@ class SampleState:
     _num_sent: int = 0  # output tokens that a delta told of
 
     def __post_init__(self):
-        self._detokenizer = Detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
+        self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
     def accept(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
@@ -452,7 +466,7 @@ class RequestState:
 
     def _found_output(self, index: int, found: Hypothesis) -> CompletionOutput:
         token_ids = found.output_token_ids
-        detokenizer = Detokenizer(self.tokenizer, self.prompt_token_ids, self.params)
+        detokenizer = _detokenizer(self.tokenizer, self.prompt_token_ids, self.params)
         detokenizer.append(token_ids, ended_by_token=found.is_ended)
         detokenizer.finish()
         return CompletionOutput(

@@ -33,7 +33,7 @@ from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
-from jpaged.text.mask_process import MaskProcess
+from jpaged.structured_outputs.mask_client import MaskProcess
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import select_backend, takes_fp8
 

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     # Loading these takes a while, in which a signal may come already.
-    from jpaged.serve.api_errors import say
+    from jpaged.serve.errors import say
     from jpaged.serve.options import read_flags
 
     flags = read_flags(argv)
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"error: {error}")
             return 1
 
-    from jpaged.serve.lifecycle import run_server
+    from jpaged.serve.http.lifecycle import run_server
 
     return run_server(flags)
 

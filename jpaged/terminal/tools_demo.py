@@ -12,10 +12,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from jpaged.parsing.answer import AnswerParser
+from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal.session import interrupt_flag
-from jpaged.text.answer_parser import AnswerParser
-from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 if TYPE_CHECKING:
     from jpaged.engine.engine import Engine

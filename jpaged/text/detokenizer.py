@@ -10,7 +10,6 @@ byte-level tokenizers are bytes, whatever stands before them: their text is made
 import codecs
 from collections.abc import Callable, Sequence
 
-from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -199,29 +198,29 @@ class Detokenizer:
     and runs.
 
     Args:
-        tokenizer: None (or `params.detokenize` False) makes all text empty.
+        tokenizer: None makes all text empty.
         prompt_token_ids: The tokens before the first output token.
-        params: The request's `stop`, `min_tokens`, `include_stop_str_in_output`,
-            `skip_special_tokens`, `detokenize`.
-
-    Raises:
-        ValueError: there are stop strings but no tokenizer to find them with.
+        stop: Stop strings.
+        min_tokens: Number of output tokens that complete no stop string.
+        include_stop: Whether the text includes the stop string or stop token that ends it.
+        skip_special_tokens: Whether special tokens have no text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ):
-        stops = params.stop_strings
-        if tokenizer is None and stops:
-            raise ValueError(
-                f"stop={params.stop!r} needs a tokenizer, and the engine has none: "
-                "use stop_token_ids, or make the engine without skip_tokenizer_init"
-            )
-        self._tokenizer = tokenizer if params.detokenize else None
+        self._tokenizer = tokenizer
         self._prompt_tail = prompt_token_ids[-PROMPT_TAIL:]
-        self._params = params
-        self._include_stop = params.include_stop_str_in_output
-        self._checker = StopChecker(stops, include_stop=self._include_stop) if stops else None
+        self._min_tokens, self._include_stop = min_tokens, include_stop
+        self._skips_special_tokens = skip_special_tokens
+        self._checker = StopChecker(stop, include_stop=include_stop) if stop else None
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not decoded yet
         self._decoder: WindowDecoder | ByteDecoder | None = None
@@ -232,13 +231,13 @@ class Detokenizer:
         """Take new output tokens; return the stop string that their text completes, if any.
 
         The text then ends before the stop string (or after it, with
-        `include_stop_str_in_output`), and further tokens change nothing. A stop string does not
+        `include_stop`), and further tokens change nothing. A stop string does not
         count if one of the first `min_tokens` tokens completes it.
 
         Args:
             token_ids: The tokens sampled since the last call.
             ended_by_token: The last of them is a stop token: it gets no text, unless
-                `include_stop_str_in_output`.
+                `include_stop`.
         """
         if self._tokenizer is None:
             return None
@@ -249,7 +248,7 @@ class Detokenizer:
         for token_id in ids:
             self._num_tokens += 1
             piece = self._decode(self._tokenizer, [token_id])
-            can_stop = self._num_tokens > self._params.min_tokens
+            can_stop = self._num_tokens > self._min_tokens
             self._add(self._checker.push(piece, check=can_stop))
         return self._checker.matched
 
@@ -285,8 +284,7 @@ class Detokenizer:
 
     def _decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
         if self._decoder is None:  # not before: to begin a text is to decode the prompt's end
-            skips = self._params.skip_special_tokens
-            tail = self._prompt_tail
+            tail, skips = self._prompt_tail, self._skips_special_tokens
             self._decoder = incremental_decoder(tokenizer, tail, skip_special_tokens=skips)
         return self._decoder.push(token_ids)
 

@@ -21,8 +21,8 @@ from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.results import StepHandle
-from jpaged.serve.api_errors import fault_of
-from jpaged.text.mask_process import Constraint, MaskProcess
+from jpaged.serve.errors import fault_of
+from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -361,7 +361,7 @@ def mask_processes() -> list[int]:
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            is_own = parent == os.getpid() and "text.masks" in (folder / "cmdline").read_text()
+            is_own = parent == os.getpid() and "mask_worker" in (folder / "cmdline").read_text()
             found += [int(folder.name)] if is_own else []
     return found
 

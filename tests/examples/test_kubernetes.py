@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from jpaged import EngineStats
-from jpaged.serve.access import OPEN_PATHS
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.http.access import OPEN_PATHS
+from jpaged.serve.http.metrics import Metrics
 from jpaged.serve.options import read_flags
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"

@@ -17,14 +17,14 @@ import httpx
 from starlette.types import ASGIApp
 
 from jpaged import Engine
-from jpaged.serve.app import make_app
-from jpaged.serve.engine_client import EngineClient
-from jpaged.serve.framing import Link
-from jpaged.serve.lifecycle import start_serving
+from jpaged.serve.engine.client import EngineClient
+from jpaged.serve.engine.framing import Link
+from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
+from jpaged.serve.engine.worker import Worker
+from jpaged.serve.http.app import make_app
+from jpaged.serve.http.lifecycle import start_serving
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import Limits, ServeConfig
-from jpaged.serve.serving import Serving
-from jpaged.serve.tokenizing_process import TokenizingProcess, TokenizingSettings
-from jpaged.serve.worker import Worker
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 8,

@@ -16,8 +16,8 @@ from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
 
 from jpaged import Engine, GrammarTrial
-from jpaged.serve.api_errors import bad_field
-from jpaged.serve.tokenizing import Tokenizing
+from jpaged.serve.engine.tokenizing import Tokenizing
+from jpaged.serve.errors import bad_field
 from jpaged.structured_outputs import bounds
 
 Run = Callable[..., None]

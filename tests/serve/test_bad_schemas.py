@@ -11,8 +11,8 @@ from serve_helpers import Server
 from test_tools import HERMES
 
 from jpaged import Engine
-from jpaged.serve.api_errors import ApiError
-from jpaged.serve.bodies import parse_json
+from jpaged.serve.errors import ApiError
+from jpaged.serve.http.bodies import parse_json
 
 Run = Callable[..., None]
 Fields = dict[str, Any]

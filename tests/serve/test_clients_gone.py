@@ -11,8 +11,9 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import QUESTION, RawRequest, Server
 
 from jpaged import Engine, RequestDelta
-from jpaged.serve import answers, engine_client
-from jpaged.serve.exchange import StalledClientError
+from jpaged.serve.api import answers
+from jpaged.serve.engine import client as engine_client
+from jpaged.serve.http.exchange import StalledClientError
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -188,7 +189,7 @@ def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Eng
 
 
 def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.serve.engine_client.MAX_UNREAD", 20)
+    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD", 20)
 
     async def scenario(server: Server) -> None:
         before = server.engine.stats().num_generated_tokens
@@ -207,7 +208,7 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
 
 def test_answers_that_come_whole_are_no_unread_ones(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """Of a `best_of` or of beams nobody can have read anything before."""
-    monkeypatch.setattr("jpaged.serve.engine_client.MAX_UNREAD", 20)
+    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD", 20)
 
     async def scenario(server: Server) -> None:
         for asked in ({"best_of": 3, "n": 2, "logprobs": 1}, {"beam_width": 3, "n": 3}):
@@ -222,7 +223,7 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """One that ended by itself before, too: what was not read of both is one piece of news."""
-    monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
+    monkeypatch.setattr("jpaged.serve.engine.client._SEPARATE", 5)
     scripted = ScriptedEngine(engine)
     scripted.say("a" * 2000, "b" * 100_000, size=1)
     put, sizes = engine_client.Run.put, list[int]()
@@ -256,7 +257,7 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
 
 def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """As fewer events, of many tokens in a thread; of each answer nothing is lost."""
-    monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
+    monkeypatch.setattr("jpaged.serve.engine.client._SEPARATE", 5)
     monkeypatch.setattr(answers, "MANY_TOKENS", 1)
     in_thread, encode = list[Any](), answers.large_json
 

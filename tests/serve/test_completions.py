@@ -8,8 +8,10 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, Server, events_of
 
 from jpaged import RequestDelta
-from jpaged.serve import answers, engine_client, worker
-from jpaged.serve.tokenizing import Tokenizing
+from jpaged.serve.api import answers
+from jpaged.serve.engine import client as engine_client
+from jpaged.serve.engine import worker
+from jpaged.serve.engine.tokenizing import Tokenizing
 
 Run = Callable[..., None]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}

@@ -19,11 +19,11 @@ from serve_helpers import Server
 from server_process import STUB, ServerProcess
 from starlette.responses import PlainTextResponse
 
-from jpaged.serve import connections
-from jpaged.serve.access import OPEN_PATHS
-from jpaged.serve.connections import SurplusGuard, bounded_by
-from jpaged.serve.exchange import while_connected
-from jpaged.serve.lifecycle import Complaints, HttpServer, allow_connections, listen
+from jpaged.serve.http import connections
+from jpaged.serve.http.access import OPEN_PATHS
+from jpaged.serve.http.connections import SurplusGuard, bounded_by
+from jpaged.serve.http.exchange import while_connected
+from jpaged.serve.http.lifecycle import Complaints, HttpServer, allow_connections, listen
 from jpaged.serve.options import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]

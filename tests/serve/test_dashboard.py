@@ -11,11 +11,11 @@ import pytest
 from browsing import find_browser
 from serve_helpers import basic
 
-from jpaged.serve.app import make_app
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard.broadcast import PAGE_PATHS
+from jpaged.serve.http.app import make_app
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import ServeConfig
-from jpaged.serve.serving import Serving
 
 STATIC = files("jpaged.serve.dashboard").joinpath("static")
 

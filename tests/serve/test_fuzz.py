@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schema_strategies import ANYTHING, values_of
 from serve_helpers import Server
 
-from jpaged.serve.app import openapi
+from jpaged.serve.http.app import openapi
 from tests.covering import num_examples
 
 Run = Callable[..., None]

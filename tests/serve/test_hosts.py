@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from serve_helpers import QUESTION, Server
 
-from jpaged.serve.lifecycle import hosts_served
+from jpaged.serve.http.lifecycle import hosts_served
 from jpaged.serve.options import host_name, read_flags
 
 Run = Callable[..., None]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schema_strategies import ANYTHING
 
-from jpaged.serve.api_errors import ApiError
-from jpaged.serve.bodies import parse_json
-from jpaged.serve.exchange import large_json
+from jpaged.serve.errors import ApiError
+from jpaged.serve.http.bodies import parse_json
+from jpaged.serve.http.exchange import large_json
 
 PIECE = 256 * 1024
 """Bytes that are counted in one go: what is cut between two pieces must not matter."""

@@ -20,9 +20,9 @@ import pytest
 from server_process import ARGUMENTS, STUB, ServerProcess
 from stub.stub_engine import BLOCKED_IN, BLOCKED_WHILE, START_SECONDS
 
-from jpaged.serve.lifecycle import run_server, serving_app
+from jpaged.serve.engine.worker import why_not
+from jpaged.serve.http.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
-from jpaged.serve.worker import why_not
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 SLOW_START = STUB | {START_SECONDS: "60"}
@@ -182,7 +182,7 @@ def test_a_tokenizing_process_that_hangs_while_it_starts_ends_the_server(
     tmp_path: Path, compilation_cache: Path
 ):
     code = """import sys, time
-if "jpaged.serve.tokenizing_process" in sys.orig_argv:
+if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
     time.sleep(1000)"""
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
@@ -371,7 +371,8 @@ options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
 __main__.main([])
 """
 BEFORE_THERE_IS_AN_ENGINE = """
-from jpaged.serve import __main__, engine_client
+from jpaged.serve import __main__
+from jpaged.serve.engine import client as engine_client
 start = engine_client.EngineProcess.start.__func__
 async def interrupted(cls, options):
     os.kill(os.getpid(), signal.{name})
@@ -397,7 +398,7 @@ def test_a_signal_before_there_is_anything_to_end(script: str, name: str):
 def test_an_engine_whose_server_has_died_before_it_began():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-m", "jpaged.serve.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "jpaged.serve.engine.worker", str(theirs.fileno())]
         nobody = str(2**30)
         engine = subprocess.run([*command, nobody], pass_fds=[theirs.fileno()], timeout=60)
     assert engine.returncode == 1
@@ -434,7 +435,7 @@ def children_of(pid: int) -> list[int]:
 
 def worker_of(pid: int) -> int:
     """The process of a server's engine."""
-    (worker,) = (it for it in children_of(pid) if b"serve.worker" in command_of(it))
+    (worker,) = (it for it in children_of(pid) if b"serve.engine.worker" in command_of(it))
     return worker
 
 

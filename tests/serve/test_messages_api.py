@@ -15,10 +15,10 @@ from test_connections import answer_to, server
 from test_tools import CALL, HERMES
 
 from jpaged import Engine, RequestDelta
-from jpaged.serve import engine_client
-from jpaged.serve.app import make_app
+from jpaged.serve.engine import client as engine_client
+from jpaged.serve.http.app import make_app
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import Limits, ServeConfig
-from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/messages"

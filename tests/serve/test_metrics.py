@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_helpers import QUESTION, RawRequest, Server
 
 from jpaged import Engine, EngineStats
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.http.metrics import Metrics
 
 Run = Callable[..., None]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}

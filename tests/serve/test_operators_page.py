@@ -6,11 +6,11 @@ from pathlib import Path
 
 from bench.serving import build_parser as bench_parser
 from jpaged import EngineStats, SamplingParams
-from jpaged.serve.access import OPEN_PATHS
-from jpaged.serve.connections import NUM_SPARE
 from jpaged.serve.dashboard.broadcast import MAX_VIEWERS
-from jpaged.serve.messages import EngineRequest
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.engine.messages import EngineRequest
+from jpaged.serve.http.access import OPEN_PATHS
+from jpaged.serve.http.connections import NUM_SPARE
+from jpaged.serve.http.metrics import Metrics
 from jpaged.serve.options import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")

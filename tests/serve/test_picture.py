@@ -14,12 +14,12 @@ from pool_replica import PoolReplica
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
-from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard import sampler as sampler_module
 from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Place, Viewer
 from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
-from jpaged.serve.messages import PoolFrame, PoolFrames, encode, report_of
+from jpaged.serve.engine.messages import PoolFrame, PoolFrames, encode, report_of
+from jpaged.serve.errors import ApiError, not_serving
 
 # Frames
 

@@ -20,12 +20,12 @@ from serve_helpers import bearer
 
 from jpaged import EngineStats, SamplingParams
 from jpaged.__main__ import build_parser as generate
-from jpaged.serve.app import make_app, openapi
-from jpaged.serve.messages import EngineRequest
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.engine.messages import EngineRequest
+from jpaged.serve.http.app import make_app, openapi
+from jpaged.serve.http.metrics import Metrics
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import ServeConfig
 from jpaged.serve.options import build_parser as serve
-from jpaged.serve.serving import Serving
 
 FOLDER = Path(__file__).parent / "published"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")

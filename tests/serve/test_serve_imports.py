@@ -1,4 +1,4 @@
-"""The server knows jpaged by its public names alone, and how it declares options."""
+"""The server imports public names of jpaged, and the modules `options` and `processes`."""
 
 import ast
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_only_public_names(module: Path):
         if isinstance(node, ast.ImportFrom):
             name = node.module or ""
             if name == "jpaged":
-                assert {alias.name for alias in node.names} <= {*jpaged.__all__, "options"}
+                assert {alias.name for alias in node.names} <= {*jpaged.__all__, "options", "processes"}
             else:
                 assert not name.startswith("jpaged.") or name.startswith("jpaged.serve.")
             names = [name]

@@ -16,7 +16,7 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.runtime import batch
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.serve.tokenizing import TokenizingWorkers
+from jpaged.serve.engine.tokenizing import TokenizingWorkers
 
 Run = Callable[..., None]
 PATH = "/v1/completions"

@@ -12,10 +12,10 @@ import pytest
 from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
-from jpaged.serve.access import InFlight
-from jpaged.serve.api_errors import ApiError
+from jpaged.serve.errors import ApiError
+from jpaged.serve.http.access import InFlight
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import Limits, ServeConfig
-from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/completions"

@@ -23,16 +23,16 @@ from serve_helpers import QUESTION
 from server_process import ServerProcess
 from starlette.requests import Request
 
-from jpaged.serve.api_errors import ApiError
-from jpaged.serve.bodies import BodyReader
-from jpaged.serve.options import Limits
-from jpaged.serve.protocol import (
+from jpaged.serve.api.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     read,
 )
+from jpaged.serve.errors import ApiError
+from jpaged.serve.http.bodies import BodyReader
+from jpaged.serve.options import Limits
 
 LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -16,17 +16,17 @@ import pytest
 from serve_helpers import RawRequest, Server, bearer, kept_tokenizing_process
 
 import jpaged
-from jpaged.serve import tokenizing
-from jpaged.serve.api_errors import ApiError
-from jpaged.serve.framing import read
-from jpaged.serve.tokenizing import MAX_SHORT, TokenizingWorkers
-from jpaged.serve.tokenizing_process import (
+from jpaged.serve.engine import tokenizing
+from jpaged.serve.engine.framing import read
+from jpaged.serve.engine.tokenizing import MAX_SHORT, TokenizingWorkers
+from jpaged.serve.engine.tokenizing_process import (
     Done,
     Order,
     OrderRunner,
     TokenizingProcess,
     TokenizingSettings,
 )
+from jpaged.serve.errors import ApiError
 
 Run = Callable[..., None]
 CHAT, TINY = "/v1/chat/completions", Path(jpaged.__file__).parent / "assets" / "tiny"
@@ -299,7 +299,7 @@ def test_short_texts_first_and_long_ones_in_turn():
 
 PARENT = """
 import os, sys, time
-from jpaged.serve.tokenizing_process import *
+from jpaged.serve.engine.tokenizing_process import *
 process = TokenizingProcess(TokenizingSettings(sys.argv[1], chat_template="{{ 10 ** 10 ** 9 }}"))
 process.wait_ready()
 (_, idle), (_, busy) = process.fork(), process.fork()

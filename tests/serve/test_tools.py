@@ -11,9 +11,9 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of, kept_tokenizing_process
 
 from jpaged import Engine
-from jpaged.serve.lifecycle import start_serving
+from jpaged.serve.http.lifecycle import start_serving
+from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import ServeConfig
-from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 CHAT = "/v1/chat/completions"

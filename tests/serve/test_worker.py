@@ -13,10 +13,10 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine, SamplingParams
-from jpaged.serve import worker
-from jpaged.serve.engine_client import EngineClient
-from jpaged.serve.framing import Link, framed, receive, send
-from jpaged.serve.messages import (
+from jpaged.serve.engine import worker
+from jpaged.serve.engine.client import EngineClient
+from jpaged.serve.engine.framing import Link, framed, receive, send
+from jpaged.serve.engine.messages import (
     Abort,
     Command,
     EngineRequest,
@@ -207,7 +207,7 @@ def test_a_message_of_nonsense_ends_the_worker():
     ours.close()
 
 
-MODULES = "import jpaged.serve.app, jpaged.serve.options, jpaged.serve.lifecycle, sys;"
+MODULES = "import jpaged.serve.http.app, jpaged.serve.options, jpaged.serve.http.lifecycle, sys;"
 
 
 def test_the_http_process_needs_neither_jax_nor_transformers_nor_torch():

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
+from jpaged.parsing.answer import AnswerParser
+from jpaged.parsing.stream import CallArguments, CallStart, Content
 from jpaged.terminal.tools_demo import calculate, run_call
-from jpaged.text.answer_parser import AnswerParser
-from jpaged.text.streamed_text import CallArguments, CallStart, Content
 from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
 from tools.tiny.dialogues import TASKS, Dialogue, column_sums, draw_calculation, sample_dialogues
 from tools.tiny.tokenizer import IM_END, save_tokenizer

@@ -61,7 +61,7 @@ def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):
             "jpaged/core/plan.py": "def late():\n    from jpaged.runtime.batch import pack\n",
             "jpaged/runtime/batch.py": "import jpaged.core.plan\n",
             "jpaged/engine/engine.py": "from jpaged.runtime import batch\n",
-            "jpaged/serve/app.py": "from jpaged import Engine\n",
+            "jpaged/serve/http/app.py": "from jpaged import Engine\n",
         },
     )
     graph = house.room_graph(found, typed=True)

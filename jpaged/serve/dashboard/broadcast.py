@@ -23,10 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged import EngineStats, PoolChanges
-from jpaged.serve.api_errors import ApiError, failed, not_serving
-from jpaged.serve.exchange import Exchange
-from jpaged.serve.messages import PoolFrame, PoolFrames
-from jpaged.serve.serving import Phase, Serving
+from jpaged.serve.engine.messages import PoolFrame, PoolFrames
+from jpaged.serve.errors import ApiError, failed, not_serving
+from jpaged.serve.http.exchange import Exchange
+from jpaged.serve.http.serving import Phase, Serving
 
 MAX_VIEWERS = 16
 MAX_UNREAD = 1 << 18

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from jpaged import Engine, PoolWatch
-from jpaged.serve.messages import PoolFrame, PoolFrames
+from jpaged.serve.engine.messages import PoolFrame, PoolFrames
 
 MOST_TIME = 0.02
 """Share of the time that samples after steps may take, and that snapshots may."""

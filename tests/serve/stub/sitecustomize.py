@@ -2,7 +2,7 @@
 
 import sys
 
-if "jpaged.serve.worker" in sys.orig_argv:
+if "jpaged.serve.engine.worker" in sys.orig_argv:
     import stub_engine
 
     import jpaged

@@ -1,0 +1,1 @@
+"""The APIs of OpenAI and Anthropic: fields, answers, errors."""

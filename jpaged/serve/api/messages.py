@@ -1,0 +1,497 @@
+"""Anthropic's Messages API: `/v1/messages` is a chat in other words, and so is what is counted.
+
+A body becomes a `ChatRequest`, and what a chat tells of an answer becomes blocks and events.
+"""
+
+import json
+import re
+from collections.abc import AsyncGenerator, Callable
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from jpaged import TextDelta
+from jpaged.serve.api.answers import Chat, Encode
+from jpaged.serve.api.conversation import (
+    MAX_TOOLS,
+    TEXT_ONLY,
+    Body,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    FunctionCall,
+    FunctionName,
+    Ignored,
+    Message,
+    Name,
+    Tool,
+    ToolCall,
+    check_has,
+)
+from jpaged.serve.api.fields import ChatRequest, Stop
+from jpaged.serve.api.response_format import JsonSchema, ResponseFormat, Schema
+from jpaged.serve.engine.client import News
+from jpaged.serve.errors import ApiError, bad_field, not_serving
+from jpaged.serve.http.exchange import json_answer, json_bytes
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Kinds of errors by status; Anthropic counts any other 4xx as an invalid request."""
+
+ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"enum": sorted(set(_KINDS.values()))},
+                "message": {"type": "string"},
+            },
+        },
+    },
+}
+"""The JSON schema of `error_body`."""
+
+NO_THREADS = "thread_unsupported_request"
+"""By this code Anthropic's client knows that it must send whole conversations."""
+
+_NAMES = {"stop": "stop_sequences", "parameters": "input_schema"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+Json = dict[str, Any]
+
+
+class TextBlock(Body, frozen=True, kw_only=True):
+    """A piece of text."""
+
+    type: Annotated[Literal["text"], Meta(description=TEXT_ONLY)]
+    text: str
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+TextBlocks = Annotated[list[TextBlock], Meta(max_length=256)]
+
+
+class Block(Body, frozen=True, kw_only=True):
+    """A piece of a message: text, a call, its result, or a thought; such as one of an answer."""
+
+    drops_unknown_nulls: ClassVar[bool] = True
+    type: Annotated[
+        Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"],
+        Meta(description=TEXT_ONLY),
+    ]
+    text: str | None = None
+    id: Name | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    content: str | TextBlocks | None = None
+    is_error: bool = False
+    thinking: str | None = None
+    signature: Ignored = None
+    data: Ignored = None
+    caller: Ignored = None
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+class Turn(Body, frozen=True, kw_only=True):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Meta(min_length=1, max_length=1024)]
+
+
+class CustomTool(Body, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    drops_unknown_nulls: ClassVar[bool] = True
+    name: FunctionName
+    input_schema: Schema
+    description: str | None = None
+    type: Annotated[Literal["custom"], Meta(description="the server has no tools of its own")] = (
+        "custom"
+    )
+    strict: bool | None = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
+
+
+class Choice(Body, frozen=True, kw_only=True):
+    """Whether tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body, frozen=True, kw_only=True):
+    """Whether the model is to think; it does as its template has it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class OutputFormat(Body, frozen=True, kw_only=True):
+    """The form of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: Schema
+
+
+class OutputConfig(Body, frozen=True, kw_only=True):
+    """What the answer is to be."""
+
+    format: OutputFormat | None = None
+    effort: Ignored = None
+
+
+class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
+    """The fields of `/v1/messages/count_tokens`: those of a conversation."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
+    model: Name | None = None
+    system: str | TextBlocks | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    cache_control: Ignored = None
+    inference_geo: Ignored = None
+    speed: Ignored = None
+    thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
+
+    def __post_init__(self) -> None:
+        """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
+        if self.thread is not None:  # clients that know the code go on without one
+            what = "thread: this server keeps no conversations: send the whole of it"
+            raise bad_field("thread", what, NO_THREADS)
+        _ = self.chat
+
+    @cached_property
+    def chat(self) -> ChatRequest:
+        """What it asks, as a chat."""
+        told: list[Json] = []
+        if self.system:
+            told.append({"role": "system", "content": _text(self.system)})
+        places = [-1] * len(told)
+        for i, turn in enumerate(self.messages):
+            told += _messages_of(turn, f"messages[{i}]")
+            places += [i] * (len(told) - len(places))
+        choice = self.tool_choice or Choice(type="auto")
+        try:
+            return ChatRequest(
+                **self._sampling(),
+                messages=[Message(**message) for message in told],
+                response_format=self._format(),
+                tools=[_tool_of(tool) for tool in self.tools or ()] or None,
+                tool_choice=None if self.tool_choice is None else _choice_of(choice),
+                parallel_tool_calls=not choice.disable_parallel_tool_use,
+            )
+        except ApiError as error:
+            raise renamed(error, places) from None
+
+    def _format(self) -> ResponseFormat | None:
+        own = None if self.output_config is None else self.output_config.format
+        if own is None:
+            return None
+        schema = JsonSchema(name="answer", schema=own.schema)
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _sampling(self) -> Json:
+        """What else a chat has."""
+        return {}
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
+    """The fields of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    metadata: Ignored = None
+    service_tier: Ignored = None
+
+    def _sampling(self) -> Json:
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        asked = {name: getattr(self, name) for name in names}
+        return {**asked, "stop": self.stop_sequences or None}
+
+
+def _tool_of(tool: CustomTool) -> Tool:
+    own = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=own)
+
+
+def _choice_of(choice: Choice) -> Any:
+    if choice.type != "tool":
+        return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if choice.name is None:
+        path = "tool_choice.name"
+        raise bad_field(path, f"{path} is missing: it is required of type 'tool'")
+    return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
+
+
+def _messages_of(turn: Turn, path: str) -> list[Json]:
+    """A chat's messages of one of Anthropic's, whose results of calls are messages there."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    results: list[Json] = []
+    own: Json = {"role": turn.role, "content": None}
+    for i, block in enumerate(turn.content):
+        _add_block(own, results, block, f"{path}.content[{i}]")
+    is_empty = own["content"] is None and "tool_calls" not in own
+    if is_empty and results:
+        return results
+    return [*results, {**own, "content": ""} if is_empty else own]
+
+
+def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
+    by_user = own["role"] == "user"
+    if block.type != "text" and by_user != (block.type == "tool_result"):
+        whose = "assistant" if by_user else "user"
+        raise bad_field(path, f"{path} of type {block.type!r} belongs to a message of {whose}")
+    match block.type:
+        case "text":
+            check_has(block, path, "text")
+            own["content"] = (own["content"] or "") + (block.text or "")
+        case "tool_use":
+            check_has(block, path, "id", "name", "input")
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = FunctionCall(name=block.name or "", arguments=arguments)
+            own.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
+        case "tool_result":
+            check_has(block, path, "tool_use_id")
+            text = _text(block.content)
+            result = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
+            results.append(result)
+        case "thinking":
+            check_has(block, path, "thinking")
+            own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content)
+
+
+def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
+    """A chat's error in this API's words.
+
+    Args:
+        error: Of a chat.
+        places: For each message of the chat its place in the body; -1 for the system's.
+    """
+
+    def place(found: re.Match) -> str:
+        index = places[int(found[1])] if places and int(found[1]) < len(places) else -1
+        return "system" if index < 0 else f"messages[{index}]"
+
+    def told(text: str) -> str:
+        text = re.sub(r"\bmessages\[(\d+)\]", place, text) if places else text
+        text = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", text)
+        for name in ("response_format.json_schema.schema", "structured_outputs.json"):
+            text = text.replace(name, "output_config.format.schema")
+        return re.sub(rf"\b({'|'.join(_NAMES)})\b(?=[=.\[ ]|$)", lambda it: _NAMES[it[1]], text)
+
+    param = error.param and told(error.param)
+    headers, code = error.headers, error.code
+    return ApiError(error.status, told(str(error)), param, code=code, headers=headers)
+
+
+def error_body(error: ApiError) -> Json:
+    """An error as Anthropic's clients know it."""
+    kind = _KINDS.get(error.status, "invalid_request_error")
+    own: Json = {"type": kind, "message": str(error)}
+    if error.code == NO_THREADS:
+        own["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": own}
+
+
+def anthropic_answer(error: ApiError) -> Any:
+    """An error as an answer."""
+    return json_answer(error_body(error), error.status, error.headers)
+
+
+def failure_event(error: ApiError) -> bytes:
+    """What goes wrong in a stream after it has begun."""
+    return _event(error_body(error))
+
+
+def _event(value: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), json_bytes(value))
+
+
+class Content:
+    """The blocks of an answer and, as it grows, the events that tell of them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self._open: tuple[str, list[str]] | None = None
+
+    def take(self, delta: Json) -> list[Json]:
+        """What a chat's delta adds."""
+        events: list[Json] = []
+        if text := delta.get("reasoning_content"):
+            events += self._grow("thinking", "thinking_delta", text)
+        if text := delta.get("content"):
+            events += self._grow("text", "text_delta", text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self.close()
+                own = {"id": call["id"], "name": call["function"]["name"], "input": {}}
+                events += self._begin("tool_use", own)
+            if arguments := call["function"]["arguments"]:
+                events += self._grow("tool_use", "input_json_delta", arguments)
+        return events
+
+    def close(self) -> list[Json]:
+        """The event that ends the block which grows."""
+        if self._open is None:
+            return []
+        (kind, pieces), self._open = self._open, None
+        block, text = self.blocks[-1], "".join(pieces)
+        if kind == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[kind] = text
+        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+    def _begin(self, kind: str, fields: Json) -> list[Json]:
+        block: Json = {"type": kind, **fields}
+        self.blocks.append(block)
+        self._open = kind, []
+        index = len(self.blocks) - 1
+        return [{"type": "content_block_start", "index": index, "content_block": dict(block)}]
+
+    def _grow(self, kind: str, what: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        if self._open is None or self._open[0] != kind:
+            events += self.close()
+            signed = {"signature": ""} if kind == "thinking" else {}
+            events += self._begin(kind, {kind: "", **signed})
+        if self._open is not None:
+            self._open[1].append(text)
+        name = {"tool_use": "partial_json"}.get(kind, kind)
+        delta = {"type": what, name: text}
+        event = {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+        return [*events, event]
+
+
+def _object(text: str) -> Json:
+    """The arguments of a call; none, where the model's text is no object."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class Messaging(Chat):
+    """One request of `/v1/messages`."""
+
+    def __init__(self, serving: Any, asked: MessagesRequest, *about: Any):
+        super().__init__(serving, asked.chat, *about)
+        self._content = Content()
+        self._has_begun = False
+        self._reason: str | None = None
+        self._stop: str | None = None
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The answer: one piece of JSON, or events.
+
+        Raises:
+            ApiError: the request is not acceptable, or failed.
+        """
+        try:
+            async for piece in super().pieces():
+                yield piece
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def _events(self, news: list[News], encode: Encode) -> bytes:
+        events: list[Json] = []
+        for each in news:
+            for place, delta in self._take(each):
+                events += self._grown(place, delta)
+        if not self._has_begun:
+            self._has_begun = True
+            start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
+            start["usage"] = {**start["usage"], "output_tokens": 0}
+            events.insert(0, {"type": "message_start", "message": start})
+        return b"".join(map(_event, events))
+
+    def _last_events(self) -> bytes:
+        self._check_whole()
+        whole = self._message()
+        delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
+        return _event(last) + _event({"type": "message_stop"})
+
+    def _read(self, place: int, delta: TextDelta) -> None:
+        self._grown(place, delta)  # the blocks tell, not the events
+
+    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
+        self._check_whole()
+        told = self._message()
+        return lambda encode: encode(told)
+
+    def _check_whole(self) -> None:
+        """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
+        if self._reason == "abort":
+            raise not_serving("the answer was cut short, for the server ends")
+
+    def _grown(self, place: int, delta: TextDelta) -> list[Json]:
+        events: list[Json] = []
+        parts = self._parts_of(place)
+        for part in parts.deltas(delta.text, is_last=delta.finished):
+            events += self._content.take(part)
+        if delta.finished:
+            self._reason = parts.finish_reason(delta.finish_reason)
+            if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
+                self._reason, self._stop = "stop_sequence", delta.stop_reason
+            events += self._content.close()
+        return events
+
+    def _message(self) -> Json:
+        usage = self._usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "id": self._head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self._head["model"],
+            "content": list(self._content.blocks),
+            "stop_reason": _REASONS.get(self._reason or "", self._reason),
+            "stop_sequence": self._stop,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - cached,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage["completion_tokens"],
+            },
+        }

@@ -1,0 +1,406 @@
+"""The HTTP process's end of the engine: its process, requests in flight, signs of life.
+
+    client = await EngineClient.connect(sock, options)
+    info = await client.ready()
+    async with client.run([EngineRequest(...), ...], on_news) as run:
+        async for news in run:      # lists of (index of the request, `RequestDelta`)
+            ...
+
+Leaving the block aborts what is not over.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jpaged import EngineStats, RequestDelta, TextDelta, processes
+from jpaged.serve.engine.framing import framed, read
+from jpaged.serve.engine.messages import (
+    Abort,
+    AskPoolFrames,
+    Command,
+    Died,
+    EngineRequest,
+    PoolFrames,
+    Ready,
+    Refused,
+    Report,
+    Start,
+    Stop,
+    Turn,
+    encode,
+    report_of,
+)
+from jpaged.serve.errors import ApiError, failed, fault_of, not_serving, refusal
+
+MAX_UNREAD = 256 * 1024
+"""Tokens and their candidates that may wait for a slow reader before its request is aborted."""
+
+_SEPARATE = 8192
+"""News of a run that wait one by one, at least."""
+
+_LARGE_MESSAGE = 16 * 1024
+
+
+class News(NamedTuple):
+    """What one of the requests of a run grew by."""
+
+    index: int
+    delta: RequestDelta
+
+
+class Run:
+    """The news of some requests as they come: an asynchronous iterator of lists of `News`.
+
+    Iterating raises `ApiError` if one of them is refused or fails.
+
+    Attributes:
+        has_started: Whether anything came of it.
+        most_news: News that wait one by one; of more, those of a request become one.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[EngineRequest],
+        abort: Callable[[list[str]], None],
+        on_news: Callable[[News], None],
+    ):
+        self.has_started = False
+        self._abort = abort
+        self._on_news = on_news
+        self._left = {request.request_id: i for i, request in enumerate(requests)}
+        self._unread: list[News] = []
+        self._num_unread = 0
+        self.most_news = max(_SEPARATE, 4 * len(requests))
+        self._error: ApiError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> list[News]:
+        while not (self._unread or self._error or self.is_over):
+            self._changed.clear()
+            await self._changed.wait()
+        if self._unread:
+            news, self._unread, self._num_unread = self._unread, [], 0
+            return news
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._left or self._error is not None
+
+    @property
+    def left(self) -> list[str]:
+        """Requests that are not over, as far as is known here."""
+        return list(self._left)
+
+    @property
+    def why_ended(self) -> str:
+        """Why those ended that did not come to their ends: "error", "abort" or "refused"."""
+        status = None if self._error is None else self._error.status
+        return {500: "error", 400: "refused"}.get(status or 0, "abort")
+
+    def put(self, delta: RequestDelta) -> None:
+        """Take news in; the run fails when too many are unread."""
+        index = self._left.get(delta.request_id)
+        if index is None or self._error is not None:
+            return
+        self.has_started = True
+        if not delta.finished:  # the last may be whole answers, which no reader had before
+            self._num_unread += sum(map(_size, delta.deltas))
+            if self._num_unread > MAX_UNREAD:
+                self.fail(not_serving("aborted: the answer was not read as it came"))
+                return
+        news = News(index, delta)
+        self._unread.append(news)
+        self._on_news(news)
+        if len(self._unread) > self.most_news:
+            self._unread = _merged(self._unread)
+        if delta.finished:
+            del self._left[delta.request_id]
+            if delta.error is not None:
+                self.fail(fault_of(delta.error))
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, after what came before."""
+        if self._error is None:
+            self._error = error
+            self._abort(self.left)
+        self._changed.set()
+
+    def cut(self) -> None:
+        """End it here, as if aborted."""
+        for request_id in self.left:
+            self.put(RequestDelta(request_id, [], finished=True))
+
+
+def _size(delta: TextDelta) -> int:
+    return len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+
+
+def _merged(unread: Sequence[News]) -> list[News]:
+    """News of a request as one, which may be of several steps."""
+    by_index: dict[int, list[RequestDelta]] = {}
+    for index, delta in unread:
+        by_index.setdefault(index, []).append(delta)
+    return [News(index, _joined(deltas)) for index, deltas in by_index.items()]
+
+
+def _joined(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """All that a request grew by as one."""
+    grown: dict[int, list[TextDelta]] = {}
+    for each in deltas:
+        for own in each.deltas:
+            grown.setdefault(own.index, []).append(own)
+    scores = [each.prompt_logprobs for each in deltas if each.prompt_logprobs is not None]
+    return replace(
+        deltas[-1],
+        deltas=[joined(own) for own in grown.values()],
+        prompt_logprobs=[found for own in scores for found in own] if scores else None,
+        num_cached_tokens=max(each.num_cached_tokens for each in deltas),
+    )
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All that an answer grew by as one."""
+    if not deltas:
+        return TextDelta("")
+    scores = [each.logprobs for each in deltas if each.logprobs is not None]
+    return replace(
+        deltas[-1],
+        text="".join(each.text for each in deltas),
+        token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
+        logprobs=[found for own in scores for found in own] if scores else None,
+    )
+
+
+class EngineClient:
+    """Speaks with a `Worker` over a socket.
+
+    Attributes:
+        seen: When the loop was last seen to go round, in seconds of `time.monotonic()`.
+        stats: The engine's figures, as of late; None before the first.
+        death: Why the engine is gone, for the log; None while it lives.
+        runs: By request id, the run that gets its news.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.seen = time.monotonic()
+        self.stats: EngineStats | None = None
+        self.death: str | None = None
+        self.runs: dict[str, Run] = {}
+        self._writer = writer
+        self._takes_requests = True
+        self._info: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._frames: asyncio.Future[PoolFrames] | None = None
+        self._listening = asyncio.create_task(self._listen(reader))
+        self.died = asyncio.Event()
+
+    @classmethod
+    async def connect(
+        cls, sock: socket.socket, options: Mapping[str, Any] | None = None
+    ) -> "EngineClient":
+        """Speak over `sock`; with `options`, the engine is first made of them."""
+        client = cls(*await asyncio.open_connection(sock=sock))
+        if options is not None:
+            client._send(Start(dict(options)))
+        return client
+
+    async def ready(self) -> Ready:
+        """The engine's description, once it is made.
+
+        Raises:
+            RuntimeError: it could not be made.
+        """
+        return await asyncio.shield(self._info)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine, and it lives."""
+        return self._info.done() and self.death is None
+
+    @asynccontextmanager
+    async def run(
+        self, requests: Sequence[EngineRequest], on_news: Callable[[News], None]
+    ) -> AsyncIterator[Run]:
+        """Put requests to the engine; what is not over at the end of the block is aborted.
+
+        Args:
+            requests: Each of its own name.
+            on_news: Called with all news as they come, read or not.
+
+        Raises:
+            ApiError: there is no engine to put them to.
+        """
+        if not (self.is_ready and self._takes_requests):
+            raise not_serving("the engine is not running")
+        run = Run(requests, self._abort, on_news)
+        try:
+            for request in requests:
+                self.runs[request.request_id] = run
+                if self._send(request) > _LARGE_MESSAGE:
+                    await asyncio.sleep(0)  # others have events to send
+                if run.is_over:  # one was refused
+                    break
+            yield run
+        finally:
+            for request in requests:
+                self.runs.pop(request.request_id, None)
+            self._abort(run.left)
+
+    async def pool_frames(self, snapshot: bool, tokens: bool) -> PoolFrames:
+        """What changed in the pool since the last question, and perhaps all there is; one at a time
+        may ask.
+
+        Raises:
+            ApiError: there is no engine to ask.
+        """
+        if not self.is_ready:
+            raise not_serving("the engine is not running")
+        self._frames = asyncio.get_running_loop().create_future()
+        self._send(AskPoolFrames(snapshot, tokens))
+        return await self._frames
+
+    def cut_all(self) -> None:
+        """End all requests where they are; their readers see an abort. None follow."""
+        self._takes_requests = False
+        self._abort(list(self.runs))
+        for run in set(self.runs.values()):
+            run.cut()
+
+    async def stop(self) -> None:
+        """Have the engine's process end, and hang up."""
+        self._send(Stop())
+        self._writer.close()
+        self._listening.cancel()
+        self.bury("the server stops")
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(Abort(request_ids))
+
+    def _send(self, command: Command) -> int:
+        """Queue the command for sending; gives its size in bytes."""
+        if self.death is not None:
+            return 0
+        message = framed(encode(command))
+        self._writer.write(message)
+        return len(message)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        reason = "the engine's process is gone"
+        try:
+            while True:
+                report = report_of(await read(reader))
+                if isinstance(report, Died):
+                    reason = report.reason
+                    break
+                self._take(report)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except Exception as error:  # or all in flight would wait for an answer for ever
+            reason = f"its words cannot be understood: {error!r}"
+        self.bury(reason)
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Turn():
+                self.seen, self.stats = time.monotonic(), report.stats or self.stats
+                for delta in report.news:
+                    if delta.request_id in self.runs:
+                        self.runs[delta.request_id].put(delta)
+            case Refused():
+                if report.request_id in self.runs:
+                    error = failed() if report.is_fault else refusal(report.message)
+                    self.runs[report.request_id].fail(error)
+            case Ready():
+                self.seen = time.monotonic()
+                self._info.set_result(report)
+            case PoolFrames():
+                if self._frames is not None and not self._frames.done():
+                    self._frames.set_result(report)
+
+    def bury(self, reason: str) -> None:
+        """The engine is gone: fail all that waits for it."""
+        if self.death is not None:
+            return
+        self.death = reason
+        self.died.set()
+        for run in set(self.runs.values()):
+            run.fail(not_serving("the engine failed, and the request with it"))
+        if not self._info.done():
+            self._info.set_exception(RuntimeError(reason))
+            self._info.exception()  # asked for here: asyncio logs one that never is
+        if self._frames is not None and not self._frames.done():
+            self._frames.set_exception(not_serving("the engine is not running"))
+
+
+class EngineProcess:
+    """A running `python -m jpaged.serve.engine.worker`, and the line to it.
+
+    Attributes:
+        client: Speaks with the engine.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, client: EngineClient):
+        self.client = client
+        self._process = process
+        self._is_killed = False
+
+    @classmethod
+    async def start(cls, options: Mapping[str, Any]) -> "EngineProcess":
+        """Start a process that makes `Engine(**options)`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "jpaged.serve.engine.worker",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                pass_fds=[theirs.fileno()],
+            )
+        return cls(process, await EngineClient.connect(ours, options))
+
+    async def stop(self, patience: float = 10.0) -> None:
+        """End it: by asking, and after `patience` seconds by force."""
+        await self.client.stop()
+        try:
+            await asyncio.wait_for(self._process.wait(), patience)
+        except TimeoutError:
+            self.kill()
+            with suppress(TimeoutError):  # one that waits in a driver does not end
+                await asyncio.wait_for(self._process.wait(), patience)
+
+    def give_up(self, reason: str) -> None:
+        """End it at once and fail what waits for it, though it may not be able to end."""
+        self.kill()
+        self.client.bury(reason)
+
+    async def how_it_ended(self, patience: float = 2.0) -> str:
+        """Return in brackets the signal that ended the process, unless `kill` sent it."""
+        try:
+            code = await asyncio.wait_for(self._process.wait(), patience)
+        except TimeoutError:
+            return ""
+        if code >= 0 or self._is_killed:
+            return ""
+        return f" ({processes.describe_exit(code)})"
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._is_killed = True
+        if self._process.returncode is None:
+            self._process.kill()

@@ -1,0 +1,391 @@
+"""`python -m jpaged.serve.engine.tokenizing_process FD`: the process whose forks tokenise.
+
+It loads the tokenizer once and forks whenever the server wants a fork, which takes milliseconds; so
+the server ends a fork as soon as its work is not wanted, or takes too long. It has no threads
+and no JAX. All of them end when the server does, however that ends.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
+from jpaged.serve.engine.framing import receive, send
+
+MIB = 2**20
+
+_NUMBER = struct.Struct("!Qd")
+"""A fork's number, and the CPU seconds that an order may take."""
+
+_EXIT_CODE = struct.Struct("!i")
+
+_ASKS_EXIT_CODE = -1.0
+"""Instead of CPU seconds: asks how the fork ended."""
+
+
+class TokenizingSettings(msgspec.Struct, frozen=True):
+    """What forks need.
+
+    Attributes:
+        folder: The checkpoint's.
+        chat_template: To use instead of the model's.
+        allow_special_tokens: Whether text of messages may become special tokens.
+        max_characters: Of what a chat template may write.
+        max_memory: Bytes that one fork may take in addition to what all share.
+    """
+
+    folder: str
+    chat_template: str | None = None
+    allow_special_tokens: bool = False
+    max_characters: int = 32 * MIB
+    max_memory: int = 1024 * MIB
+
+
+class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of work: tokenise `text` or `messages`, make text of `token_ids`, or see whether a
+    grammar can be made of a `form`.
+
+    Attributes:
+        text: A prompt.
+        add_special_tokens: To a prompt.
+        messages: A conversation; the arguments of tool calls in it are JSON text.
+        options: Of its template.
+        last: Tokens to give of the end; None for all.
+        most: Tokens of which a text with more is not wanted, unless only its last are.
+        strings: Give each token's text too.
+        token_ids: Tokens.
+        form: What answers are to obey.
+    """
+
+    text: str | None = None
+    add_special_tokens: bool = True
+    messages: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = {}
+    last: int | None = None
+    most: int | None = None
+    strings: bool = False
+    token_ids: list[int] | None = None
+    form: StructuredOutputs | None = None
+
+
+class Done(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of an order.
+
+    Attributes:
+        token_ids: The text's tokens.
+        text: The tokens' text.
+        strings: The text of each token.
+        is_longer: No result: there are more tokens than `most`.
+        refused: No result: what is wrong with the order.
+        spent: No result: what it took too much of.
+        mistake: No result: where the chat template's syntax is wrong.
+        failed: No result: an unforeseen error.
+    """
+
+    token_ids: list[int] = []
+    text: str = ""
+    strings: list[str] | None = None
+    is_longer: bool = False
+    refused: str | None = None
+    spent: str | None = None
+    mistake: str | None = None
+    failed: str | None = None
+
+
+class TokenizingProcess:
+    """The process, as the server sees it.
+
+    Attributes:
+        settings: What its forks need.
+        num_starts: How often it was started.
+    """
+
+    def __init__(self, settings: TokenizingSettings):
+        self.settings = settings
+        self.num_starts = 0
+        self._is_closed = True
+        self._reviving = threading.Lock()
+        self._num_forks = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and the group's of all forks."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until it has loaded the tokenizer.
+
+        Raises:
+            ValueError: there is none.
+            RuntimeError: the process has ended.
+        """
+        if self._is_ready:
+            return
+        frame = receive(self._control)
+        if frame is None:
+            raise RuntimeError("the process that tokenises ended while it started")
+        if (error := msgspec.msgpack.decode(frame)) is not None:
+            raise ValueError(error)
+        self._is_ready = True
+
+    def fork(self, most_seconds: float = 0) -> tuple[int, socket.socket]:
+        """A new fork: what to call it, and the line to it.
+
+        Args:
+            most_seconds: The processor's time after which it ends in the middle of an order; 0 for
+                no bound.
+
+        Raises:
+            ConnectionError: the process has ended.
+            OSError: the system has no line for it.
+        """
+        self._num_forks += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                number = _NUMBER.pack(self._num_forks, most_seconds)
+                socket.send_fds(self._control, [number], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
+        return self._num_forks, ours
+
+    def ask_exit_code(self, number: int) -> socket.socket:
+        """Ask how a fork ended that closed its line; `exit_code` decodes what the socket brings.
+
+        Raises:
+            ConnectionError: the process has ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                question = _NUMBER.pack(number, _ASKS_EXIT_CODE)
+                socket.send_fds(self._control, [question], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
+        return ours
+
+    def end_fork(self, number: int) -> None:
+        """End a fork at once, whatever it does."""
+        with suppress(OSError):  # the process has ended, and is to be started anew
+            self._control.sendall(_NUMBER.pack(number, 0))
+
+    def revive(self, seen: int) -> None:
+        """Start it anew, unless that was done since `num_starts` was `seen`, and wait for it.
+
+        Raises:
+            OSError, RuntimeError, ValueError: it does not start.
+        """
+        with self._reviving:
+            if self.num_starts == seen:
+                self.close()
+                self._start()
+                self.wait_ready()
+
+    def close(self) -> None:
+        """End it and all forks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._control.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self) -> None:
+        control, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "jpaged.serve.engine.tokenizing_process",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is the server's; and all forks can be ended at once
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            )
+        send(control, msgspec.msgpack.encode(self.settings))
+        # Only now: what the event loop sends meanwhile must not come before the settings.
+        self._process, self._control = process, control
+        self._is_ready = self._is_closed = False
+        self.num_starts += 1
+
+
+def exit_code(reply: bytes) -> int | None:
+    """Return the exit code of a fork, or minus the signal that ended it; None without a reply."""
+    return _EXIT_CODE.unpack(reply)[0] if len(reply) == _EXIT_CODE.size else None
+
+
+def main(fd: int) -> int:
+    """Load the tokenizer and fork as told; ends with the server."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the server's, which drains first
+        signal.signal(each, signal.SIG_IGN)
+    control = socket.socket(fileno=fd)
+    frame = receive(control)
+    if frame is None:
+        return 1
+    settings = msgspec.msgpack.decode(frame, type=TokenizingSettings)
+    try:
+        worker = OrderRunner(settings)
+    except ValueError as error:
+        send(control, msgspec.msgpack.encode(str(error)))
+        return 1
+    send(control, msgspec.msgpack.encode(None))
+    gc.collect()
+    gc.freeze()  # or collecting would copy the pages that forks share
+    forks: dict[int, int] = {}
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 1, socket.MSG_WAITALL)
+        if not data:
+            os.killpg(0, signal.SIGKILL)
+        number, most_seconds = _NUMBER.unpack(data)
+        if not fds:
+            if pid := forks.pop(number, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        elif most_seconds == _ASKS_EXIT_CODE:
+            with socket.socket(fileno=fds[0]) as asker:
+                if pid := forks.pop(number, 0):
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with suppress(OSError):
+                        asker.sendall(_EXIT_CODE.pack(code))
+        elif pid := os.fork():
+            forks[number] = pid
+            os.close(fds[0])
+        else:
+            control.close()
+            try:
+                _limit_memory(settings.max_memory)
+                _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
+            except BrokenPipeError:  # its client has gone
+                pass
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+
+
+def _obey(line: socket.socket, worker: "OrderRunner", most_seconds: float) -> None:
+    """Run the orders that come over `line`, until it is closed."""
+    decoder = msgspec.msgpack.Decoder(Order)
+    while (frame := receive(line)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
+        done = worker.do(decoder.decode(frame))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(line, msgspec.msgpack.encode(done))
+        frame = done = None
+
+
+def _limit_memory(most: int) -> None:
+    _limit(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # where the system does not tell, there is no bound
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(what, (most, hard))
+
+
+class OrderRunner:
+    """Does orders.
+
+    Args:
+        settings: As of the process.
+
+    Raises:
+        ValueError: the folder has no tokenizer.
+    """
+
+    def __init__(self, settings: TokenizingSettings):
+        self._settings = settings
+        self._tokenizer = Tokenizer.from_folder(Path(settings.folder))
+        self._tokenizer.prepare()
+        self._trial = GrammarTrial(self._tokenizer)
+
+    def do(self, order: Order) -> Done:
+        """The result of an order; no exception leaves it."""
+        try:
+            if order.token_ids is not None:
+                return Done(text=self._tokenizer.decode(order.token_ids))
+            if order.form is not None:
+                self._trial.run(order.form)
+                return Done()
+            return self._tokenised(order)
+        except MemoryError:
+            return Done(
+                spent=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
+            )
+        except RecursionError:
+            if order.form is not None:
+                words = "nests too deep: use fewer references and cases within each other"
+                return Done(refused=f"structured_outputs.{order.form.kind} {words}")
+            return Done(refused="the chat template nests too deep with these messages")
+        except (TypeError, ValueError) as error:
+            syntax = error.__cause__
+            if isinstance(syntax, jinja2.TemplateSyntaxError):
+                return Done(refused=str(error), mistake=f"line {syntax.lineno}: {syntax.message}")
+            return Done(refused=str(error))
+        except Exception as error:
+            return Done(failed=repr(error)[:1000])
+
+    def _tokenised(self, order: Order) -> Done:
+        tokenizer, settings = self._tokenizer, self._settings
+        chat = None
+        text = order.text or ""
+        if order.messages is not None:
+            chat = tokenizer.write_chat(
+                [_with_arguments(message) for message in order.messages],
+                chat_template=settings.chat_template,
+                allow_special_tokens=settings.allow_special_tokens,
+                max_characters=settings.max_characters,
+                **order.options,
+            )
+            text = chat.text
+        if order.last is None and order.most is not None and tokenizer.is_longer(text, order.most):
+            return Done(is_longer=True)
+        if chat is not None:
+            ids = tokenizer.encode_chat(chat, last=order.last)
+        else:
+            special = order.add_special_tokens
+            ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
+        strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
+        return Done(token_ids=ids, strings=strings)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: the arguments of its calls are objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        own = call["function"]
+        arguments = json.loads(own["arguments"] or "{}")
+        calls.append(call | {"function": own | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""The HTTP server: routes, bodies, connections, access, metrics."""

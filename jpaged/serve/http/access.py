@@ -1,0 +1,206 @@
+"""Which requests are served: API keys, the Host they name, and how many are in flight.
+
+Programs bring a key as `Authorization: Bearer KEY`. A browser cannot do so when it opens a page,
+but asks its user for a name and a password (HTTP Basic); the password is a key. It then sends them
+of its own accord, also where a page of another site makes it ask: such requests are refused.
+
+On the loopback without keys only the Host tells this machine's users from strangers' pages. A
+browser lets a page ask the server it came from, known by its name, and the owner of the name can
+let it lead to 127.0.0.1 once the page is loaded (DNS rebinding); the Host that the browser sends
+is still that name.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from jpaged import options
+from jpaged.serve.errors import ApiError, bad_field, not_serving
+from jpaged.serve.options import Limits, host_name
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+"""What is answered without a key."""
+
+INVALID_KEY = "invalid_api_key"
+"""OpenAI's code of a 401, by which clients know it."""
+
+_HARMLESS = frozenset({"GET", "HEAD"})
+
+ANY_HOST = "*"
+
+_RETRY_AFTER = 1  # seconds
+
+
+class Access:
+    """Lets requests pass by the Host that they name and the key that they bring.
+
+    Hosts are this machine's own, with any port, and those allowed. A request that names none
+    passes too: browsers always do.
+
+    Args:
+        keys: One of these is needed; none: nothing is.
+        hosts: Names in addition to this machine's own, as of `host_name`; `ANY_HOST` stands for
+            all, and so does None.
+        has_page: Whether browsers have something to open at `/`, and so may use Basic.
+    """
+
+    def __init__(self, keys: Sequence[str], hosts: Sequence[str] | None, *, has_page: bool):
+        self._digests = [_digest(key) for key in keys]
+        self._hosts = None if hosts is None or ANY_HOST in hosts else frozenset(hosts)
+        self._has_page = has_page
+
+    def check(self, scope: Scope) -> None:
+        """Let a request pass, or not.
+
+        Raises:
+            ApiError: 403 for another Host, 401 without a key where one is needed, 403 with one that
+                a browser was made to send.
+        """
+        self._check_host(Headers(scope=scope).get("host", ""))
+        if self._digests and scope["path"] not in OPEN_PATHS:
+            self._check_key(scope)
+
+    def _check_host(self, given: str) -> None:
+        name, hosts = host_name(given), self._hosts
+        is_served = hosts is None or name in hosts or name in ("", "localhost")
+        if not (is_served or is_loopback(name)):
+            message = f"the Host {given[:100]!r} is not served here"
+            raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
+
+    def _check_key(self, scope: Scope) -> None:
+        kind, key = _credentials(scope)
+        digest = _digest(key)
+        # All of them are compared, so that the time tells nothing.
+        is_known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
+        if not is_known or (kind == "basic" and not self._has_page):
+            raise self._denial(scope["path"])
+        if kind == "basic" and not _is_of_own_page(scope):
+            message = "a user name and a password are for this server's own page only"
+            raise ApiError(403, f"{message}: send Authorization: Bearer KEY instead")
+
+    def _denial(self, path: str) -> ApiError:
+        if self._has_page and (path == "/" or path.startswith("/picture/")):
+            message = "give any user name, and a valid API key as the password"
+            challenge = 'Basic realm="jpaged", charset="UTF-8"'
+        else:
+            message, challenge = "give a valid API key: Authorization: Bearer KEY", "Bearer"
+        headers = {"WWW-Authenticate": challenge}
+        return ApiError(401, message, code=INVALID_KEY, headers=headers)
+
+
+def client_of(scope: Scope, *, keyed: bool) -> str:
+    """Names a request's client: a digest of its key where keys are needed, else its address."""
+    if keyed:
+        return _digest(_credentials(scope)[1]).hex()
+    return str((scope.get("client") or ("unknown",))[0])
+
+
+def _credentials(scope: Scope) -> tuple[str, str]:
+    """The kind of credentials that a request brings, and its key; "" for none. Anthropic's clients
+    have a header of their own."""
+    headers = Headers(scope=scope)
+    if "authorization" not in headers and "x-api-key" in headers:
+        return "bearer", headers["x-api-key"].strip()
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    kind, given = kind.lower(), given.strip()
+    if kind == "bearer":
+        return kind, given
+    return (kind, _password(given)) if kind == "basic" else ("", "")
+
+
+def _password(encoded: str) -> str:
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2]
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _is_of_own_page(scope: Scope) -> bool:
+    """Whether the user or this server's own page made the browser send this request.
+
+    Browsers say so in Sec-Fetch-Site; where they do not (plain HTTP from another machine), they
+    send the Origin with all that may change something.
+    """
+    headers = Headers(scope=scope)
+    site, is_harmless = headers.get("sec-fetch-site"), scope["method"] in _HARMLESS
+    if site is not None:
+        # A link to the page may be on any site.
+        is_opened = is_harmless and (site == "none" or headers.get("sec-fetch-mode") == "navigate")
+        return site == "same-origin" or is_opened
+    origin = headers.get("origin")
+    if origin is None:
+        return is_harmless
+    return origin.lower().partition("://")[2] == headers.get("host", "").lower() != ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether the name is an address of this machine that others cannot reach."""
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+class InFlight:
+    """Admits requests, and counts those in flight: the queue is bounded, and each client's share.
+
+    Attributes:
+        num_requests: HTTP requests that were admitted and are not over.
+    """
+
+    def __init__(self, limits: Limits, max_num_seqs: int):
+        self.num_requests = 0
+        self._limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._num_sequences = 0
+        self._of_client: Counter[str] = Counter()
+
+    @contextmanager
+    def admit(self, client: str, num_sequences: int) -> Iterator[None]:
+        """Take in a request that may run so many sequences, for as long as the block lasts.
+
+        Raises:
+            ApiError: 503 if the queue is full, 429 if the client has its share, 400 if it asks for
+                more than the queue holds.
+        """
+        self._check(client, num_sequences)
+        self.num_requests += 1
+        self._num_sequences += num_sequences
+        self._of_client[client] += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            self._num_sequences -= num_sequences
+            self._of_client[client] -= 1
+            if not self._of_client[client]:
+                del self._of_client[client]
+
+    def _check(self, client: str, num_sequences: int) -> None:
+        share = self._limits.max_num_client_reqs
+        if share is not None and self._of_client[client] >= share:
+            in_flight = options.counted(share, "request")
+            message = f"this client has {in_flight} in flight already: wait for one to end"
+            raise ApiError(
+                429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}
+            )
+        most = self._max_num_seqs + self._limits.max_num_queued_reqs
+        if num_sequences > most:
+            message = f"{num_sequences} sequences are asked for at once: {most} at most, here"
+            raise bad_field("prompt", message)
+        queued = max(0, self._num_sequences + num_sequences - self._max_num_seqs)
+        if queued > self._limits.max_num_queued_reqs:
+            raise not_serving("the queue is full: try again later", _RETRY_AFTER)

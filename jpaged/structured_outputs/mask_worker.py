@@ -1,0 +1,610 @@
+"""What answers may go on with, made in a process of its own: this runs there (`main`).
+
+The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
+which sees it as `mask_process.MaskProcess`. llguidance takes 15 to 30 us for most masks. Some masks
+take 1 to 2 ms, a walk through the whole vocabulary: those of a string of bounded length that has
+room for fewer letters than a token may have. And a token may cost the matcher several milliseconds
+where a grammar is ambiguous. So masks are made together until some are measured to be slow; the
+answers that may have slow masks are then served one by one in threads (`_Answer`).
+"""
+
+import faulthandler
+import gc
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from jpaged.structured_outputs import StructuredOutputs, bounds
+from jpaged.structured_outputs.compiler import GrammarError, Grammars, Matcher, broken_matcher
+from jpaged.text.tokenizer import Tokenizer
+
+HEAD = struct.Struct("=BII")
+"""Of a message to the process: its `Kind`, how many answers it is of, and the bytes that follow."""
+
+_MOST_THREADS = 16
+"""Maximum number of threads that make masks one by one."""
+
+_CHUNK = 16
+"""Maximum number of answers in one timed call of llguidance."""
+
+_USUAL_SECONDS = 5e-5
+"""Seconds that one thread of llguidance usually needs for one token or one mask, at most."""
+
+_LATE_SECONDS = 5e-4
+"""Seconds beyond the usual time of a chunk from which one of its answers counts as slow."""
+
+_SLOW_SECONDS = 3e-4
+"""CPU seconds from which a mask is slow."""
+
+_WATCHED = 64
+"""Number of masks that threads make and time one by one after a slow mask of the same grammar.
+
+Only masks that follow one with many allowed tokens count. Then such masks are made together again.
+"""
+
+_MOST_WATCHED = 1024
+"""Maximum of this number: each further slow mask adds `_WATCHED` to it."""
+
+_HEAVY_TOKEN_SECONDS = 1e-3
+"""Processor time to match one token from which an answer is heavy: the grammar is ambiguous. Other
+grammars need 0.2 ms at most, ambiguous ones 4 to 8 ms."""
+
+_HEAVY_MASK_SECONDS = 1e-2
+"""Processor time for one mask from which an answer is heavy. Bounded strings need up to 3 ms."""
+
+_MOST_TOGETHER = 8
+"""Threads of llguidance's, for masks that are made together."""
+
+_SAMPLED = 64
+"""Number of a mask's words, at least, that tell whether it allows many tokens."""
+
+_TEXT = 2048
+"""Bytes of an error."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the process needs: the tokenizer's folder, the width of the logits, the model's own end
+    tokens; as of `MaskMemory` the others."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    places: int
+    mask_width: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A form to be compiled for answers at some places, which tokens `ending_ids` may end. The form
+    was checked when it was made."""
+
+    form: StructuredOutputs
+    places: list[int]
+    ending_ids: frozenset[int]
+
+
+class Kind(IntEnum):
+    """What a message to the process is."""
+
+    BEGIN = 0  # an `Order`, in JSON
+    TOKENS = (
+        1  # int32: places of answers, their rows in a step, the tokens of its rows, -1 for none
+    )
+    END = 2  # int32: places of answers that are over
+
+
+class State(IntEnum):
+    """Of an answer's place in the memory.
+
+    From FREE the engine makes it PENDING (`submit`) and tells the process (BEGIN). The process
+    makes it MADE or FAILED when the first mask is there or cannot be. The engine makes it PENDING
+    again before it sends a token (TOKENS); the process then makes it HEAVY, STOPPED, MADE or
+    FAILED. The process makes it FREE on END, once no thread of its writes there. LOST is the
+    engine's, when the process has ended. `counts` change after states: whoever has seen a step
+    counted sees its states.
+    """
+
+    FREE = 0  # no answer has it, nor will the process write to it
+    PENDING = 1  # the grammar is being compiled, a token on its way, or a mask made
+    HEAVY = 2  # the same, and it takes milliseconds: no step should wait for it
+    MADE = 3  # the mask of its next token is there
+    STOPPED = 4  # the answer is complete
+    FAILED = 5  # the answer failed; the place holds the error's text
+    LOST = 6  # the process has ended
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the process will change it without being told to."""
+        return self in (State.PENDING, State.HEAVY)
+
+
+class MaskMemory:
+    """The memory that the engine and the process share: a place an answer. Pages that nothing was
+    written to take no memory.
+
+    Place 0 is no answer's: its mask allows all. Who writes to a place: the engine while it is FREE;
+    then the process, until it is again.
+
+    Attributes:
+        counts: int64 [3]: steps whose tokens are taken in, nanoseconds that took, nanoseconds that
+            making masks together took.
+        states: int32 [places], each a `State`.
+        masks: int32 [places, W], token `32 w + j` is bit `j` of word `w`.
+        lost_because: How the last mask worker ended that the engine lost.
+
+    Args:
+        places: How many.
+        mask_width: W.
+        file: The file descriptor of the memory; None makes one.
+    """
+
+    def __init__(self, places: int, mask_width: int, file: int | None = None):
+        page = mmap.PAGESIZE
+        sizes = [page, 4 * places, _TEXT * places, 4 * mask_width * places]
+        starts = np.cumsum([0, *(-(-size // page) * page for size in sizes)]).tolist()
+        self.file = os.memfd_create("jpaged-masks") if file is None else file
+        if file is None:
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, starts[-1])
+        memory = mmap.mmap(self.file, starts[-1])
+
+        def part(i: int, dtype: Any, *shape: int) -> np.ndarray:
+            found = np.frombuffer(memory, dtype, int(np.prod(shape)), starts[i])
+            return found.reshape(shape)
+
+        self.counts = part(0, np.int64, 3)
+        self.states = part(1, np.int32, places)
+        self._texts = part(2, np.uint8, places, _TEXT)
+        self.masks = part(3, np.int32, places, mask_width)
+        self.lost_because = ""
+        if file is None:
+            self.masks[0] = -1
+
+    def fail(self, place: int, error: BaseException) -> None:
+        """Say that an answer fails, and why."""
+        text = str(error).encode(errors="replace")[: _TEXT - 1]
+        self._texts[place, : len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
+        self.states[place] = State.FAILED
+
+    def error(self, place: int) -> GrammarError:
+        """Why an answer fails."""
+        if self.states[place] == State.LOST:
+            return GrammarError(
+                "structured_outputs: the process that compiles grammars and makes masks has ended "
+                f"({self.lost_because}); it is started again for the next request: retry"
+            )
+        text = self._texts[place].tobytes().partition(b"\0")[0]
+        return GrammarError(text.decode(errors="ignore"))
+
+
+class _Answer:
+    """An answer in the mask worker.
+
+    The worker matches the tokens of all answers in one call, and makes their masks in another. A
+    thread serves the answer alone in three cases:
+
+    - `is_heavy`: the answer's last token or mask took a thread milliseconds.
+    - `is_suspect`: a call that included the answer took too long. A thread serves the answer once,
+      to measure it.
+    - The last mask was slow (`is_slow`). Or it allowed many tokens (`is_wide`), and the grammar has
+      lately had slow masks after such masks (`Matcher.pace`). Then a thread makes only the mask. In
+      strings of bounded length, single slow masks follow quick ones.
+    """
+
+    __slots__ = (
+        "debt",
+        "has_mask",
+        "is_busy",
+        "is_heavy",
+        "is_over",
+        "is_slow",
+        "is_suspect",
+        "is_wide",
+        "matcher",
+        "place",
+    )
+
+    def __init__(self, place: int):
+        self.place = place
+        self.matcher: Any = None  # a Matcher, as soon as the grammar is compiled
+        self.has_mask = False  # its first mask was made
+        self.is_heavy = self.is_suspect = self.is_slow = self.is_wide = False
+        self.debt = 0.0  # seconds that its masks have taken beyond `MASK_SECONDS` each
+        self.is_busy = True  # a thread will write to its place
+        self.is_over = False
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether a thread matches its next token and makes the mask behind it."""
+        return self.is_heavy or self.is_suspect
+
+    @property
+    def is_mask_apart(self) -> bool:
+        """Whether a thread makes its next mask."""
+        is_watched = self.is_wide and self.matcher.pace.num_watched > 0
+        return self.matcher.needs_lexer or self.is_slow or is_watched
+
+    def note_mask(self, *, is_wide: bool) -> None:
+        """A mask was made, and it allows many tokens or not."""
+        self.is_wide, self.has_mask = is_wide, True
+
+    def is_too_slow(self, mask_seconds: float) -> bool:
+        """Note the CPU time of a mask; return whether the answer's masks are too slow on average.
+
+        One slow mask is allowed, since it may make lexer states that later masks reuse.
+        """
+        self.debt = max(0.0, self.debt + mask_seconds - bounds.MASK_SECONDS)
+        return self.debt > bounds.MASK_DEBT
+
+    def note_times(self, token_seconds: float | None, mask_seconds: float) -> None:
+        """A thread has matched a token, if it is not None, and made a mask, in so much time."""
+        self.is_slow = mask_seconds > _SLOW_SECONDS
+        self.is_heavy = mask_seconds > _HEAVY_MASK_SECONDS
+        if token_seconds is not None:
+            self.is_suspect = False
+            self.is_heavy |= token_seconds > _HEAVY_TOKEN_SECONDS
+        pace = self.matcher.pace  # of all its answers: a count lost between threads does not matter
+        if self.is_slow:
+            pace.num_watched = min(pace.num_watched + _WATCHED, _MOST_WATCHED)
+        else:
+            pace.num_watched = max(0, pace.num_watched - 1)
+
+
+_Work = tuple[_Answer, int | None]
+"""What a thread does: match an answer's token, if there is one, and make the mask behind it."""
+
+
+class MaskMaker:
+    """Matches answers and makes their masks. Its methods are called by one thread.
+
+    Args:
+        memory: Where the masks go.
+        tell: Called, by any thread, when something in it has changed.
+        num_cpus: Processors that there are; one less is used, if there are so many.
+
+    Attributes:
+        answers: By their places.
+    """
+
+    def __init__(self, memory: MaskMemory, tell: Callable[[], None], num_cpus: int):
+        from llguidance import LLExecutor
+
+        self._memory, self._tell = memory, tell
+        self.answers: dict[int, _Answer] = {}
+        self._stride = max(1, memory.masks.shape[1] // _SAMPLED)
+        self._lock = threading.Lock()  # for what threads and `end` both look at
+        self._num_threads = max(1, min(_MOST_TOGETHER, num_cpus - 1))
+        self._executor = LLExecutor(self._num_threads)
+        self._alone: SimpleQueue[_Work] = SimpleQueue()
+        self._heavy: SimpleQueue[_Work] = SimpleQueue()
+        num_alone, num_heavy = max(2, min(_MOST_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
+        self._heavy_executor = LLExecutor(num_heavy)
+        self._renewing: SimpleQueue[_Work] = SimpleQueue()  # these threads wait for compilations
+        for queue, count in ((self._alone, num_alone), (self._heavy, num_heavy)):
+            for _ in range(count):
+                threading.Thread(target=self._work, args=(queue,), daemon=True).start()
+        for _ in range(2):
+            threading.Thread(target=self._work, args=(self._renewing,), daemon=True).start()
+
+    def begin(self, places: Sequence[int], compiled: Future[list[Matcher]]) -> None:
+        """Have answers at some places, whose matchers are being compiled."""
+        answers = [_Answer(place) for place in places]
+        self.answers |= {it.place: it for it in answers}
+        compiled.add_done_callback(partial(self._give_matchers, answers))
+
+    def take(self, places: np.ndarray, tokens: np.ndarray) -> None:
+        """Match a token each of some answers, below 0 for none, and make the masks behind them.
+
+        Args:
+            places, tokens: int32 [n].
+        """
+        start, states = time.perf_counter_ns(), self._memory.states
+        answers = self.answers  # without those that a process before this one lost
+        pairs = zip(places.tolist(), tokens.tolist(), strict=True)
+        items = [(answers[it], token) for it, token in pairs if it in answers]
+        quick = [it for it in items if it[1] >= 0 and not it[0].needs_thread]
+        for answer, token in items if len(quick) < len(items) else ():
+            if token < 0:
+                states[answer.place] = State.MADE  # the mask that was there
+            elif answer.needs_thread:
+                self._give(answer, token)
+        together = [item for item in quick if item[0].matcher.is_matched(item[1])]
+        errors: dict[int, BaseException] = {}
+        for answer, token in quick if len(together) < len(quick) else ():
+            if not answer.matcher.is_matched(token):
+                try:
+                    answer.matcher.accept(token)
+                except BaseException as error:  # a panic in Rust is no Exception
+                    errors[answer.place] = error
+        if together:
+            errors |= self._consume(together)
+        left = [answer for answer, _ in quick if answer.place not in errors]
+        for place, error in errors.items():
+            self._fail(self.answers[place], error)
+        found = [State.STOPPED if it.matcher.is_stopped else State.PENDING for it in left]
+        states[[it.place for it in left]] = found
+        taken = time.perf_counter_ns()
+        self._memory.counts[:2] += 1, taken - start
+        self._tell()
+        self._make([it for it in left if not it.matcher.is_stopped])
+        self._memory.counts[2] += time.perf_counter_ns() - taken
+
+    def end(self, places: np.ndarray) -> None:
+        """Some answers are over; their places are FREE as soon as no thread writes to them."""
+        for place in places.tolist():
+            answer = self.answers.pop(place, None)
+            with self._lock:
+                if answer is None or not answer.is_busy:
+                    self._memory.states[place] = State.FREE
+                else:
+                    answer.is_over = True
+
+    def _consume(self, items: Sequence[tuple[_Answer, int]]) -> dict[int, BaseException]:
+        """Let llguidance match tokens; return what went wrong, by places."""
+        errors: dict[int, BaseException] = {}
+        for chunk in _chunks(items):
+            start = time.perf_counter()
+            try:
+                inner = [(answer.matcher.inner, token) for answer, token in chunk]
+                allowed = self._executor.consume_token_par(inner)
+                for (answer, token), is_allowed in zip(chunk, allowed, strict=True):
+                    if (error := answer.matcher.outcome(token, is_allowed)) is not None:
+                        errors[answer.place] = error
+            except BaseException as error:
+                errors |= {answer.place: error for answer, _ in chunk}
+            if self._is_late(start, len(chunk)):
+                for answer, _ in chunk:
+                    answer.is_suspect = True
+        return errors
+
+    def _is_late(self, start: float, count: int) -> bool:
+        """Return whether `count` tokens or masks took much longer than usual since `start`."""
+        usual = _USUAL_SECONDS * -(-count // self._num_threads)
+        return time.perf_counter() - start > usual + _LATE_SECONDS
+
+    def _make(self, answers: Sequence[_Answer]) -> None:
+        """Make masks: those that are likely to be quick together, the others in threads."""
+        quick = [it for it in answers if not it.is_mask_apart]
+        for answer in answers if len(quick) < len(answers) else ():
+            if answer.is_mask_apart:
+                self._give(answer, None)
+        if not quick:
+            return
+        try:
+            errors = self._fill_together(quick)
+        except BaseException as error:
+            errors = {answer.place: error for answer in quick}
+        for answer in quick:
+            if answer.place in errors:
+                self._fail(answer, errors[answer.place])
+        left = [it for it in quick if it.place not in errors]
+        made = [it.place for it in left if not it.matcher.needs_lexer]
+        self._memory.states[made] = State.MADE
+        self._tell()
+        if len(made) < len(left):
+            self._make([it for it in left if it.matcher.needs_lexer])
+
+    def _fill_together(self, answers: Sequence[_Answer]) -> dict[int, BaseException]:
+        """Write the masks of some answers; return what went wrong, by places."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        masks, places = self._memory.masks, np.array([it.place for it in answers])
+        late: list[Sequence[_Answer]] = []
+        for chunk in _chunks([it for it in answers if not it.matcher.is_free]):
+            start = time.perf_counter()
+            inner = [(it.matcher.inner, it.place) for it in chunk]
+            fill_next_token_bitmask_par(self._executor, inner, masks)
+            if self._is_late(start, len(chunk)):
+                late.append(chunk)
+        errors: dict[int, BaseException] = {}
+        have_eos = answers[0].matcher.tokens.have_eos(masks, places).tolist()
+        for answer, has_eos in zip(answers, have_eos, strict=True):
+            matcher: Matcher = answer.matcher
+            if has_eos or not matcher.is_begun or matcher.inner.is_error():  # few
+                error = matcher.widen(masks[answer.place])
+                if error is not None:
+                    errors[answer.place] = error
+        some = masks[:, :: self._stride][places]
+        are_wide = 2 * np.count_nonzero(some, axis=1) > some.shape[1]
+        for answer, is_wide in zip(answers, are_wide.tolist(), strict=True):
+            answer.note_mask(is_wide=is_wide)
+        for chunk in late:
+            wide = [it for it in chunk if it.is_wide]
+            for answer in wide:
+                answer.matcher.pace.num_watched = max(answer.matcher.pace.num_watched, 1)
+            for answer in () if wide else chunk:
+                answer.is_slow = True
+        return errors
+
+    def _give_matchers(self, answers: Sequence[_Answer], compiled: Future[list[Matcher]]) -> None:
+        """The grammar of some answers is compiled, or cannot be: their first masks follow."""
+        if (error := compiled.exception()) is not None:
+            for answer in answers:
+                self._settle(answer, error)
+            return
+        for answer, matcher in zip(answers, compiled.result(), strict=True):
+            answer.matcher = matcher
+            self._alone.put((answer, None))
+
+    def _give(self, answer: _Answer, token: int | None) -> None:
+        """Let a thread serve an answer."""
+        answer.is_busy = True
+        self._memory.states[answer.place] = State.HEAVY if answer.is_heavy else State.PENDING
+        (self._heavy if answer.is_heavy else self._alone).put((answer, token))
+
+    def _work(self, queue: SimpleQueue[_Work]) -> None:
+        """Serve answers one by one, for ever."""
+        while True:
+            answer, token = queue.get()
+            try:
+                if queue is self._renewing:
+                    answer.matcher.renew()
+                error = self._serve(answer, token)
+            except BaseException as found:
+                error = found
+            if error is None and answer.matcher.needs_lexer and not answer.is_over:
+                self._renewing.put((answer, None))
+            else:
+                self._settle(answer, error)
+            answer = error = None  # no thread that waits keeps an answer's lexer
+
+    def _serve(self, answer: _Answer, token: int | None) -> BaseException | None:
+        """Match an answer's token, if there is one, and make its mask; return what went wrong. An
+        answer fails whose mask takes a processor too long, unless it is the answer's first."""
+        matcher, token_seconds = answer.matcher, None
+        if token is not None:
+            token_seconds = self._match(answer, token)
+            if matcher.is_stopped:
+                return None
+        if matcher.needs_lexer:
+            return None  # `_work` lets another thread replace it
+        masks, start = self._memory.masks, time.thread_time()
+        error = matcher.try_fill(masks, answer.place)
+        if matcher.needs_lexer:
+            return None
+        mask_seconds = time.thread_time() - start
+        if not answer.has_mask:
+            mask_seconds = 0.0  # states are made that the next masks find
+        elif answer.is_too_slow(mask_seconds):
+            error = matcher.too_slow()
+        some = masks[answer.place, :: self._stride]
+        answer.note_mask(is_wide=bool(2 * np.count_nonzero(some) > len(some)))
+        answer.note_times(token_seconds, mask_seconds)
+        return error
+
+    def _match(self, answer: _Answer, token: int) -> float:
+        """Match a token; return the time that it took."""
+        matcher = answer.matcher
+        if not (answer.is_heavy and matcher.is_matched(token)):
+            start = time.thread_time()
+            matcher.accept(token)
+            return time.thread_time() - start
+        # llguidance releases Python's lock only for the tokens of two or more matchers, so a broken
+        # matcher joins. This is wall time: the CPU time of llguidance's threads is not known.
+        start = time.perf_counter()
+        inner = [(matcher.inner, token), (broken_matcher(matcher.tokens), token)]
+        is_allowed, _ = self._heavy_executor.consume_token_par(inner)
+        seconds = time.perf_counter() - start
+        if (error := matcher.outcome(token, is_allowed)) is not None:
+            raise error
+        return seconds
+
+    def _settle(self, answer: _Answer, error: BaseException | None) -> None:
+        """A thread has done with an answer."""
+        with self._lock:
+            answer.is_busy = False
+            if answer.is_over:
+                self._memory.states[answer.place] = State.FREE
+            elif error is None:
+                is_stopped = answer.matcher.is_stopped
+                self._memory.states[answer.place] = State.STOPPED if is_stopped else State.MADE
+            else:
+                self._fail(answer, error)
+        self._tell()
+
+    def _fail(self, answer: _Answer, error: BaseException) -> None:
+        if not isinstance(error, GrammarError) and answer.matcher is not None:
+            error = answer.matcher.failed(error)
+        self._memory.fail(answer.place, error)
+
+
+def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Cut a list into parts of `_CHUNK` items, of about the same size."""
+    count = -(-len(items) // _CHUNK)
+    for i in range(count):
+        yield items[i * len(items) // count : (i + 1) * len(items) // count]
+
+
+def frame(kind: Kind, content: bytes, count: int = 0) -> bytes:
+    """A message to the process, of so many answers."""
+    return HEAD.pack(kind, count, len(content)) + content
+
+
+def main(line: int, file: int) -> None:
+    """Do what the engine says over a socket, until it is gone. Never returns.
+
+    The first message is the `Settings`, in JSON. Back comes a byte whenever something in the memory
+    has changed.
+    """
+    faulthandler.enable()  # a crash in a library prints the threads' stacks
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
+    os.dup2(2, 1)  # a program's own output is not for what libraries print here
+    sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
+    with suppress(OSError):  # where memory is short, rather this process than the engine's
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    sock = socket.socket(fileno=line)
+
+    def tell() -> None:
+        with suppress(OSError):  # the engine has gone, or has enough bytes to read
+            sock.send(b"!", socket.MSG_DONTWAIT)
+
+    code = 0
+    try:
+        _obey(sock.makefile("rb"), file, tell)
+    except (EOFError, ConnectionError):  # the engine has no use for this process, or is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        os._exit(code)  # threads may be at work
+
+
+def _obey(messages: BinaryIO, file: int, tell: Callable[[], None]) -> None:
+    """Do what messages say, to their end."""
+    settings = msgspec.json.decode(_receive(messages)[-1], type=Settings)
+    memory = MaskMemory(settings.places, settings.mask_width, file)
+    submit = _compiler(settings)
+    orders = msgspec.json.Decoder(Order)
+    maker = MaskMaker(memory, tell, len(os.sched_getaffinity(0)))
+    gc.collect()
+    gc.freeze()  # the vocabulary is not walked through again
+    while True:
+        kind, count, content = _receive(messages)
+        if kind == Kind.TOKENS:
+            found = np.frombuffer(content, np.int32)
+            maker.take(found[:count], found[2 * count :][found[count : 2 * count]])
+        elif kind == Kind.END:
+            maker.end(np.frombuffer(content, np.int32))
+        else:
+            it = orders.decode(content)
+            maker.begin(it.places, submit(it.form, it.ending_ids, len(it.places)))
+
+
+def _compiler(settings: Settings) -> Callable[..., Future[list[Matcher]]]:
+    """`Grammars.submit`, with the tokenizer loaded once more."""
+    try:
+        tokenizer = Tokenizer.from_folder(Path(settings.folder))
+    except Exception as error:
+        failed: Future[list[Matcher]] = Future()
+        where = f"from {settings.folder!r} again"
+        words = f"structured_outputs: no tokenizer could be loaded {where}: {error}"
+        failed.set_exception(GrammarError(words))
+        return lambda *_: failed
+    return Grammars(tokenizer, settings.vocab_size, settings.eos_token_ids).submit
+
+
+def _receive(messages: BinaryIO) -> tuple[int, int, bytes]:
+    """The next message: what it is, of how many answers; EOFError at the end."""
+    head = messages.read(HEAD.size)
+    if len(head) < HEAD.size:
+        raise EOFError
+    kind, count, size = HEAD.unpack(head)
+    return kind, count, messages.read(size)

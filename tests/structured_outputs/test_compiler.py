@@ -1,0 +1,596 @@
+"""Whatever a grammar's masks allow is an answer that an independent validator accepts."""
+
+import json
+import re
+import threading
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_walks import (
+    ENDING,
+    EOS,
+    GRAMMARS,
+    TOKENIZER,
+    VOCAB_SIZE,
+    accepts,
+    allowed,
+    matcher_of,
+    walk,
+)
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from jpaged import StructuredOutputs, Tokenizer
+from jpaged.structured_outputs import bounds
+from jpaged.structured_outputs import compiler as grammar_module
+from jpaged.structured_outputs.compiler import MAX_CACHED, GrammarError, Grammars, Use
+
+WORD = {"type": "string", "maxLength": 6}
+SCHEMAS: dict[str, Any] = {
+    "person": {
+        "type": "object",
+        "properties": {"name": WORD, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "optional": {
+        "type": "object",
+        "properties": {"a": WORD, "b": {"type": "boolean"}, "c": {"type": "null"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+    "open": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    "values": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    "patterned": {
+        "type": "object",
+        "patternProperties": {"^n_": {"type": "number"}},
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    "pair": {"type": "array", "prefixItems": [WORD, {"type": "number"}], "items": False},
+    "nested": {
+        "type": "array",
+        "items": {"type": "array", "items": {"enum": [0, 1]}, "maxItems": 2},
+        "maxItems": 2,
+    },
+    "enum": {"enum": ["a", 1, None, True, [1], {"b": 2}, 1.5, 'é"\n']},
+    "const": {"const": {"a": [1, {"b": None}]}},
+    "any": {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "string", "pattern": "^a+$"}]},
+    "one": {"oneOf": [WORD, {"type": "integer"}, {"type": "null"}]},
+    "all": {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]},
+        ]
+    },
+    "tagged": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": kind}, "size": {"type": "integer"}},
+                "required": ["kind", "size"],
+                "additionalProperties": False,
+            }
+            for kind in ("cat", "dog")
+        ]
+    },
+    "list_of_links": {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    "narrowed": {
+        "definitions": {"word": {"type": "string"}},
+        "type": "object",
+        "properties": {"a": {"$ref": "#/definitions/word", "maxLength": 2}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "types": {"type": ["string", "null", "integer"], "maxLength": 4},
+    "number": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2.5},
+    "integer": {"type": "integer", "exclusiveMinimum": 3, "maximum": 1000},
+    "even": {"type": "integer", "multipleOf": 4, "minimum": 0, "maximum": 100},
+    "string": {"type": "string", "minLength": 2, "maxLength": 5},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+    "pattern_and_length": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3},
+    "date": {"type": "string", "format": "date"},
+    "date-time": {"type": "string", "format": "date-time"},
+    "time": {"type": "string", "format": "time"},
+    "duration": {"type": "string", "format": "duration"},
+    "email": {"type": "string", "format": "email", "maxLength": 20},
+    "uuid": {"type": "string", "format": "uuid"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "ipv6": {"type": "string", "format": "ipv6"},
+    "names": {
+        "type": "object",
+        "properties": {'a"b\\\n': {"type": "integer"}, "é": {"type": "null"}},
+        "required": ['a"b\\\n', "é"],
+        "additionalProperties": False,
+    },
+    "pydantic": {
+        "$defs": {"Unit": {"enum": ["C", "F"], "title": "Unit", "type": "string"}},
+        "properties": {
+            "unit": {"$ref": "#/$defs/Unit", "default": "C"},
+            "note": {"anyOf": [WORD, {"type": "null"}], "default": None, "title": "Note"},
+        },
+        "title": "Report",
+        "type": "object",
+        "additionalProperties": False,
+    },
+    "untyped": {"properties": {"a": {"type": "integer"}}, "minimum": 3, "maxLength": 5},
+}
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_masks_allow_is_valid(name: str):
+    form = StructuredOutputs(json=SCHEMAS[name])
+    validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=FORMATS)
+    texts = [walk(form, seed) for seed in range(12)]
+    ended = [text for text in texts if text is not None]
+    assert len(ended) >= 8
+    for text in ended:
+        validator.validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[a-c]{2,4}(-[0-9]+)?"}, r"[a-c]{2,4}(-[0-9]+)?"),
+        ({"choice": ["yes", "yes, but", 'a"b\\c\n\t', "é😀", "/x/"]}, None),
+        ({"grammar": 'start: "(" start? ")" | /[a-z]/'}, r"\(*[a-z]?\)*"),
+    ],
+)
+def test_other_forms(form: dict[str, Any], pattern: str | None):
+    texts = {walk(StructuredOutputs(**form), seed) for seed in range(160)} - {None}
+    assert texts
+    if pattern is None:
+        assert texts == set(form["choice"])
+    else:
+        assert all(re.fullmatch(pattern, text or "") for text in texts)
+
+
+def test_any_object():
+    form = StructuredOutputs(json_object=True)
+    assert accepts(form, '{"a": [1, {"b": null}]}')
+    assert not accepts(form, "[1]")
+    assert not accepts(form, '{"a": 1')
+
+
+@pytest.mark.parametrize(
+    ("text", "is_answer"),
+    [
+        ('{"a":1}', True),
+        ('{ "a" : 1 }', True),
+        ('{"a":1,"b":"é\\n"}', True),
+        ('{  "a":1}', False),  # blanks without end
+        ('{"\\u0061":1}', False),  # another spelling of the name
+        ('{"a":1,"\\u0061":"x"}', False),
+        ('{"a":1,"a":"x"}', False),
+        (' {"a":1}', False),
+        ('{"a":1} ', False),
+        ('{"a":"x"}', False),
+        ("{}", False),
+    ],
+)
+def test_json_has_one_spelling(text: str, is_answer: bool):
+    assert accepts(StructuredOutputs(json=SCHEMAS["open"]), text) is is_answer
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "is_answer"),
+    [
+        ("date", "2024-02-29", True),
+        ("date", "2023-02-29", False),
+        ("date", "1900-02-29", False),
+        ("date", "2000-02-29", True),
+        ("date", "2023-02-28", True),
+        ("date", "2023-04-31", False),
+        ("date", "0000-01-01", False),
+        ("date", "0010-12-31", True),
+        ("time", "23:59:59Z", True),
+        ("time", "23:59:60Z", False),
+        ("time", "24:00:00Z", False),
+        ("time", "00:00:00.5+23:59", True),
+        ("date-time", "2024-02-29T00:00:00Z", True),
+        ("date-time", "2023-02-29T00:00:00Z", False),
+        ("date-time", "2016-12-31T23:59:60Z", False),
+    ],
+)
+def test_dates_and_times_are_those_that_there_are(format: str, text: str, is_answer: bool):
+    for schema in ({"format": format}, {"type": "string", "format": format, "maxLength": 40}):
+        assert accepts(StructuredOutputs(json=schema), json.dumps(text)) is is_answer
+    grammar = StructuredOutputs(grammar=f'start: "<" %json {{"format": "{format}"}} ">"')
+    assert accepts(grammar, f'<"{text}">') is is_answer
+    assert not is_answer or FORMATS.conforms(text, format)
+    assert accepts(StructuredOutputs(json={"format": format}), "3")
+
+
+def test_a_date_may_have_a_pattern_too():
+    form = StructuredOutputs(json={"type": "string", "format": "date", "pattern": "^20[01]"})
+    assert accepts(form, '"2016-02-29"')
+    assert not accepts(form, '"2024-02-29"')
+    assert not accepts(form, '"2015-02-29"')
+
+
+def test_a_schema_within_a_grammar_is_written_as_one_alone():
+    grammar = 'start: "<" %json {"properties": {"a": true}, "required": ["a"]} ">" tail\ntail: "!"'
+    form = StructuredOutputs(grammar=grammar)
+    assert accepts(form, '<{"a": "é"}>!')
+    assert not accepts(form, '<{  "a": 1}>!')
+    assert not accepts(form, '<{"\\u0061": 1}>!')
+
+
+NAMES = ("a", "b", 'c"\n')
+TEXTS = st.text(st.characters(codec="utf-8", min_codepoint=32), max_size=4).map(
+    lambda text: text.replace("\x7f", "")
+)
+NUMBERS = st.integers(-(2**53), 2**53) | st.integers(-30, 30)
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
+CONSTANTS = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+PATTERNS = st.sampled_from(["^[ab]{1,3}$", "^x", "^(é|ü)+$", r"^\d{2}$", r"^[^\n]{0,3}$"])
+
+
+RANGES = [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")]
+OF_TIME = ["date", "date-time", "time", "ipv4"]
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> dict[str, Any]:
+    low, size = draw(st.integers(-(10**6), 10**6)), draw(st.integers(2, 1000))
+    words = draw(
+        st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+    )
+    kind = draw(st.sampled_from(["integer", "number"]))
+    more = draw(st.sampled_from([{}, {"multipleOf": 1}]))
+    return {"type": kind, **dict(zip(words, (low, low + size), strict=True)), **more}
+
+
+def strings() -> st.SearchStrategy[dict[str, Any]]:
+    return st.one_of(
+        st.builds(lambda low, more: {"minLength": low, "maxLength": low + more}, LOW, LOW),
+        st.builds(lambda it: {"pattern": it}, PATTERNS),
+        st.builds(lambda it: {"format": it}, st.sampled_from(OF_TIME)),
+    ).map(lambda it: {"type": "string", **it})
+
+
+LOW = st.integers(0, 3)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda properties, needed, others: {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(needed),
+            "additionalProperties": others,
+        },
+        st.fixed_dictionaries(dict.fromkeys(NAMES, inner)),
+        st.sets(st.sampled_from(NAMES)),
+        st.just(False) | inner,
+    )
+
+
+def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda items, first, low, more: {
+            "type": "array",
+            "items": items,
+            "prefixItems": first,
+            "minItems": low,
+            "maxItems": low + more,
+        },
+        inner,
+        st.lists(inner, min_size=1, max_size=2),
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+
+
+SMALL = st.recursive(
+    st.one_of(
+        ranges(),
+        strings(),
+        st.builds(lambda it: {"const": it}, CONSTANTS),
+        st.builds(lambda it: {"enum": it}, st.lists(CONSTANTS, min_size=1, max_size=3)),
+    ),
+    lambda inner: st.one_of(
+        objects(inner),
+        arrays(inner),
+        st.builds(lambda it: {"anyOf": it}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(lambda it: {"allOf": [it, it]}, inner),
+        st.builds(lambda it: {"$ref": "#/$defs/own", "$defs": {"own": it}}, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    """References within lead to definitions at the top."""
+    definitions: dict[str, Any] = {}
+
+    def moved(it: Any) -> Any:
+        if isinstance(it, list):
+            return [moved(each) for each in it]
+        if not isinstance(it, dict) or "const" in it or "enum" in it:
+            return it
+        own = {key: moved(each) for key, each in it.items()}
+        if "$ref" in own:
+            name = f"d{len(definitions)}"
+            definitions[name] = own["$defs"]["own"]
+            return {"$ref": f"#/$defs/{name}"}
+        return own
+
+    return {**moved(schema), "$defs": definitions}
+
+
+@given(schema=SMALL.map(without_definitions), seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_what_masks_allow_of_random_schemas_is_valid(schema: dict[str, Any], seed: int):
+    try:
+        text = walk(StructuredOutputs(json=schema), seed)
+    except ValueError:  # a bound; or llguidance cannot tell whether a pattern leaves anything
+        reject()
+    if text is not None:
+        jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "(a"}, r"structured_outputs\.regex cannot be enforced: .*unclosed group"),
+        ({"regex": "a(?=b)"}, r"structured_outputs\.regex cannot be enforced"),
+        ({"grammar": "start: x"}, r"structured_outputs\.grammar cannot be enforced: .*x"),
+        ({"grammar": 'begin: "a"'}, r"structured_outputs\.grammar cannot be enforced"),
+        ({"json": {"minimum": 5, "maximum": 4, "type": "integer"}}, "minimum"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+    ],
+)
+def test_what_no_grammar_can_be_is_refused_by_its_field(form: dict[str, Any], message: str):
+    asked = StructuredOutputs(**form)
+    with pytest.raises(GrammarError, match=message):
+        GRAMMARS.compile(asked)
+    with pytest.raises(GrammarError, match=message):
+        GRAMMARS.submit(asked, ENDING).result(10)
+
+
+def test_what_costs_too_much_is_refused_before_a_step_has_it():
+    names = [f"p{i}" for i in range(1200)]
+    many = {"anyOf": [{"required": [name], "type": "object"} for name in names[:200]]}
+    many = {"allOf": [many, {"properties": {name: {} for name in names}, "required": names}]}
+    for form in (StructuredOutputs(json=many), StructuredOutputs(regex="a?" * 400 + "b{9999}")):
+        with pytest.raises(GrammarError, match="cannot be enforced"):
+            GRAMMARS.compile(form)
+
+
+# Tokens
+
+
+def test_the_end_is_allowed_where_the_grammar_may_end():
+    matcher = matcher_of(StructuredOutputs(regex="a|ab"), frozenset({EOS, 5}))
+    a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
+    assert allowed(matcher) == {a}
+    matcher.accept(a)
+    assert allowed(matcher) == {b, EOS, 5}
+    assert not matcher.is_stopped
+    matcher.accept(EOS)  # it is not matched
+    matcher.accept(b)
+    assert matcher.is_stopped
+    ignoring = matcher_of(StructuredOutputs(regex="a|ab"), frozenset())
+    ignoring.accept(a)
+    assert allowed(ignoring) == {b}
+
+
+def test_special_tokens_and_ids_beyond_the_tokenizer_are_no_text():
+    matcher = matcher_of(StructuredOutputs(regex="(?s:.)*"))
+    special = set(TOKENIZER.special_token_ids) - {EOS}
+    assert special
+    assert not special & allowed(matcher)
+    assert max(allowed(matcher)) < len(TOKENIZER) < VOCAB_SIZE
+
+
+def test_a_token_that_may_not_follow_is_an_error():
+    matcher = matcher_of(StructuredOutputs(choice=["a"]))
+    with pytest.raises(GrammarError, match=r"structured_outputs\.choice"):
+        matcher.accept(TOKENIZER.encode("b", add_special_tokens=False)[0])
+    with pytest.raises(GrammarError, match=r"structured_outputs\.choice"):
+        allowed(matcher)
+
+
+@pytest.mark.parametrize("more", range(33))
+def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
+    """Masks have a word more than llguidance's own, or one less."""
+    grammars = Grammars(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
+    grammars.begin(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
+    with pytest.raises(GrammarError, match="regex cannot be enforced"):
+        grammars.begin(StructuredOutputs(regex="(a"), ENDING)
+
+
+def sentencepiece_like() -> Tokenizer:
+    """As Llama 2's: blanks are ▁, unknown characters bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", "▁a", "ab", "a", "b", "c", '"', "{", "}", ":", "1", "▁1"]
+    model = models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    rust = RustTokenizer(model)
+    rust.normalizer = normalizers.Replace(" ", "▁")
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    rust.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="</s>", unk_token="<unk>")
+    return Tokenizer(fast)
+
+
+def test_a_tokenizer_with_byte_tokens():
+    tokenizer = sentencepiece_like()
+    size = len(tokenizer)
+    grammars = Grammars(tokenizer, size, frozenset({2}))
+    matcher = grammars.compile(StructuredOutputs(regex="ab? a|é")).matcher(frozenset({2}))
+    ids = tokenizer.hf_tokenizer.convert_tokens_to_ids
+    assert allowed(matcher, size) >= set(ids(["a", "ab", "<0xC3>"]))
+    assert not allowed(matcher, size) & set(ids(["b", "▁a", "<0xA9>"]))
+    for piece in ("ab", "▁a"):
+        matcher.accept(ids(piece))
+    assert matcher.is_stopped
+
+
+# A free passage before the grammar
+
+
+def free(text: str, form: StructuredOutputs) -> Any:
+    matcher = matcher_of(form)
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        assert token in allowed(matcher), text
+        matcher.accept(token)
+    return matcher
+
+
+def test_a_grammar_begins_behind_a_free_passage():
+    form = StructuredOutputs(choice=["ab"]).behind("</think>")
+    digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
+    for text in ("", "7 <think> x", "7 </thi", "x</think"):
+        assert digit in allowed(free(text, form))
+        assert EOS not in allowed(free(text, form))
+    for text in ("7</think>", "</think>", "x</think>\n", "x</think>\n\n"):
+        matcher = free(text, form)
+        assert digit not in allowed(matcher)
+        assert EOS not in allowed(matcher)
+        left = 2 - text.count("\n")
+        breaks = TOKENIZER.encode("\n", add_special_tokens=False)
+        assert (breaks[0] in allowed(matcher)) == (left > 0)
+    assert free("x</think>\nab", form).is_stopped
+
+
+def test_an_answer_that_does_not_open_the_passage_obeys_from_its_first_token():
+    form = StructuredOutputs(choice=["ab"]).behind("</think>", "<think>")
+    first = TOKENIZER.encode("<think>", add_special_tokens=False)[0]
+    a = TOKENIZER.encode("a", add_special_tokens=False)[0]
+    assert allowed(matcher_of(form)) == {first, a}
+    assert free("ab", form).is_stopped
+    assert free("<think>7 7</think>\n\nab", form).is_stopped
+
+
+# Compiled once
+
+
+def test_grammars_are_kept_up_to_a_bound():
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED + 1)]
+    first = grammars.compile(forms[0])
+    again = StructuredOutputs(choice=["a0"])
+    assert grammars.compile(again).lexers is first.lexers
+    for form in forms[1:]:
+        grammars.compile(form)
+    assert grammars.compile(forms[0]).lexers is not first.lexers
+
+
+def test_matchers_of_one_grammar_go_their_own_ways():
+    one, other = (matcher_of(StructuredOutputs(regex="[ab]{2}")) for _ in range(2))
+    a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
+    for token in (a, b):
+        one.accept(token)
+    assert one.is_stopped
+    assert allowed(other) == {a, b}
+
+
+def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """llguidance's copies of a matcher share a lock, with which one mask is made at a time."""
+    monkeypatch.setattr(bounds, "LEXERS", 4)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    lexers = grammars.compile(form).lexers
+    assert (lexers.num_spare, lexers.num_made) == (1, 1)
+    for _ in range(2):
+        matchers = grammars.submit(form, ENDING, 3).result(10)
+        assert (lexers.num_spare, lexers.num_made) == (0, 3)
+        del matchers
+        assert lexers.num_spare == 3
+    matchers = grammars.submit(form, ENDING, 6).result(10)  # the last ones share some
+    assert (lexers.num_spare, lexers.num_made) == (0, 4)
+    matchers += grammars.submit(form, ENDING).result(10)
+    assert [lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
+    del matchers
+    assert lexers.num_spare == 4
+
+
+def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounds, "ALL_LEXERS", 10)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    forms = [StructuredOutputs(choice=[name]) for name in "abcd"]
+    for form in forms[:2]:
+        grammars.submit(form, ENDING, 4).result(10)
+    matchers = grammars.submit(forms[2], ENDING, 3).result(10)
+    old, busy, new = (grammars.compile(it).lexers for it in (forms[0], forms[2], forms[1]))
+    assert [it.num_made for it in (old, busy, new)] == [1, 3, 4]
+    last = grammars.submit(forms[3], ENDING, 8).result(10)
+    assert [it.num_made for it in (old, busy, new)] == [1, 3, 1]
+    assert len(matchers) + len(last) == 11
+
+
+def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    matcher = grammars.compile(form).matcher(ENDING)
+    goes_on = threading.Event()
+
+    def wait(text: str, _: Any) -> str:
+        assert goes_on.wait(20)
+        return text
+
+    monkeypatch.setattr(grammar_module, "with_schemas", wait)
+    slow = [StructuredOutputs(grammar=f'start: "{name}"') for name in "cde"]
+    others = [grammars.submit(it, ENDING) for it in slow]
+    assert len(grammars.submit(form, ENDING, 3).result(10)) == 3
+    goes_on.set()
+    for other in others:
+        other.result(20)
+    assert matcher.inner is not None
+
+
+def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
+    a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
+    one.accept(a)
+    assert allowed(one) == allowed(other) == {a, b}
+    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
+
+
+def test_threads_may_compile_at_once():
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    forms = [StructuredOutputs(choice=[f"a{i % 3}", f"b{i % 3}"]) for i in range(12)]
+    futures = [grammars.submit(form, ENDING) for form in forms]
+    matchers = [matcher for future in futures for matcher in future.result(20)]
+    assert [len(allowed(it)) for it in matchers] == [2] * 12
+    assert sum(it.name.startswith("jpaged-grammars") for it in threading.enumerate()) >= 1
+
+
+def test_a_model_without_an_end_token_obeys_no_grammar():
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset())
+    with pytest.raises(GrammarError, match="structured_outputs needs an end token"):
+        grammars.compile(StructuredOutputs(choice=["a"]))

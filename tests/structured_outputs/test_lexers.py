@@ -1,0 +1,353 @@
+"""A lexer's states never fail an answer that they are not of, and their memory has a bound."""
+
+import json
+import mmap
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE
+
+from jpaged import StructuredOutputs
+from jpaged.processes import python_command
+from jpaged.structured_outputs import bounds
+from jpaged.structured_outputs.compiler import GrammarError, Grammars, Matcher
+from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
+
+WIDTH = -(-VOCAB_SIZE // 32)
+MIB = 2**20
+
+
+def new_grammars() -> Grammars:
+    return Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+
+
+def limit_states(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setitem(bounds.LIMITS, "max_lexer_states", number)
+
+
+def mixed_text(length: int, seed: int = 0, characters: str = "aé漢😀кß中𝄞x ") -> str:
+    """Characters of one to four bytes: each length of a string has many states."""
+    return "".join(random.Random(seed).choices(characters, k=length))
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def write(matcher: Matcher, tokens: Iterable[int]) -> None:
+    """Let an answer go on with tokens that its masks must allow."""
+    mask = np.zeros((1, WIDTH), np.int32)
+    words = mask.view(np.uint32)[0]
+    for token in tokens:
+        if (error := matcher.fill(mask, 0)) is not None:
+            raise error
+        assert words[token // 32] >> np.uint32(token % 32) & 1
+        matcher.accept(token)
+
+
+def mask_of(matcher: Matcher) -> list[int]:
+    mask = np.zeros((1, WIDTH), np.int32)
+    assert matcher.fill(mask, 0) is None
+    return mask[0].tolist()
+
+
+def record(kind: str, most: int) -> dict[str, Any]:
+    properties = {"kind": {"const": kind}, "text": {"type": "string", "maxLength": most}}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+def test_long_answers_do_not_break_a_schema_of_several_records(monkeypatch: pytest.MonkeyPatch):
+    limit_states(monkeypatch, 2000)
+    sizes = {"a": 130, "b": 120, "c": 110, "d": 100}
+    form = StructuredOutputs(json={"anyOf": [record(*item) for item in sizes.items()]})
+    grammars = new_grammars()
+    for kind, size in sizes.items():
+        (matcher,) = grammars.submit(form, ENDING).result(20)
+        text = json.dumps({"kind": kind, "text": mixed_text(size)}, ensure_ascii=False)
+        write(matcher, tokens_of(text))
+        assert matcher.is_stopped
+
+
+def test_many_answers_do_not_break_a_schema(monkeypatch: pytest.MonkeyPatch):
+    limit_states(monkeypatch, 1500)
+    sizes = {"title": 15, "body": 45, "steps": 50, "notes": 60}
+    ticket: dict[str, Any] = {
+        "type": "object",
+        "properties": {it: {"type": "string", "maxLength": n} for it, n in sizes.items()},
+        "required": [*sizes],
+        "additionalProperties": False,
+    }
+    grammars = new_grammars()
+    for seed in range(20):
+        (matcher,) = grammars.submit(StructuredOutputs(json=ticket), ENDING).result(20)
+        rng = random.Random(seed)
+        texts = {it: mixed_text(rng.randint(n // 2, n), seed) for it, n in sizes.items()}
+        write(matcher, tokens_of(json.dumps(texts, ensure_ascii=False)))
+        assert matcher.is_stopped
+
+
+def test_a_long_answer_does_not_fail_another_that_shares_its_lexer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    limit_states(monkeypatch, 2000)
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)  # as if it took long to compile
+    grammars, form = new_grammars(), StructuredOutputs(regex=r"[^x!]{1,400}!")
+    short = [grammars.submit(form, ENDING).result(20)[0] for _ in range(2)]
+    (long,) = grammars.submit(form, ENDING).result(20)
+    for matcher in short:
+        write(matcher, tokens_of("ab"))
+    write(long, tokens_of(mixed_text(390).replace("x", "y") + "!"))
+    assert long.is_stopped
+    write(short[0], tokens_of("é!"))  # the first token is matched by a lexer that is full
+    assert short[0].is_stopped
+    short[1].accept(tokens_of("!")[0])
+    mask_of(short[1])
+    assert short[1].is_stopped
+    (later,) = grammars.submit(form, ENDING).result(20)
+    write(later, tokens_of("later!"))
+    assert later.is_stopped
+
+
+def test_answers_that_fill_a_shared_lexer_together_all_end(monkeypatch: pytest.MonkeyPatch):
+    limit_states(monkeypatch, 2000)
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars = new_grammars()
+    form = StructuredOutputs(regex=r"[^x!]{1,250}!|a[^y!]{1,250}!|b[^z!]{1,250}!")
+    matchers = grammars.submit(form, ENDING, 3).result(20)
+    texts = [it + mixed_text(200).replace("x", "w") + "!" for it in ("c", "a", "b")]
+    rows = [tokens_of(text) for text in texts]
+    for i in range(max(map(len, rows))):
+        for matcher, row in zip(matchers, rows, strict=True):
+            write(matcher, row[i : i + 1])
+    assert all(matcher.is_stopped for matcher in matchers)
+
+
+def test_a_string_of_4000_characters_fits():
+    form = StructuredOutputs(json={"type": "string", "maxLength": 4000})
+    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    write(matcher, tokens_of(f'"{mixed_text(4000, characters="漢😀中𝄞")}"'))
+    assert matcher.is_stopped
+
+
+def test_masks_are_the_same_behind_a_replaced_lexer(monkeypatch: pytest.MonkeyPatch):
+    form = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").behind("</think>")
+    tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
+    (plain,) = new_grammars().submit(form, ENDING).result(20)
+    limit_states(monkeypatch, 700)
+    # Enough to compile the grammar, and too little for the tokens that are consumed again.
+    monkeypatch.setitem(bounds.LIMITS, "initial_lexer_fuel", 1500)
+    (replaced,) = new_grammars().submit(form, ENDING).result(20)
+    start = replaced.inner
+    for token in tokens:
+        assert mask_of(plain) == mask_of(replaced)
+        plain.accept(token)
+        replaced.accept(token)
+    assert plain.is_stopped
+    assert replaced.is_stopped
+    assert replaced.inner is not start
+
+
+def test_an_answer_with_too_many_states_of_its_own_fails(monkeypatch: pytest.MonkeyPatch):
+    limit_states(monkeypatch, 300)
+    form = StructuredOutputs(regex=r"[^x!]{1,400}!")
+    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    with pytest.raises(GrammarError, match=r"structured_outputs\.regex .* too many states: 300"):
+        write(matcher, tokens_of(mixed_text(390).replace("x", "y")))
+
+
+class Maker:
+    """The maker of masks, with one answer at place 1."""
+
+    def __init__(self, form: StructuredOutputs, ending: frozenset[int]):
+        self.memory = MaskMemory(2, WIDTH)
+        self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
+        self.memory.states[1] = State.PENDING
+        self.maker.begin([1], new_grammars().submit(form, ending))
+
+    def settled(self) -> State:
+        until = time.monotonic() + 20
+        while self.memory.states[1] == State.PENDING:
+            assert time.monotonic() < until
+            time.sleep(0.0002)
+        return State(self.memory.states[1])
+
+    def allows(self, token: int) -> bool:
+        return bool(self.memory.masks[1].view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
+
+    def take(self, token: int) -> None:
+        self.maker.take(np.array([1], np.int32), np.array([token], np.int32))
+
+
+@pytest.mark.parametrize("num_chars", range(62, 68))
+@pytest.mark.parametrize("ending", [ENDING, frozenset[int]()], ids=["ending", "no end"])
+def test_the_mask_process_replaces_a_full_lexer(
+    monkeypatch: pytest.MonkeyPatch, num_chars: int, ending: frozenset[int]
+):
+    limit_states(monkeypatch, 500)
+    made = Maker(StructuredOutputs(regex=r"[^x!]{1,80}!"), ending)
+    for token in tokens_of(mixed_text(num_chars).replace("x", "y") + "!"):
+        assert made.settled() == State.MADE
+        assert made.allows(token)
+        made.take(token)
+    if made.settled() == State.MADE:  # the last token was matched by a full lexer
+        assert made.allows(EOS)
+        made.take(EOS)
+    assert made.settled() == (State.MADE if ending and made.allows(EOS) else State.STOPPED)
+
+
+def busy_answers(grammars: Grammars, count: int, length: int) -> Sequence[Matcher]:
+    """Answers of as many schemas, each after a long text; they are written at the same time."""
+    found: list[Matcher] = []
+    for i in range(count):
+        form = StructuredOutputs(json={"type": "string", "maxLength": length + 1 + i})
+        found += grammars.submit(form, ENDING).result(20)
+    for token in tokens_of('"' + mixed_text(length)):
+        for matcher in found:
+            write(matcher, [token])
+    return found
+
+
+def in_a_new_process(test: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a function of this module where nothing else takes memory, and return its result."""
+    code = f"import json\nimport {__name__} as it\nprint(json.dumps(it.{test.__name__}()))"
+    found = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
+
+
+def measured_growth() -> dict[str, int]:
+    """Bytes that lexers take with a bound, without, and after a while without answers."""
+    bounds.IDLE_SECONDS = 0.5
+    grammars = new_grammars()
+    grammars.begin(StructuredOutputs(choice=["a"]), ENDING)
+    growth, before = dict[str, int](), resident_bytes()
+    for name, most in (("bounded", 10 * MIB), ("unbounded", 512 * MIB)):
+        bounds.LEXER_MEMORY = most
+        answers = busy_answers(grammars, 8, 500)
+        growth[name] = resident_bytes() - before
+        for matcher in answers:
+            write(matcher, tokens_of('"'))
+        if not all(matcher.is_stopped for matcher in answers):
+            raise RuntimeError("an answer does not end")
+    until = time.monotonic() + 10
+    time.sleep(1)
+    growth["running"] = resident_bytes() - before
+    del answers, matcher
+    while resident_bytes() - before > growth["unbounded"] / 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    return growth | {"idle": resident_bytes() - before}
+
+
+def test_the_memory_of_lexers_is_bounded_and_released():
+    growth = in_a_new_process(measured_growth)
+    assert growth["bounded"] < 14 * MIB
+    assert growth["unbounded"] > 16 * MIB
+    assert growth["running"] > 16 * MIB  # answers keep their lexers, whatever time they take
+    assert growth["idle"] < 6 * MIB
+
+
+def test_an_answer_with_more_than_its_part_of_the_memory_is_told_to_retry(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(bounds, "LEXER_MEMORY", -(2**40))  # however little this process takes
+    grammars = new_grammars()
+    with pytest.raises(GrammarError, match=r"^structured_outputs: .* MiB .*: retry$"):
+        busy_answers(grammars, 1, 100)
+    monkeypatch.setattr(bounds, "LEXER_MEMORY", 2**40)
+    short = StructuredOutputs(json={"type": "string", "maxLength": 1000})
+    (matcher,) = grammars.submit(short, ENDING).result(20)
+    write(matcher, tokens_of('"short"'))
+    assert matcher.is_stopped
+
+
+def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run():
+    form = StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"')
+    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    for token in tokens_of("a") * 110:
+        matcher.accept(token)
+    turns, is_over = [time.perf_counter()], threading.Event()
+
+    def take_turns():
+        while not is_over.wait(0.0005):
+            turns.append(time.perf_counter())
+
+    other = threading.Thread(target=take_turns, daemon=True)
+    other.start()
+    matcher.needs_lexer = True
+    mask_of(matcher)
+    is_over.set()
+    other.join()
+    turns.append(time.perf_counter())
+    assert max(np.diff(turns)) < (turns[-1] - turns[0]) / 2
+
+
+def count_compiled(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, form: Any) -> list[None]:
+    """Return a list that grows by an item for each lexer that is compiled from now on."""
+    lexers, compiled = grammars.compile(form).lexers, list[None]()
+    make = lexers.make
+    monkeypatch.setattr(lexers, "make", lambda: (compiled.append(None), make())[1])
+    return compiled
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
+    monkeypatch: pytest.MonkeyPatch, is_short: bool
+):
+    monkeypatch.setattr(
+        "jpaged.structured_outputs.compiler._RESIDENT_SECONDS", 0.0
+    )  # measure each time
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars, form = new_grammars(), StructuredOutputs(regex="a*")
+    compiled = count_compiled(monkeypatch, grammars, form)
+    matchers = grammars.submit(form, ENDING, 4).result(20)
+    if is_short:
+        monkeypatch.setattr(bounds, "LEXER_MEMORY", -(2**40))
+    for _ in range(3):
+        for matcher in matchers:
+            write(matcher, tokens_of("a") * 70)
+            matcher.needs_lexer |= not is_short  # as if the lexer were broken
+    for matcher in matchers:
+        mask_of(matcher)
+    assert len(compiled) == (0 if is_short else 3)
+
+
+def test_a_slow_compilation_of_a_known_grammar_holds_no_other_answer_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    grammars, goes_on = new_grammars(), threading.Event()
+    slow, other = StructuredOutputs(regex="a*"), StructuredOutputs(regex="b*")
+    lexers = grammars.compile(slow).lexers
+    grammars.compile(other)
+    lexer, use = lexers.take()
+    lexers.give(lexer, use, [])
+    lexers.note_broken(lexer, 0)
+    make = lexers.make
+    monkeypatch.setattr(lexers, "make", lambda: (goes_on.wait(5), make())[1])
+    compiling = grammars.submit(slow, ENDING)
+    try:
+        assert len(grammars.submit(other, ENDING).result(2)) == 1
+        leaving = threading.Thread(target=lexers.note_left, args=(lexer,), daemon=True)
+        leaving.start()
+        leaving.join(2)
+        assert not leaving.is_alive()
+        assert not compiling.done()
+    finally:
+        goes_on.set()
+    assert len(compiling.result(5)) == 1

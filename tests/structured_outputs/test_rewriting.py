@@ -1,0 +1,135 @@
+"""Schemas that llguidance enforces only when they are written in other words."""
+
+import json
+from itertools import combinations
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_walks import GRAMMARS, accepts
+
+from jpaged import StructuredOutputs
+from jpaged.structured_outputs.compiler import GrammarError
+
+NULL = {"type": "null"}
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+BY_PATTERN: dict[str, Any] = {"patternProperties": {"^x[0-9]$": NULL}, **CLOSED}
+
+
+@pytest.mark.parametrize(
+    ("counts", "others"),
+    [
+        ({"minProperties": 2}, CLOSED),
+        ({"minProperties": 3}, CLOSED),
+        ({"minProperties": 2, "required": ["b"]}, CLOSED),
+        ({"maxProperties": 2}, CLOSED),
+        ({"maxProperties": 0}, CLOSED),
+        ({"maxProperties": 9}, CLOSED),
+        ({"minProperties": 2, "maxProperties": 2}, CLOSED),
+        ({"minProperties": 2, "maxProperties": 3, "required": ["c"]}, CLOSED),
+        ({"minProperties": 1}, {"additionalProperties": NULL}),
+        ({"minProperties": 2, "required": ["a"]}, {"additionalProperties": NULL}),
+        ({"minProperties": 1, "maxProperties": 2}, {"additionalProperties": NULL}),
+        ({"minProperties": 1, "maxProperties": 1}, BY_PATTERN),
+        ({"maxProperties": 2, "required": ["a"]}, BY_PATTERN),
+    ],
+)
+def test_objects_have_as_many_properties_as_a_schema_allows(
+    counts: dict[str, Any], others: dict[str, Any]
+):
+    schema = {"properties": dict.fromkeys("abc", NULL), **counts, **others}
+    form = StructuredOutputs(json=schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for size in range(4):
+        for names in combinations("abc", size):
+            for more in ((), ("x1",), ("x1", "x2")):
+                value = dict.fromkeys((*names, *more))
+                assert accepts(form, json.dumps(value)) is validator.is_valid(value), value
+    assert accepts(form, "3")
+
+
+def test_counted_properties_can_be_referred_to():
+    schema = {
+        "type": "object",
+        "properties": {"a": NULL, "b": {"$ref": "#/properties/a"}, "c": {"$ref": "#"}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    }
+    form = StructuredOutputs(json=schema)
+    assert accepts(form, '{"a":null,"b":null}')
+    assert accepts(form, '{"b":null,"c":{"a":null,"b":null}}')
+    assert not accepts(form, '{"b":null,"c":{"a":null}}')
+
+
+def record(name: str, value: Any, *, required: bool = True) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {name: {"const": value}}}
+    return {**schema, "required": [name]} if required else schema
+
+
+@pytest.mark.parametrize(
+    ("cases", "text"),
+    [
+        ([{"const": i} for i in range(50)], "49"),
+        ([{"const": value} for value in (1, True, "1", None, [1], {"a": 1})], "[1]"),
+        ([{"enum": [i, str(i)]} for i in range(50)], '"49"'),
+        ([{"allOf": [{"const": i}]} for i in range(50)], "49"),
+        ([{"$ref": f"#/$defs/d{i}"} for i in range(50)], "49"),
+        ([record("kind", i) for i in range(50)], '{"kind":49}'),
+        ([record("a", 1), {**record("a", 2, required=False), **CLOSED}], '{"a":2}'),
+        ([{**record("a", 1), **CLOSED}, {**record("b", 1), **CLOSED}], '{"b":1}'),
+    ],
+)
+def test_cases_of_one_of_that_exclude_each_other_are_enforced(cases: list[Any], text: str):
+    definitions = {f"d{i}": {"const": i} for i in range(50)}
+    schema = {"oneOf": cases, "$defs": definitions}
+    form = StructuredOutputs(json=schema)
+    assert accepts(form, text)
+    assert not accepts(form, "99")
+    jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [{"const": 1}, {"const": 1.0}],
+        [{"const": "a"}, {"type": "string"}],
+        [{"enum": [1, 2]}, {"enum": [2, 3]}],
+        [record("a", 1, required=False), record("a", 2, required=False)],
+        [record("a", 1), record("b", 1)],
+        [record("a", 1) | {"type": ["object", "null"]}, record("a", 2) | {"type": "null"}],
+    ],
+)
+def test_cases_of_one_of_that_overlap_are_refused_with_advice_for_clients(cases: list[Any]):
+    with pytest.raises(GrammarError, match=r"two cases of oneOf may allow the same value: use"):
+        GRAMMARS.compile(StructuredOutputs(json={"oneOf": cases}))
+
+
+def test_as_many_choices_work_as_are_allowed():
+    form = StructuredOutputs(choice=[f"choice {i}" for i in range(1024)])
+    assert accepts(form, "choice 1023")
+    assert accepts(form, "choice 102")
+    assert not accepts(form, "choice 1024")
+
+
+def test_facts_of_a_schema_that_many_references_reach_are_looked_for_once():
+    chain: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)
+    }
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],
+        "$defs": {**chain, "a30": {"type": "integer"}},
+    }
+    form = StructuredOutputs(json=schema)
+    assert accepts(form, "1")
+    assert accepts(form, '"a"')
+    assert not accepts(form, "null")
+
+
+def test_one_of_behind_a_long_chain_of_references_is_refused_in_words():
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],
+        "$defs": {**chain, "a1100": {"type": "integer"}},
+    }
+    with pytest.raises(GrammarError, match="two cases of oneOf may allow the same value"):
+        GRAMMARS.compile(StructuredOutputs(json=schema))
