@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged import __version__
 from jpaged.config import EngineConfig
-from jpaged.options import CommandLine, add_flags, given_options, with_flag_names
+from jpaged.errors import info_of
+from jpaged.options import CommandLine, add_flags, given_options
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal.session import Session, converse, one_line
 
@@ -106,7 +107,7 @@ def _check(
             raise ValueError("--tools-demo shows one answer: leave n, best_of and beam_width out")
         return params, options
     except (TypeError, ValueError) as error:
-        parser.error(with_flag_names(str(error)))
+        parser.error(info_of(error).command_line_text)
 
 
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:

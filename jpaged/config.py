@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import Options, choice, integer, number, option, switch
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
@@ -271,14 +272,19 @@ class EngineConfig(Options):
             return
         present = physical_memory_bytes() / 2**30
         if self.swap_space > present:
-            raise ValueError(
-                f"swap_space={self.swap_space} GiB is more than this machine's {present:.1f} GiB "
-                "of memory; lower it"
+            raise RequestError(
+                "swap_space",
+                f"GiB is more than this machine's {present:.1f} GiB of memory; lower it",
+                value=f"{self.swap_space}",
             )
         if self.preemption_mode == "swap" and not self.swap_space:
-            raise ValueError(
-                f"swap_space={self.swap_space} leaves preemption_mode='swap' no memory to swap to; "
-                "give some GiB, or use preemption_mode='recompute'"
+            raise RequestError(
+                "swap_space",
+                (
+                    "leaves preemption_mode='swap' no memory to swap to; give some GiB, or use "
+                    "preemption_mode='recompute'"
+                ),
+                value=f"{self.swap_space}",
             )
 
     @classmethod
@@ -289,8 +295,10 @@ class EngineConfig(Options):
             TypeError, ValueError: an option is unknown or out of range.
         """
         if not isinstance(model, (str, Path, type(None))):
-            raise TypeError(
-                f"model={model!r} must be a folder, a hub id, or None for the embedded one"
+            raise RequestTypeError(
+                "model",
+                "must be a folder, a hub id, or None for the embedded one",
+                value=repr(model),
             )
         known = [f.name for f in fields(cls) if f.name != "model"]
         for name in options:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, NoReturn, cast
 
+from jpaged.errors import RequestError, RequestTypeError
+
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -152,7 +154,7 @@ def choice(default: str | None, choices: Collection[str], **others: Any) -> Any:
     def check(name: str, value: object) -> None:
         if value not in choices and (value is not None or default is not None):
             known = ", ".join(choices)
-            raise ValueError(f"{name}={value!r} is not supported; choose one of {known}")
+            raise RequestError(name, f"is not supported; choose one of {known}", value=repr(value))
 
     return option(default, check, metavar=f"{{{','.join(choices)}}}", **others)
 
@@ -283,13 +285,6 @@ def given_options(
     return {name: getattr(args, name) for name in names}
 
 
-def with_flag_names(message: str) -> str:
-    """An error of an option as the command line has it: "block_size=7 ..." names `--block-size`."""
-    name, equals, rest = message.partition("=")
-    is_option = equals and name.replace("_", "").isalpha()
-    return f"--{name.replace('_', '-')} {rest.lstrip()}" if is_option else message
-
-
 def num_bytes(text: str) -> int:
     """A number of bytes: '123456', '800M', '20G' (powers of 1024)."""
     unit = _UNITS.get(text[-1:].upper())
@@ -323,7 +318,7 @@ def _parser_of(kind: type, what: str) -> Callable[[str], Any]:
 def check_bool(name: str, value: object) -> None:
     """Raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
+        raise RequestTypeError(name, "must be True or False", value=repr(value))
 
 
 def check_int(
@@ -332,9 +327,11 @@ def check_int(
     """Raise TypeError unless it is an integer (no bool), ValueError unless within the bounds."""
     what = what or f"an integer, {low} or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be {what}")
+        raise RequestTypeError(
+            name, f"is a {type(value).__name__}", value=repr(value), remedy=f"it must be {what}"
+        )
     if int(value) < low or (high is not None and int(value) > high):
-        raise ValueError(f"{name}={value} is out of range: it must be {what}")
+        raise RequestError(name, "is out of range", value=str(value), remedy=f"it must be {what}")
 
 
 def check_float(
@@ -349,7 +346,9 @@ def check_float(
     """Raise TypeError unless it is a number, ValueError unless finite and within the bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}: it must be a number {what}")
+        raise RequestTypeError(
+            name, f"is a {kind}", value=repr(value), remedy=f"it must be a number {what}"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -360,7 +359,9 @@ def check_float(
         and (high is None or number <= high)
     )
     if not (math.isfinite(number) and is_within):
-        raise ValueError(f"{name}={value} is out of range: it must be a number {what}")
+        raise RequestError(
+            name, "is out of range", value=str(value), remedy=f"it must be a number {what}"
+        )
 
 
 def brief(value: object) -> str:

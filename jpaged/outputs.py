@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jpaged.errors import ErrorInfo
 from jpaged.observe.statistics import RequestMetrics
 
 
@@ -149,6 +150,7 @@ class RequestDelta:
         num_cached_tokens: As in `RequestOutput`.
         metrics: When things happened, of one that is finished.
         error: Why the request failed, of one that ended with finish_reason "error".
+        error_info: The parts of `error`; None if the engine is at fault.
     """
 
     request_id: str
@@ -158,3 +160,4 @@ class RequestDelta:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    error_info: ErrorInfo | None = None

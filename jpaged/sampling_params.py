@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, no_type_check
 
+from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import Options, check_float, check_int, integer, number, option, switch
 from jpaged.structured_outputs import StructuredOutputs
 
@@ -40,24 +41,26 @@ _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
 
 def _check_early_stopping(name: str, value: object) -> None:
     if not isinstance(value, bool) and value != "never":
-        raise ValueError(f'{name}={value!r} must be False, True or "never"')
+        raise RequestError(name, 'must be False, True or "never"', value=repr(value))
 
 
 def _check_stop(name: str, value: object) -> None:
     if not isinstance(value, str | list | tuple | set | frozenset | None):
-        raise TypeError(f"{name}={value!r} must be a string or a list of strings")
+        raise RequestTypeError(name, "must be a string or a list of strings", value=repr(value))
     for text in (value,) if isinstance(value, str) else value or ():
         if not isinstance(text, str):
-            raise TypeError(f"{name}={value!r} must hold strings only, not {text!r}")
+            raise RequestTypeError(name, f"must hold strings only, not {text!r}", value=repr(value))
         if not text:
-            raise ValueError(f"{name}={value!r} has an empty string: leave it out")
+            raise RequestError(
+                name, "has an empty string", value=repr(value), remedy="leave it out"
+            )
 
 
 def _check_ids(name: str, ids: object) -> None:
     if ids is None:
         return
     if not isinstance(ids, list | tuple | set | frozenset):
-        raise TypeError(f"{name}={ids!r} must be a list of token ids")
+        raise RequestTypeError(name, "must be a list of token ids", value=repr(ids))
     if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # in C for the usual case
         return
     for token_id in ids:
@@ -67,14 +70,16 @@ def _check_ids(name: str, ids: object) -> None:
 def _check_allowed_ids(name: str, ids: object) -> None:
     _check_ids(name, ids)
     if ids is not None and not ids:
-        raise ValueError(f"{name}=[] allows no token at all: name some, or pass None for all")
+        raise RequestError(
+            name, "allows no token at all", value="[]", remedy="name some, or pass None for all"
+        )
 
 
 def _check_bias(name: str, biases: object) -> None:
     if biases is None:
         return
     if not isinstance(biases, Mapping):
-        raise TypeError(f"{name}={biases!r} must map token ids to numbers")
+        raise RequestTypeError(name, "must map token ids to numbers", value=repr(biases))
     _check_ids(name, list(biases))
     for token_id, bias in biases.items():
         check_float(f"{name}[{token_id}]", bias, "from -100 to 100", low=-_BIAS, high=_BIAS)
@@ -84,15 +89,16 @@ def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
     """Raise ValueError unless the model has these tokens."""
     if ids and max(ids) >= vocab_size:
         unknown = heapq.nsmallest(5, (token_id for token_id in ids if token_id >= vocab_size))
-        raise ValueError(
-            f"{name} names token ids {unknown} that the model does not have: "
-            f"ids go from 0 to {vocab_size - 1}"
+        raise RequestError(
+            name,
+            f"names token ids {unknown} that the model does not have",
+            remedy=f"ids go from 0 to {vocab_size - 1}",
         )
 
 
 def _check_structured_outputs(name: str, value: object) -> None:
     if value is not None and not isinstance(value, StructuredOutputs):
-        raise TypeError(f"{name}={_shown(value)} must be StructuredOutputs")
+        raise RequestTypeError(name, "must be StructuredOutputs", value=_shown(value))
 
 
 def _shown(value: object) -> str:
@@ -228,13 +234,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
         self._check_samples()
         self._check_beams()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
-                "lower min_tokens or raise max_tokens"
+            raise RequestError(
+                "min_tokens",
+                f"is more than max_tokens={self.max_tokens}",
+                value=f"{self.min_tokens}",
+                remedy="lower min_tokens or raise max_tokens",
             )
         if self.stop and not self.detokenize:
-            raise ValueError(
-                f"stop={self.stop!r} needs the text: leave detokenize on or use stop_token_ids"
+            raise RequestError(
+                "stop",
+                "needs the text",
+                value=repr(self.stop),
+                remedy="leave detokenize on or use stop_token_ids",
             )
 
     @property
@@ -305,9 +316,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value > max_logprobs:
-                raise ValueError(
-                    f"{name}={value} is more than this engine's max_logprobs={max_logprobs}: "
-                    f"ask for at most {max_logprobs}"
+                raise RequestError(
+                    name,
+                    f"is more than this engine's max_logprobs={max_logprobs}",
+                    value=str(value),
+                    remedy=f"ask for at most {max_logprobs}",
                 )
         self._check_leaves_a_token(vocab_size, eos_token_ids)
         if self.beam_width is not None and vocab_size > max_logprobs:
@@ -316,8 +329,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
             self._check_seats(max_num_seqs)
         most = None if self.max_tokens is not None else max_model_len
         if most is not None and self.min_tokens > most:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_model_len={most}: lower it"
+            raise RequestError(
+                "min_tokens",
+                f"is more than max_model_len={most}",
+                value=f"{self.min_tokens}",
+                remedy="lower it",
             )
 
     @property
@@ -329,14 +345,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
         """Raises ValueError if which answers are returned is known only at the end."""
         remedy = "use generate, or add_request and step, which bring whole answers"
         if self.beam_width is not None:
-            raise ValueError(
-                f"beam_width={self.beam_width} cannot be streamed, for no answer is known before "
-                f"the search is over: {remedy}"
+            raise RequestError(
+                "beam_width",
+                "cannot be streamed, for no answer is known before the search is over",
+                value=f"{self.beam_width}",
+                remedy=remedy,
             )
         if not self.is_streamable:
-            raise ValueError(
-                f"best_of={self.best_of} above n={self.n} cannot be streamed, for the best are "
-                f"known only at the end: {remedy}"
+            raise RequestError(
+                "best_of",
+                f"above n={self.n} cannot be streamed, for the best are known only at the end",
+                value=f"{self.best_of}",
+                remedy=remedy,
             )
 
     def first_forbidden_ids(self, eos_token_ids: Collection[int] = ()) -> frozenset[int]:
@@ -377,15 +397,19 @@ class SamplingParams(Options, group="how tokens are chosen"):
 
     def _check_samples(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(
-                f"best_of={self.best_of} is less than n={self.n}: the n returned are taken "
-                "from best_of samples, so raise best_of or lower n"
+            raise RequestError(
+                "best_of",
+                f"is less than n={self.n}",
+                value=f"{self.best_of}",
+                remedy="the n returned are taken from best_of samples, so raise best_of or lower n",
             )
         if self.temperature == 0 and self.beam_width is None and self.num_samples > 1:
             name = "n" if self.best_of is None else "best_of"
-            raise ValueError(
-                f"{name}={self.num_samples} with temperature=0 gives the same answer each time: "
-                f"leave {name} at 1, raise temperature, or search with beam_width"
+            raise RequestError(
+                name,
+                "with temperature=0 gives the same answer each time",
+                value=f"{self.num_samples}",
+                remedy=f"leave {name} at 1, raise temperature, or search with beam_width",
             )
 
     def _check_beams(self) -> None:
@@ -393,23 +417,34 @@ class SamplingParams(Options, group="how tokens are chosen"):
         if self.beam_width is None:
             for name, unset in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != unset:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} is for beam search: set beam_width, or "
-                        f"leave {name} at {unset}"
+                    raise RequestError(
+                        name,
+                        "is for beam search",
+                        value=repr(getattr(self, name)),
+                        remedy=f"set beam_width, or leave {name} at {unset}",
                     )
             return
         if self.n > self.beam_width:
-            raise ValueError(
-                f"n={self.n} is more than beam_width={self.beam_width}, which is how many answers "
-                "a search has: lower n or raise beam_width"
+            raise RequestError(
+                "n",
+                (
+                    f"is more than beam_width={self.beam_width}, which is how many answers a "
+                    "search has"
+                ),
+                value=f"{self.n}",
+                remedy="lower n or raise beam_width",
             )
         for name, unset in _NOT_FOR_BEAMS.items():
             value = getattr(self, name)
             if not any(value == each for each in unset):
-                raise ValueError(
-                    f"{name}={_shown(value)} cannot go with beam_width={self.beam_width}, for a "
-                    f"search takes the most probable answers: leave {name} at {unset[0]}, or "
-                    "sample without beam_width"
+                raise RequestError(
+                    name,
+                    (
+                        f"cannot go with beam_width={self.beam_width}, for a search takes the "
+                        "most probable answers"
+                    ),
+                    value=_shown(value),
+                    remedy=f"leave {name} at {unset[0]}, or sample without beam_width",
                 )
 
     def _check_leaves_a_token(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -420,9 +455,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
         which = f"the {vocab_size} tokens of the model"
         if ids is not None:
             which = f"the allowed_token_ids={list(ids)[:20]}"
-        raise ValueError(
-            f"min_tokens={self.min_tokens} forbids every one of {which}, which all end the "
-            "output: allow another token or leave min_tokens at 0"
+        raise RequestError(
+            "min_tokens",
+            f"forbids every one of {which}, which all end the output",
+            value=f"{self.min_tokens}",
+            remedy="allow another token or leave min_tokens at 0",
         )
 
     def _check_seats(self, max_num_seqs: int) -> None:
@@ -431,10 +468,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
         name = next(set_names, "n")
         count = getattr(self, name)
         if count > max_num_seqs:
-            raise ValueError(
-                f"{name}={count} sequences run at once, and the engine has "
-                f"max_num_seqs={max_num_seqs}: lower {name} or make the engine with "
-                f"max_num_seqs={count}"
+            raise RequestError(
+                name,
+                f"sequences run at once, and the engine has max_num_seqs={max_num_seqs}",
+                value=f"{count}",
+                remedy=f"lower {name} or make the engine with max_num_seqs={count}",
             )
 
     def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
@@ -443,7 +481,12 @@ class SamplingParams(Options, group="how tokens are chosen"):
         most = max_logprobs - num_endings
         if (self.beam_width or 0) > most:
             remedy = "lower beam_width" if self.ignore_eos else "lower it, or set ignore_eos=True"
-            raise ValueError(
-                f"beam_width={self.beam_width} is more than {most}, the most with {num_endings} "
-                f"tokens that end an answer (together at most {max_logprobs}): {remedy}"
+            raise RequestError(
+                "beam_width",
+                (
+                    f"is more than {most}, the most with {num_endings} tokens that end an answer "
+                    f"(together at most {max_logprobs})"
+                ),
+                value=f"{self.beam_width}",
+                remedy=remedy,
             )

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
 FLOORS = (
-    ("pallas_kernels", "core", "options", "processes", "text"),
+    ("pallas_kernels", "core", "errors", "options", "processes", "text"),
     ("structured_outputs",),
     ("parsing", "models", "sampling_params"),
     ("config", "observe"),

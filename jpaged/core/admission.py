@@ -11,6 +11,7 @@ from jpaged.core.groups import work_of
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
+from jpaged.errors import ErrorKind, RequestError
 from jpaged.options import counted
 
 SEATS_PER_FREE_SEAT = 32
@@ -34,7 +35,7 @@ class SchedulerConfig:
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise RequestError(name, f"must be at least 1, got {getattr(self, name)}")
 
 
 class Admission:
@@ -180,9 +181,11 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
     unless the request, alone in the pool, can run to its end."""
     name, prompt = f"request {request.request_id!r}", request.sequences[0].num_prompt_tokens
     if request.priority and not config.by_priority:
-        raise ValueError(
-            f"priority={request.priority} of {name} has no effect: make the engine with "
-            "scheduling_policy='priority', or leave it at 0"
+        raise RequestError(
+            "priority",
+            f"of {name} has no effect",
+            value=f"{request.priority}",
+            remedy="make the engine with scheduling_policy='priority', or leave it at 0",
         )
     if prompt < 1:
         raise ValueError(f"prompt_token_ids of {name} is empty")
@@ -194,9 +197,10 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
         )
     seats, limit = request.num_seats, config.max_num_seqs
     if seats > limit:
-        raise ValueError(
-            f"{name} runs {seats} sequences and max_num_seqs={limit}: lower n, best_of or "
-            "beam_width, or raise max_num_seqs"
+        raise RequestError(
+            "",
+            f"{name} runs {seats} sequences and max_num_seqs={limit}",
+            remedy="lower n, best_of or beam_width, or raise max_num_seqs",
         )
     max_num_tokens = min(prompt + request.stop.max_tokens, config.max_model_len)
     needed = _num_needed_blocks(manager, request, max_num_tokens)
@@ -205,11 +209,15 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
     if needed > usable:
         beside = f" beside {pinned} pinned ones" if pinned else ""
         several = f", {seats} sequences" if seats > 1 else ""
-        raise ValueError(
-            f"{name} may need {counted(needed, 'block')} ({counted(prompt, 'prompt token')}, "
-            f"max_tokens={request.stop.max_tokens}{several}) and the pool has {usable}{beside}: "
-            f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
-            f"{', n or beam_width' if several else ''}"
+        unpin = ", unpin a prefix" if pinned else ""
+        fewer = ", n or beam_width" if several else ""
+        raise RequestError(
+            "",
+            f"{name} may need {counted(needed, 'block')} ({counted(prompt, 'prompt token')}, ",
+            "max_tokens",
+            f"={request.stop.max_tokens}{several}) and the pool has {usable}{beside}",
+            remedy=(f"raise num_blocks{unpin} or lower ", "max_tokens", fewer),
+            kind=ErrorKind.TOO_LARGE,
         )
     return max_num_tokens
 

@@ -32,6 +32,7 @@ from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
+from jpaged.errors import ErrorKind
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import num_waste_slots
 from jpaged.observe.statistics import EngineStats
@@ -48,10 +49,12 @@ _LONGEST_WAIT = 1.0
 """Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
 all rows have a grammar."""
 
-_LATE = (
-    "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "
-    "step: retry"
-)
+_LATE = ": the mask worker did not answer in time, and this request cannot skip a step"
+
+
+def _late() -> GrammarError:
+    kind = ErrorKind.UNAVAILABLE
+    return GrammarError("structured_outputs", _LATE, remedy="retry", kind=kind)
 
 
 @contextmanager
@@ -375,7 +378,7 @@ class EngineLoop:
         ahead = self._mode is LoopMode.OVERLAPPED and not handle.is_shared
         self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
         faults = [(i, error) for i, error in over if error is not None]
-        faults += [(i, GrammarError(_LATE)) for i in late if items[i][1] not in leaving]
+        faults += [(i, _late()) for i in late if items[i][1] not in leaving]
         complete = [step.scheduled[items[i][1]].sequence for i, error in over if error is None]
         return (
             handle,

@@ -11,6 +11,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
+from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import brief, counted
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
@@ -111,7 +112,9 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
     if priority is None:
         return [0] * num_prompts
     if not isinstance(priority, (list, tuple)):
-        raise TypeError(f"priority={brief(priority)} must be a list of integers, one a prompt")
+        raise RequestTypeError(
+            "priority", "must be a list of integers, one a prompt", value=brief(priority)
+        )
     if len(priority) != num_prompts:
         raise ValueError(
             f"priority has {counted(len(priority), 'entry', 'entries')} for "
@@ -123,7 +126,9 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
 def checked_priority(value: object, name: str = "priority") -> int:
     """The integer `value`; TypeError if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}={brief(value)} must be an integer; lower is served earlier")
+        raise RequestTypeError(
+            name, "must be an integer; lower is served earlier", value=brief(value)
+        )
     return int(value)
 
 
@@ -146,10 +151,12 @@ def _is_token_list(items: list[Any]) -> bool:
 def _from_mapping(prompt: Mapping[Any, Any], name: str, vocab_size: int | None) -> Prompt:
     unknown = [key for key in prompt if key not in _KEYS]
     if unknown:
-        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+        raise RequestError(
+            name, f"has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}"
+        )
     text, ids = prompt.get("prompt"), _untangle(prompt.get("prompt_token_ids"))
     if text is None and ids is None:
-        raise ValueError(f"{name} has neither 'prompt' nor 'prompt_token_ids'")
+        raise RequestError(name, "has neither 'prompt' nor 'prompt_token_ids'")
     return Prompt(
         text=None if text is None else _checked_text(text, f"{name}['prompt']"),
         token_ids=(
@@ -163,31 +170,35 @@ def _checked_salt(salt: object, name: str) -> str | None:
     if salt is None or (isinstance(salt, str) and salt):
         return salt
     if isinstance(salt, str):
-        raise ValueError(f"{name} is empty: give a non-empty string, or leave it out")
-    raise TypeError(f"{name} must be a non-empty string; got {type(salt).__name__}: {brief(salt)}")
+        raise RequestError(name, "is empty", remedy="give a non-empty string, or leave it out")
+    raise RequestTypeError(
+        name, f"must be a non-empty string; got {type(salt).__name__}", remedy=f"{brief(salt)}"
+    )
 
 
 def _checked_text(text: object, name: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be {_FORMS}; got {type(text).__name__}: {brief(text)}")
+        raise RequestTypeError(
+            name, f"must be {_FORMS}; got {type(text).__name__}", remedy=f"{brief(text)}"
+        )
     if not text:
-        raise ValueError(f"{name} is empty: give at least one character")
+        raise RequestError(name, "is empty", remedy="give at least one character")
     return text
 
 
 def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     if not isinstance(ids, list):
-        raise TypeError(f"{name} must be a list of token ids; got {type(ids).__name__}")
+        raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
-        raise ValueError(f"{name} is empty: give at least one token id")
+        raise RequestError(name, "is empty", remedy="give at least one token id")
     if set(map(type, ids)) != {int}:  # one pass in C for the usual case
         ids = [_checked_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _all_below(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
         known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
-        raise ValueError(
-            f"{name}: the token id {ids[position]} at position {position} is unknown; {known}"
+        raise RequestError(
+            name, f": the token id {ids[position]} at position {position} is unknown; {known}"
         )
     return ids.copy()
 
@@ -203,9 +214,13 @@ def _all_below(limit: float, ids: list[int]) -> bool:
 
 def _checked_id(token_id: object, name: str, position: int) -> int:
     if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-        raise TypeError(
-            f"{name}: the token id at position {position} must be an integer; "
-            f"got {type(token_id).__name__}: {brief(token_id)}"
+        raise RequestTypeError(
+            name,
+            (
+                f": the token id at position {position} must be an integer; got "
+                f"{type(token_id).__name__}"
+            ),
+            remedy=f"{brief(token_id)}",
         )
     return int(token_id)
 
@@ -277,9 +292,10 @@ class Preprocessor:
             ValueError: there is none, though `what` needs it.
         """
         if self.tokenizer is None:
-            raise ValueError(
-                f"{what} needs a tokenizer and skip_tokenizer_init=True loaded none: "
-                "give token ids, or make the engine with skip_tokenizer_init=False"
+            raise RequestError(
+                "",
+                f"{what} needs a tokenizer and skip_tokenizer_init=True loaded none",
+                remedy="give token ids, or make the engine with skip_tokenizer_init=False",
             )
         return self.tokenizer
 
@@ -350,8 +366,8 @@ class Preprocessor:
             names = (f"request-{number}" for number in self._names)
             return next(name for name in names if name not in ids_in_use)
         if not isinstance(request_id, str) or not request_id:
-            raise TypeError(
-                f"request_id={request_id!r} must be a non-empty string, or None for one"
+            raise RequestTypeError(
+                "request_id", "must be a non-empty string, or None for one", value=repr(request_id)
             )
         return request_id
 

@@ -11,6 +11,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted, ScheduledSequence
 from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
+from jpaged.errors import RequestError
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.results import TokenScores
@@ -387,9 +388,10 @@ class RequestState:
             )
             if names:
                 return GrammarError(
-                    f"structured_outputs.{form.kind} and {' and '.join(names)} together allow no "
-                    f"token after {num_tokens} tokens of the answer: change one of them, or leave "
-                    "it out"
+                    f"structured_outputs.{form.kind}",
+                    f"and {' and '.join(names)} together allow no token after {num_tokens} tokens "
+                    "of the answer",
+                    remedy="change one of them, or leave it out",
                 )
         return None
 
@@ -428,6 +430,7 @@ class RequestState:
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics) if self.request.is_finished else None,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
+            error_info=self.error.info if isinstance(self.error, RequestError) else None,
         )
 
     def take_growth(self) -> Iterator[TextDelta]:

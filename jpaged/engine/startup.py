@@ -21,6 +21,7 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
+from jpaged.errors import RequestError
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import FP8_DTYPE, PLAIN, ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
@@ -200,10 +201,13 @@ def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | 
     if asked not in FP8_KV_CACHE:
         return None if asked in ("auto", dtype.name) else asked
     if not takes_fp8(device):
-        raise ValueError(
-            f"kv_cache_dtype={asked!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper "
-            f"and later), and {device.device_kind} has {device.compute_capability}; use "
-            "kv_cache_dtype='auto'"
+        raise RequestError(
+            "kv_cache_dtype",
+            (
+                "needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), and "
+                f"{device.device_kind} has {device.compute_capability}; use kv_cache_dtype='auto'"
+            ),
+            value=repr(asked),
         )
     return FP8_DTYPE
 

@@ -1,11 +1,14 @@
-"""Errors as OpenAI's clients know them."""
+"""Errors as HTTP answers."""
 
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from jpaged import errors
+
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_STATUS = {errors.ErrorKind.UNAVAILABLE: 503, errors.ErrorKind.INTERNAL: 500}
 
 
 class ApiError(Exception):
@@ -13,8 +16,7 @@ class ApiError(Exception):
 
     Args:
         status: The HTTP status.
-        message: For people; names the field, never a path of this machine.
-        param: The field at fault.
+        info: What is wrong; never a path of this machine.
         code: A word for programs.
         headers: Of the answer, such as Retry-After.
     """
@@ -22,21 +24,28 @@ class ApiError(Exception):
     def __init__(
         self,
         status: int,
-        message: str,
-        param: str | None = None,
+        info: errors.ErrorInfo | str,
         *,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = headers
+        self.info = errors.ErrorInfo("", (info,)) if isinstance(info, str) else info
+        super().__init__(str(self.info))
+        self.status, self.code, self.headers = status, code, headers
+
+    @property
+    def param(self) -> str | None:
+        """The path of the field at fault."""
+        return self.info.path or None
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the same error with other names of fields; see `errors.renamed_path`."""
+        info = self.info.renamed(names)
+        return ApiError(self.status, info, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """The error as JSON in OpenAI's form."""
         return {
             "error": {
                 "message": str(self),
@@ -47,42 +56,43 @@ class ApiError(Exception):
         }
 
 
-def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A field of the request is not acceptable."""
-    return ApiError(400, message, param, code=code)
+def bad_field(path: str, *problem: str, code: str | None = None, **info: Any) -> ApiError:
+    """Return the error of a field that cannot be accepted.
+
+    Args:
+        path, problem: As of `errors.RequestError`.
+        code: A word for programs.
+        **info: The other arguments of `errors.RequestError`.
+    """
+    return ApiError(400, errors.RequestError(path, *problem, **info).info, code=code)
 
 
-def too_long(param: str, message: str) -> ApiError:
-    """The prompt, or it and the answer, are more than the model takes; programs know the code."""
-    return bad_field(param, message, "context_length_exceeded")
+def too_long(path: str, *problem: str, **info: Any) -> ApiError:
+    """Return the error of a prompt that is too long, by itself or with its answer."""
+    info["kind"] = errors.ErrorKind.TOO_LARGE
+    return bad_field(path, *problem, code="context_length_exceeded", **info)
 
 
-def refusal(message: str) -> ApiError:
-    """An error of the engine about a parameter, whose message begins with NAME=VALUE."""
-    name = message.partition("=")[0].partition("[")[0]
-    return ApiError(400, message, name if name.isidentifier() else None)
+def error_of(info: errors.ErrorInfo) -> ApiError:
+    """Return the answer to a request that the engine or the tokenizer refused or failed."""
+    status = _STATUS.get(info.kind, 400)
+    if status == 500:
+        return failed()
+    return ApiError(status, info, headers={"Retry-After": "1"} if status == 503 else None)
 
 
 def failed() -> ApiError:
-    """The server failed; the log has the cause."""
+    """Return the error of a server that failed; the log has the cause."""
     return ApiError(500, "the request failed on the server, whose log says why")
 
 
-def fault_of(reason: str) -> ApiError:
-    """Why a request failed in the engine: by its own grammar, for want of the process that makes
-    masks, or else by the server's fault."""
-    path = reason.partition(" ")[0]
-    if path == "structured_outputs:" and reason.endswith(": retry"):
-        return not_serving(reason, 1)
-    return bad_field(path, reason) if path.startswith("structured_outputs.") else failed()
-
-
 def not_serving(message: str, retry_after: int = 5) -> ApiError:
-    """The server cannot take or finish a request now."""
-    return ApiError(503, message, headers={"Retry-After": str(retry_after)})
+    """Return the error of a server that cannot take or finish a request now."""
+    info = errors.ErrorInfo("", (message,), kind=errors.ErrorKind.UNAVAILABLE)
+    return ApiError(503, info, headers={"Retry-After": str(retry_after)})
 
 
 def say(text: str) -> None:
-    """Write a line to the log; a log that is closed does not end the server."""
+    """Write a line to the log; a closed log does not end the server."""
     with suppress(OSError):
         print(f"jpaged: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import REASONING_FAMILIES, TOOL_CALL_FAMILIES, EngineConfig, __version__, options
+from jpaged.errors import info_of
 
 _DESCRIPTION = """\
 Serve a language model over OpenAI's HTTP API, its KV cache paged.
@@ -286,7 +287,7 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
     try:
         return _flags(args)
     except (OSError, TypeError, ValueError) as error:
-        parser.error(options.with_flag_names(str(error)))
+        parser.error(info_of(error).command_line_text)
 
 
 def _flags(args: argparse.Namespace) -> Flags:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
@@ -60,13 +61,20 @@ class StructuredOutputs:
         given = {kind: it for kind, it in given.items() if it is not None}
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ValueError(f"{name} must have just one of {', '.join(_KINDS)}; it has {found}")
+            raise RequestError(name, f"must have just one of {', '.join(_KINDS)}; it has {found}")
         ((kind, value),) = given.items()
         for text, what in ((after, "after"), (opening, "opening")):
             if text is not None and (not isinstance(text, str) or not text):
-                raise TypeError(f"{name}.{what}={text!r} must be some text, or None")
+                raise RequestTypeError(
+                    f"{name}.{what}", "must be some text, or None", value=repr(text)
+                )
         if opening is not None and after is None:
-            raise ValueError(f"{name}.opening={opening!r} needs after: it is what that ends")
+            raise RequestError(
+                f"{name}.opening",
+                "needs after",
+                value=repr(opening),
+                remedy="it is what that ends",
+            )
         made = {**dict.fromkeys(_KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
@@ -86,23 +94,23 @@ class StructuredOutputs:
 
 def _checked_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}={brief(value)} must be a string")
+        raise RequestTypeError(name, "must be a string", value=brief(value))
     if not value:
-        raise ValueError(f"{name} is empty: leave it out")
+        raise RequestError(name, "is empty", remedy="leave it out")
     bounds.SOURCE.check(name, len(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
         where = f"at position {error.start}"
-        raise ValueError(f"{name} has a lone surrogate {where}: leave it out") from None
+        raise RequestError(name, f"has a lone surrogate {where}", remedy="leave it out") from None
     return value
 
 
 def _checked_choices(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={brief(value)} must be a list of strings")
+        raise RequestTypeError(name, "must be a list of strings", value=brief(value))
     if not value:
-        raise ValueError(f"{name} has no choices: give one at least")
+        raise RequestError(name, "has no choices", remedy="give one at least")
     bounds.CHOICES.check(name, len(value))
     choices = tuple(_checked_text(f"{name}[{i}]", it) for i, it in enumerate(value))
     bounds.SOURCE.check(name, sum(map(len, choices)))
@@ -111,7 +119,9 @@ def _checked_choices(name: str, value: object) -> tuple[str, ...]:
 
 def _checked_flag(name: str, value: object) -> bool:
     if value is not True:
-        raise ValueError(f"{name}={brief(value)} must be True: leave it out for no JSON object")
+        raise RequestError(
+            name, "must be True", value=brief(value), remedy="leave it out for no JSON object"
+        )
     return True
 
 
@@ -142,9 +152,9 @@ def _checked_schema(name: str, value: object) -> str:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} has a lone surrogate: leave it out") from None
+        raise RequestError(name, "has a lone surrogate", remedy="leave it out") from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+        raise RequestError(name, "cannot be written as JSON", remedy=str(error)) from None
     bounds.SOURCE.check(name, len(text))
     return text
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jpaged.errors import ErrorKind, RequestError
+
 
 class Bound(NamedTuple):
     """At most so many of something.
@@ -19,8 +21,11 @@ class Bound(NamedTuple):
     def check(self, path: str, number: int) -> None:
         """Raise ValueError, naming `path`, if there are more."""
         if number > self.most:
-            raise ValueError(
-                f"{path} has {number} {self.what}: at most {self.most} are allowed; {self.remedy}"
+            raise RequestError(
+                path,
+                f"has {number} {self.what}",
+                remedy=f"at most {self.most} are allowed; {self.remedy}",
+                kind=ErrorKind.TOO_LARGE,
             )
 
 

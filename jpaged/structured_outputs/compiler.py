@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.errors import ErrorKind, RequestError
 from jpaged.structured_outputs import StructuredOutputs, bounds
 from jpaged.structured_outputs.rewriting import enforced
 from jpaged.structured_outputs.syntax import with_schemas
@@ -81,7 +82,7 @@ _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
 
 
-class GrammarError(ValueError):
+class GrammarError(RequestError):
     """A grammar cannot be compiled, is too complex to be matched, or forbids a token."""
 
 
@@ -128,7 +129,7 @@ def _step(matcher: Any) -> None:
 def _refused(form: StructuredOutputs, words: str) -> GrammarError:
     words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_ADVICE)
     reason = " ".join(words.split())[:300]
-    return GrammarError(f"structured_outputs.{form.kind} cannot be enforced: {reason}")
+    return GrammarError(f"structured_outputs.{form.kind}", f"cannot be enforced: {reason}")
 
 
 def broken_matcher(tokens: "_Tokens") -> Any:
@@ -633,15 +634,20 @@ class _Tokens:
 
         if not eos_token_ids:
             raise GrammarError(
-                "structured_outputs needs an end token, and the model's config.json, generation "
-                "config and tokenizer name none: set eos_token_id in config.json"
+                "structured_outputs",
+                "needs an end token, and the model's config.json, generation config and tokenizer "
+                "name none",
+                remedy="set eos_token_id in config.json",
+                kind=ErrorKind.UNSUPPORTED,
             )
         try:
             hf_tokenizer, eos = tokenizer.hf_tokenizer, sorted(eos_token_ids)
             self.inner = from_tokenizer(hf_tokenizer, n_vocab=vocab_size, eos_token=eos)
         except Exception as error:
             raise GrammarError(
-                f"structured_outputs cannot be had with this tokenizer: {error}"
+                "structured_outputs",
+                f"cannot be had with this tokenizer: {error}",
+                kind=ErrorKind.UNSUPPORTED,
             ) from error
         self._tokenizer = tokenizer
         words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
@@ -830,8 +836,12 @@ class Grammars:
             size = min(_heap_bytes() - before, _STATE_BYTES * len(text))
             if size > bounds.LEXER_MEMORY // max(1, len(self._running)):
                 most = bounds.LEXER_MEMORY // 2**20
-                words = f"the running answers need more than {most} MiB for their lexers: retry"
-                raise GrammarError(f"structured_outputs: {words}")
+                raise GrammarError(
+                    "structured_outputs",
+                    f": the running answers need more than {most} MiB for their lexers",
+                    remedy="retry",
+                    kind=ErrorKind.UNAVAILABLE,
+                )
         return lexer, Use.PRIVATE, inner
 
     def _compiled(self, form: StructuredOutputs) -> Grammar:

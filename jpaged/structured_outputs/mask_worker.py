@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from jpaged.errors import ErrorInfo, ErrorKind, info_of
 from jpaged.structured_outputs import StructuredOutputs, bounds
 from jpaged.structured_outputs.compiler import GrammarError, Grammars, Matcher, broken_matcher
 from jpaged.text.tokenizer import Tokenizer
@@ -179,7 +180,11 @@ class MaskMemory:
 
     def fail(self, place: int, error: BaseException) -> None:
         """Say that an answer fails, and why."""
-        text = str(error).encode(errors="replace")[: _TEXT - 1]
+        info = info_of(error)
+        text = msgspec.json.encode(info)
+        if len(text) >= _TEXT:
+            short = "".join(info.problem)[: _TEXT // 8]  # JSON may need 6 bytes for a character
+            text = msgspec.json.encode(ErrorInfo("structured_outputs", (short,), kind=info.kind))
         self._texts[place, : len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
         self.states[place] = State.FAILED
 
@@ -187,11 +192,14 @@ class MaskMemory:
         """Why an answer fails."""
         if self.states[place] == State.LOST:
             return GrammarError(
-                "structured_outputs: the process that compiles grammars and makes masks has ended "
-                f"({self.lost_because}); it is started again for the next request: retry"
+                "structured_outputs",
+                ": the process that compiles grammars and makes masks has ended "
+                f"({self.lost_because}); it is started again for the next request",
+                remedy="retry",
+                kind=ErrorKind.UNAVAILABLE,
             )
         text = self._texts[place].tobytes().partition(b"\0")[0]
-        return GrammarError(text.decode(errors="ignore"))
+        return GrammarError.of(msgspec.json.decode(text, type=ErrorInfo))
 
 
 class _Answer:
@@ -595,8 +603,8 @@ def _compiler(settings: Settings) -> Callable[..., Future[list[Matcher]]]:
     except Exception as error:
         failed: Future[list[Matcher]] = Future()
         where = f"from {settings.folder!r} again"
-        words = f"structured_outputs: no tokenizer could be loaded {where}: {error}"
-        failed.set_exception(GrammarError(words))
+        problem = f": no tokenizer could be loaded {where}: {error}"
+        failed.set_exception(GrammarError("structured_outputs", problem, kind=ErrorKind.INTERNAL))
         return lambda *_: failed
     return Grammars(tokenizer, settings.vocab_size, settings.eos_token_ids).submit
 

@@ -8,6 +8,7 @@ from functools import reduce
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from jpaged.errors import ErrorKind, RequestError, RequestTypeError
 from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.property_counts import PropertyCount
@@ -46,7 +47,7 @@ def check_schema(name: str, schema: object) -> None:
     """Raise TypeError or ValueError, naming the place from `name` on, unless a grammar can enforce
     a schema and some answer obeys it."""
     if isinstance(schema, bool) or not isinstance(schema, Mapping):
-        raise TypeError(f"{name}={brief(schema)} must be a JSON schema, an object")
+        raise RequestTypeError(name, "must be a JSON schema, an object", value=brief(schema))
     _SchemaCheck(schema, name).run()
 
 
@@ -94,7 +95,9 @@ class _SchemaCheck:
             if isinstance(schema, bool):
                 continue
             if not isinstance(schema, Mapping):
-                raise TypeError(f"{path}={brief(schema)} must be a schema: an object or a boolean")
+                raise RequestTypeError(
+                    path, "must be a schema", value=brief(schema), remedy="an object or a boolean"
+                )
             bounds.DEPTH.check(path, depth)
             self._num_visits += 1
             bounds.SCHEMAS.check(self._name, self._num_visits)
@@ -155,7 +158,7 @@ class _SchemaCheck:
             found = target_of(self._root, value)
         except KeyError as error:
             words = f"leads nowhere: there is no {error.args[0]!r}"
-            raise ValueError(f"{path}={brief(value)} {words}") from None
+            raise RequestError(path, words, value=brief(value)) from None
         _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
         return found
 
@@ -198,7 +201,9 @@ def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool)
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
-        raise ValueError(f"{path} makes another document of a part: only the whole may have it")
+        raise RequestError(
+            path, "makes another document of a part", remedy="only the whole may have it"
+        )
     asks_nothing = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
     if asks_nothing.get(keyword, ...) is value:
         return
@@ -206,7 +211,8 @@ def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool)
         return
     near = difflib.get_close_matches(keyword[:60], sorted(_ENFORCED), 1, cutoff=0.8)
     hint = f"; did you mean {near[0]!r}?" if near else ": leave it out, and check it yourself"
-    raise ValueError(f"{path[:200]} is not enforced by a grammar{hint}")
+    problem = f"is not enforced by a grammar{hint}"
+    raise RequestError(path[:200], problem, kind=ErrorKind.UNSUPPORTED)
 
 
 def _check_number(path: Path, value: Any) -> None:
@@ -218,7 +224,7 @@ def _check_multiple(path: Path, value: Any) -> None:
     is_whole = _is_number(value) and 0 < value < float("inf") and value == int(value)
     _require(path, value, is_whole, "a whole number: others are not enforced")
     if value > bounds.MULTIPLE:
-        raise ValueError(f"{path}={brief(value)} must be at most {bounds.MULTIPLE}")
+        raise RequestError(path, f"must be at most {bounds.MULTIPLE}", value=brief(value))
 
 
 def _check_values(path: Path, keyword: str, value: Any) -> None:
@@ -257,22 +263,29 @@ def _check_property_count(path: Path, schema: Schema) -> None:
     count = PropertyCount.of(schema)
     reason = "cannot be enforced: a name that is not in properties may appear twice"
     if count.is_open and count.least > 1:
-        raise ValueError(
-            f"{path}.minProperties={schema['minProperties']} {reason}. List every name in "
-            "properties, set additionalProperties to false and drop patternProperties, or drop "
-            "minProperties"
+        raise RequestError(
+            f"{path}.minProperties",
+            f"{reason}. List every name in properties, set additionalProperties to false and drop "
+            "patternProperties, or drop minProperties",
+            value=f"{schema['minProperties']}",
+            kind=ErrorKind.UNSUPPORTED,
         )
     if "patternProperties" in schema and count.most is not None and count.most > 1:
-        raise ValueError(
-            f"{path}.maxProperties={schema['maxProperties']} {reason}. List the names in "
-            "properties instead of patternProperties, or drop maxProperties"
+        raise RequestError(
+            f"{path}.maxProperties",
+            f"{reason}. List the names in properties instead of patternProperties, or drop "
+            "maxProperties",
+            value=f"{schema['maxProperties']}",
+            kind=ErrorKind.UNSUPPORTED,
         )
     if count.needs_cases:
         keyword = "minProperties" if count.least else "maxProperties"
         if not count.num_cases:
-            raise ValueError(
-                f"{path}.{keyword}={schema[keyword]}: no object with these properties can match; "
-                "change minProperties, maxProperties or properties"
+            raise RequestError(
+                f"{path}.{keyword}",
+                ": no object with these properties can match; change minProperties, maxProperties "
+                "or properties",
+                value=f"{schema[keyword]}",
             )
         bounds.PROPERTY_SETS.check(f"{path}.{keyword}", count.num_cases)
 
@@ -285,7 +298,7 @@ def _check_names(path: Path, value: Any) -> None:
 
 def _require(path: Path, value: Any, holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(f"{path}={brief(value)} must be {what}")
+        raise RequestError(path, f"must be {what}", value=brief(value))
 
 
 def _is_count(value: Any) -> bool:
@@ -308,7 +321,9 @@ def _check_merged(found: _Found, target: _Target) -> None:
         order = list(TopologicalSorter(within).static_order())
     except CycleError as error:
         path, _ = found[error.args[1][0]]
-        raise ValueError(f"{path} is defined by nothing but itself: change its $ref") from None
+        raise RequestError(
+            path, "is defined by nothing but itself", remedy="change its $ref"
+        ) from None
     tallies: dict[int, tuple[int, ...]] = {}
     counts: dict[int, frozenset[_Count]] = {}
     for key in order:
@@ -326,10 +341,13 @@ def _check_merged(found: _Found, target: _Target) -> None:
             together.append(frozenset().union(*(counts.get(id(it), _UNCOUNTED) for it in cases)))
         counts[key] = reduce(_counts_of_both, together, _UNCOUNTED)
         if (True, _MANY) in counts[key]:
-            raise ValueError(
-                f"{path} combines patternProperties with a maxProperties above 1, which is not "
-                "enforced where a name that properties does not list may come twice: list the "
-                "names instead of patternProperties, or leave maxProperties out"
+            raise RequestError(
+                path,
+                (
+                    "combines patternProperties with a maxProperties above 1, which is not "
+                    "enforced where a name that properties does not list may come twice"
+                ),
+                remedy="list the names instead of patternProperties, or leave maxProperties out",
             )
 
 
@@ -410,9 +428,10 @@ class _Obeyable:
             left = dict.fromkeys(changed)
         for key, (path, _) in self._found.items():
             if not self._types[key]:
-                raise ValueError(
-                    f"{path} is obeyed by no finite value: let what it needs be left out, or "
-                    "be of another type"
+                raise RequestError(
+                    path,
+                    "is obeyed by no finite value",
+                    remedy="let what it needs be left out, or be of another type",
                 )
 
     def _within(self, path: Path, schema: Schema) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from jpaged.errors import RequestError
 from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 
@@ -62,9 +63,10 @@ _SPACE: Any = re.compile(r"[ \t\r\n]*")
 def check_text(path: str, text: str) -> None:
     """Raise ValueError if a text of a schema has a character that no answer can have."""
     if (found := _UNWRITABLE.search(text)) is not None:
-        raise ValueError(
-            f"{path} has the control character U+{ord(found[0]):04X}, which no answer can have: "
-            "leave it out"
+        raise RequestError(
+            path,
+            f"has the control character U+{ord(found[0]):04X}, which no answer can have",
+            remedy="leave it out",
         )
 
 
@@ -116,7 +118,9 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             check_schema(place, schema)
             num_schemas += 1
         elif "%json" in token[0]:  # llguidance might read on from another place
-            raise ValueError(f"{path} has %json within {token[0][:40]!r}: write it otherwise")
+            raise RequestError(
+                path, f"has %json within {token[0][:40]!r}", remedy="write it otherwise"
+            )
         elif token["regex"]:
             check_regex(f"{path}.{token[0][:40]}", token["regex"])
             repeats.once()
@@ -133,7 +137,7 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
 
 
 def _unclosed(path: str, text: str, position: int) -> ValueError:
-    return ValueError(f"{path} opens {text[position : position + 20]!r} and does not close it")
+    return RequestError(path, f"opens {text[position : position + 20]!r} and does not close it")
 
 
 def _count(digits: str) -> int:
@@ -210,7 +214,9 @@ def _decoded(path: str, decode: Callable[[json.JSONDecoder], Any]) -> Any:
     try:
         value = decode(json.JSONDecoder(object_pairs_hook=made))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON text: {error}") from None
+        raise RequestError(path, "is no JSON text", remedy=str(error)) from None
     if twice:
-        raise ValueError(f"{path} has the name {brief(twice[0])} twice in an object: leave one out")
+        raise RequestError(
+            path, f"has the name {brief(twice[0])} twice in an object", remedy="leave one out"
+        )
     return value

@@ -25,7 +25,7 @@ from jpaged.serve.api.response_format import form_of_calls
 from jpaged.serve.engine.client import News, Run, joined
 from jpaged.serve.engine.messages import EngineRequest
 from jpaged.serve.engine.tokenizing_process import Order
-from jpaged.serve.errors import ApiError, bad_field, not_serving
+from jpaged.serve.errors import ApiError, not_serving
 from jpaged.serve.http.exchange import DONE, json_bytes, large_json
 from jpaged.serve.http.serving import Serving
 
@@ -140,11 +140,9 @@ class Generation(ABC):
         return self._asked.form_path
 
     def _in_words_of_the_request(self, error: ApiError) -> ApiError:
-        """The engine's error, which calls what answers obey by the engine's own field."""
-        path = error.param or ""
-        if not path.startswith("structured_outputs."):
-            return error
-        return bad_field(self._form_path, str(error).replace(path, self._form_path, 1))
+        """Return the engine's error with the request's name for the field that answers obey."""
+        form = self._asked.form
+        return error.renamed({f"structured_outputs.{form.kind}": self._form_path} if form else {})
 
     def _request(self, index: int, token_ids: list[int], params: SamplingParams) -> EngineRequest:
         """The request of one prompt."""

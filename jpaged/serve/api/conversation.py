@@ -172,7 +172,7 @@ def check_has(item: Any, path: str, *names: str) -> None:
     for name in names:
         if getattr(item, name) is None:
             own = f"{path}.{name}"
-            raise bad_field(own, f"{own} is missing: it is required of type {item.type!r}")
+            raise bad_field(own, "is missing", remedy=f"it is required of type {item.type!r}")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -186,10 +186,10 @@ def check_messages(messages: Sequence[Message]) -> None:
         path = f"messages[{i}]"
         calls = message.tool_calls or ()
         if message.content is None and not calls:
-            raise bad_field(f"{path}.content", f"{path}.content is missing: it is required")
+            raise bad_field(f"{path}.content", "is missing", remedy="it is required")
         if calls and message.role != "assistant":
             path = f"{path}.tool_calls"
-            raise bad_field(path, f"{path}={shown(calls)}: only an assistant's message has calls")
+            raise bad_field(path, ": only an assistant's message has calls", value=shown(calls))
         for j, call in enumerate(calls):
             own = f"{path}.tool_calls[{j}].function.arguments"
             _check_arguments(own, call.function.arguments)
@@ -200,10 +200,10 @@ def _check_arguments(path: str, arguments: str) -> None:
     try:
         value = parse_json(arguments.encode(), _MAX_ARGUMENTS_VALUES) if arguments else {}
     except ApiError as error:
-        value, why = None, f" ({str(error).replace('the body', 'it')[:200]})"
+        value, why = None, f" ({str(error)[:200]})"
     if not isinstance(value, dict):
         must = "must be the JSON text of an object: mend it, or leave the call out"
-        raise bad_field(path, f"{path}={shown(arguments)} {must}{why}")
+        raise bad_field(path, f"{must}{why}", value=shown(arguments))
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: str | ChosenTool | None = None) -> None:
@@ -215,20 +215,21 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | ChosenTool | None = 
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise bad_field("tools", f"tools names the function {twice!r} twice: each needs its own")
+        raise bad_field("tools", f"names the function {twice!r} twice", remedy="each needs its own")
     size = len(large_json([tool.told for tool in tools])) if tools else 0
     if size > MAX_TOOLS_BYTES:
         what = f"{size} bytes of JSON: at most {MAX_TOOLS_BYTES} are allowed"
-        raise bad_field("tools", f"tools has {what}; shorten descriptions or parameters")
+        shorten = "; shorten descriptions or "
+        raise bad_field("tools", f"has {what}{shorten}", "parameters")
     if choice is None or choice in ("none", "auto"):
         return
     named = choice.function.name if isinstance(choice, ChosenTool) else None
     if named is not None and named not in names:
         known = ", ".join(names)[:200] or "none"
-        what = f"tool_choice names the function {named!r}, which is not in tools: {known}"
-        raise bad_field("tool_choice", what)
+        problem = f"names the function {named!r}, which is not in tools: {known}"
+        raise bad_field("tool_choice", problem)
     if not names:
-        raise bad_field("tool_choice", f"tool_choice={choice!r} needs tools to choose from")
+        raise bad_field("tool_choice", "needs tools to choose from", value=repr(choice))
 
 
 def check_calls_are_found(tools: Sequence[Tool], config: ServeConfig) -> None:
@@ -236,8 +237,8 @@ def check_calls_are_found(tools: Sequence[Tool], config: ServeConfig) -> None:
     if tools and not (config.enable_auto_tool_choice and config.tool_call_parser):
         families = "|".join(TOOL_CALL_FAMILIES)
         need = f"--enable-auto-tool-choice --tool-call-parser {families}"
-        what = f"tools={shown(tools)} needs a server started with {need}; or tool_choice='none'"
-        raise bad_field("tools", what)
+        problem = f"needs a server started with {need}; or tool_choice='none'"
+        raise bad_field("tools", problem, value=shown(tools))
 
 
 class Template:
@@ -255,11 +256,11 @@ class Template:
         for name in self.chat_template_kwargs or {}:
             if name not in allowed:
                 known = ", ".join(sorted(allowed)) or "none"
-                what = f"chat_template_kwargs has {name[:60]!r}; allowed here: {known}"
-                raise bad_field("chat_template_kwargs", what)
+                problem = f"has {name[:60]!r}; allowed here: {known}"
+                raise bad_field("chat_template_kwargs", problem)
         if self.continue_final_message and self.add_generation_prompt:
-            what = "continue_final_message=true needs add_generation_prompt=false"
-            raise bad_field("continue_final_message", what)
+            problem = "needs add_generation_prompt=false"
+            raise bad_field("continue_final_message", problem, value="true")
 
     @property
     def offered_tools(self) -> list[Tool]:

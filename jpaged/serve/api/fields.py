@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import SamplingParams, StructuredOutputs, options
+from jpaged.errors import info_of
 from jpaged.serve.api.conversation import (
     TEXT_ONLY,
     Body,
@@ -34,7 +35,7 @@ from jpaged.serve.api.conversation import (
     shown,
 )
 from jpaged.serve.api.response_format import FORM, AnswerForm, ResponseFormat, form_of
-from jpaged.serve.errors import ApiError, bad_field, refusal
+from jpaged.serve.errors import ApiError, bad_field
 from jpaged.serve.options import Limits
 
 T = TypeVar("T", bound="Body")
@@ -172,14 +173,16 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         if self.stream_options is not None and not self.stream:
-            raise bad_field("stream_options", "stream_options is for stream=true")
+            raise bad_field("stream_options", "is for stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise bad_field("prompt_logprobs", "prompt_logprobs cannot be streamed")
+            raise bad_field("prompt_logprobs", "cannot be streamed")
         if self.truncate_prompt_tokens == 0:
-            raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves no prompt")
+            raise bad_field("truncate_prompt_tokens", "leaves no prompt", value="0")
         for name in ("n", "best_of", "beam_width"):
             if (getattr(self, name) or 1) > limits.max_n:
-                raise bad_field(name, f"{name}={getattr(self, name)}: at most {limits.max_n} here")
+                raise bad_field(
+                    name, f": at most {limits.max_n} here", value=f"{getattr(self, name)}"
+                )
 
     def sampling_params(self, max_tokens: int | None, **others: Any) -> SamplingParams:
         """What is asked of the sampler.
@@ -205,7 +208,7 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
         try:
             return SamplingParams(**(asked | others), max_tokens=max_tokens)
         except (TypeError, ValueError) as error:
-            raise refusal(str(error)) from None
+            raise ApiError(400, info_of(error)) from None
 
 
 _SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING} - {"structured_outputs"})
@@ -252,12 +255,12 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
         if len(self.prompts) > limits.max_prompts:
-            what = (
-                f"prompt has {len(self.prompts)} entries: at most {limits.max_prompts} are allowed"
-            )
-            raise bad_field("prompt", what)
+            most = f"at most {limits.max_prompts} are allowed"
+            raise bad_field("prompt", f"has {len(self.prompts)} entries", remedy=most)
         if not self.max_tokens and not self.echo:
-            raise bad_field("max_tokens", "max_tokens=0 makes no answer: only echo=true allows it")
+            raise bad_field(
+                "max_tokens", "makes no answer", value="0", remedy="only echo=true allows it"
+            )
 
 
 OpensAnswer = Annotated[bool, Meta(description="open the assistant's answer")]
@@ -292,20 +295,20 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         check_tools(self.tools, self.tool_choice)
         if self.must_call and self.structured_outputs is not None:
             what = "asks for calls, and structured_outputs for another form"
-            raise bad_field("tool_choice", f"tool_choice {what}: leave one of them out")
+            raise bad_field("tool_choice", what, remedy="leave one of them out")
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+            raise bad_field("top_logprobs", "needs logprobs=true")
         for name in ("beam_width", "use_beam_search"):
             if self.holds_calls and getattr(self, name):
                 what = "tools that must be called or are strict, or come with a form of the answer"
-                raise bad_field(name, f"{name} cannot go with {what}: sample instead")
+                raise bad_field(name, f"cannot go with {what}", remedy="sample instead")
         if self.add_special_tokens:
-            what = "add_special_tokens=true must be false: the template writes its own"
-            raise bad_field("add_special_tokens", what)
+            remedy = "the template writes its own"
+            raise bad_field("add_special_tokens", "must be false", value="true", remedy=remedy)
 
     @property
     def must_call(self) -> bool:
@@ -377,7 +380,7 @@ class TokenizeRequest(Body, Template, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ApiError unless there is just one thing to tokenise."""
         if (self.prompt is None) == (self.messages is None):
-            raise bad_field("prompt", "give either prompt or messages")
+            raise bad_field("prompt", "give either prompt or messages", shows_path=False)
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
@@ -459,7 +462,8 @@ def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
     near = difflib.get_close_matches(name[:60], known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     where, start = (f" of {path}", f"{path}.") if path else ("", "")
-    raise bad_field(start + name[:60], f"unknown or unsupported field {named}{where}{hint}")
+    problem = f"unknown or unsupported field {named}{where}{hint}"
+    raise bad_field(start + name[:60], problem, shows_path=False)
 
 
 # What an error says: msgspec tells where, the schema what must be there.
@@ -488,12 +492,14 @@ def _explained(body: type[Body], value: Any, message: str) -> ApiError:
             path += f".{key[:60]}"
     if missing := _MISSING.search(message[:_LONGEST]):
         path += f".{missing[1]}" if path else missing[1]
-        return bad_field(path, f"{path} is missing: it is required")
+        return bad_field(path, "is missing", remedy="it is required")
     if found and found["key"]:
         key = next(key for key in value if not re.fullmatch(get_args(IdAsText)[1].pattern, key))
-        return bad_field(path, f"{path} has the key {shown(key)}, which is no token id")
+        return bad_field(path, f"has the key {shown(key)}, which is no token id")
     what = _must_be(_resolved(schema))
-    return bad_field(path or None, f"{path or 'the body'}={shown(value)} must be {what}")
+    if not path:
+        return bad_field("", f"the body={shown(value)} must be {what}")
+    return bad_field(path, f"must be {what}", value=shown(value))
 
 
 def _accepts(schema: Schema, item: Any) -> bool:
@@ -584,4 +590,4 @@ _SIZES = (("minLength", "minItems"), ("maxLength", "maxItems", "maxProperties"))
 
 
 def _refuse(path: str, value: Any, what: str) -> NoReturn:
-    raise bad_field(path, f"{path}={shown(value)} {what}")
+    raise bad_field(path, what, value=shown(value))

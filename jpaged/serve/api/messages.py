@@ -4,8 +4,7 @@ A body becomes a `ChatRequest`, and what a chat tells of an answer becomes block
 """
 
 import json
-import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -67,7 +66,14 @@ ANTHROPIC_ERROR: dict[str, Any] = {
 NO_THREADS = "thread_unsupported_request"
 """By this code Anthropic's client knows that it must send whole conversations."""
 
-_NAMES = {"stop": "stop_sequences", "parameters": "input_schema"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "parameters": "input_schema",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "structured_outputs.json": "output_config.format.schema",
+}
+"""Names of a chat's fields in this API."""
+
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 Json = dict[str, Any]
@@ -179,20 +185,14 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
         if self.thread is not None:  # clients that know the code go on without one
-            what = "thread: this server keeps no conversations: send the whole of it"
-            raise bad_field("thread", what, NO_THREADS)
+            problem = ": this server keeps no conversations: send the whole of it"
+            raise bad_field("thread", problem, code=NO_THREADS)
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
         """What it asks, as a chat."""
-        told: list[Json] = []
-        if self.system:
-            told.append({"role": "system", "content": _text(self.system)})
-        places = [-1] * len(told)
-        for i, turn in enumerate(self.messages):
-            told += _messages_of(turn, f"messages[{i}]")
-            places += [i] * (len(told) - len(places))
+        told = [message for _, message in self._chat_messages()]
         choice = self.tool_choice or Choice(type="auto")
         try:
             return ChatRequest(
@@ -204,7 +204,26 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
             )
         except ApiError as error:
-            raise renamed(error, places) from None
+            raise error.renamed(self.names) from None
+
+    def _chat_messages(self) -> Iterator[tuple[str, Json]]:
+        """Yield the chat's messages, each with the path of what it was made of."""
+        if self.system:
+            yield "system", {"role": "system", "content": _text(self.system)}
+        for i, turn in enumerate(self.messages):
+            path = f"messages[{i}]"
+            yield from ((path, message) for message in _messages_of(turn, path))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the chat's fields in this API, for errors."""
+        names = dict(_NAMES)
+        for i, (path, _) in enumerate(self._chat_messages()):
+            names[f"messages[{i}]"] = path
+        for i in range(len(self.tools or ())):
+            names[f"tools[{i}].function"] = f"tools[{i}]"
+            names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
+        return names
 
     def _format(self) -> ResponseFormat | None:
         own = None if self.output_config is None else self.output_config.format
@@ -251,7 +270,7 @@ def _choice_of(choice: Choice) -> Any:
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         path = "tool_choice.name"
-        raise bad_field(path, f"{path} is missing: it is required of type 'tool'")
+        raise bad_field(path, "is missing", remedy="it is required of type 'tool'")
     return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
 
 
@@ -273,7 +292,7 @@ def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
     by_user = own["role"] == "user"
     if block.type != "text" and by_user != (block.type == "tool_result"):
         whose = "assistant" if by_user else "user"
-        raise bad_field(path, f"{path} of type {block.type!r} belongs to a message of {whose}")
+        raise bad_field(path, f"of type {block.type!r} belongs to a message of {whose}")
     match block.type:
         case "text":
             check_has(block, path, "text")
@@ -297,30 +316,6 @@ def _text(content: str | list[TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content)
-
-
-def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
-    """A chat's error in this API's words.
-
-    Args:
-        error: Of a chat.
-        places: For each message of the chat its place in the body; -1 for the system's.
-    """
-
-    def place(found: re.Match) -> str:
-        index = places[int(found[1])] if places and int(found[1]) < len(places) else -1
-        return "system" if index < 0 else f"messages[{index}]"
-
-    def told(text: str) -> str:
-        text = re.sub(r"\bmessages\[(\d+)\]", place, text) if places else text
-        text = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", text)
-        for name in ("response_format.json_schema.schema", "structured_outputs.json"):
-            text = text.replace(name, "output_config.format.schema")
-        return re.sub(rf"\b({'|'.join(_NAMES)})\b(?=[=.\[ ]|$)", lambda it: _NAMES[it[1]], text)
-
-    param = error.param and told(error.param)
-    headers, code = error.headers, error.code
-    return ApiError(error.status, told(str(error)), param, code=code, headers=headers)
 
 
 def error_body(error: ApiError) -> Json:
@@ -416,6 +411,7 @@ class Messaging(Chat):
 
     def __init__(self, serving: Any, asked: MessagesRequest, *about: Any):
         super().__init__(serving, asked.chat, *about)
+        self._body_asked = asked
         self._content = Content()
         self._has_begun = False
         self._reason: str | None = None
@@ -431,7 +427,7 @@ class Messaging(Chat):
             async for piece in super().pieces():
                 yield piece
         except ApiError as error:
-            raise renamed(error) from None
+            raise error.renamed(self._body_asked.names) from None
 
     def _events(self, news: list[News], encode: Encode) -> bytes:
         events: list[Json] = []

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jpaged import StructuredOutputs, call_grammar
+from jpaged.errors import info_of
 from jpaged.serve.api.conversation import Body, ChosenTool, Ignored, Tool
 from jpaged.serve.errors import ApiError, bad_field
 
@@ -53,13 +54,13 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
         ApiError: both are given, or one is not acceptable.
     """
     if format is not None and format.type != "json_schema" and format.json_schema is not None:
-        what = f"response_format.json_schema is for type 'json_schema', not {format.type!r}"
-        raise bad_field("response_format.json_schema", what)
+        problem = f"is for type 'json_schema', not {format.type!r}"
+        raise bad_field("response_format.json_schema", problem)
     asks = format is not None and format.type != "text"
     if form is not None:
         if asks:
-            what = "structured_outputs and response_format both ask for a form: give one of them"
-            raise bad_field("structured_outputs", what)
+            problem = "and response_format both ask for a form"
+            raise bad_field("structured_outputs", problem, remedy="give one of them")
         own = {name: getattr(form, name) for name in form.__struct_fields__}
         return _made({name: it for name, it in own.items() if it is not None}, _AS_IT_IS)
     if format is None or not asks:
@@ -67,8 +68,8 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
     if format.type == "json_object":
         return _made({"json_object": True}, _AS_FORMAT)
     if format.json_schema is None:
-        what = "response_format.json_schema is missing: it is required with type 'json_schema'"
-        raise bad_field("response_format.json_schema", what)
+        remedy = "it is required with type 'json_schema'"
+        raise bad_field("response_format.json_schema", "is missing", remedy=remedy)
     return _made({"json": format.json_schema.schema or {}}, _AS_FORMAT)
 
 
@@ -104,23 +105,16 @@ def form_of_calls(
     try:
         return call_grammar(family, told, **how)
     except (TypeError, ValueError) as error:
-        raise form_refusal(str(error)) from None
+        raise ApiError(400, info_of(error)) from None
 
 
-_AS_IT_IS = ("structured_outputs", "structured_outputs")
-_AS_FORMAT = ("response_format.json", "response_format.json_schema.schema")
+_AS_IT_IS: Mapping[str, str] = {}
+_AS_FORMAT = {"structured_outputs.json": "response_format.json_schema.schema"}
 
 
-def _made(fields: dict[str, Any], names: tuple[str, str]) -> StructuredOutputs:
-    """The form of some fields; errors call them by the second name instead of the first."""
-    own, told = names
+def _made(fields: dict[str, Any], names: Mapping[str, str]) -> StructuredOutputs:
+    """Return the specification that some fields ask for; errors call these fields by `names`."""
     try:
-        return StructuredOutputs(**fields, name=own.partition(".")[0])
+        return StructuredOutputs(**fields)
     except (TypeError, ValueError) as error:
-        raise form_refusal(str(error).replace(own, told)) from None
-
-
-def form_refusal(message: str) -> ApiError:
-    """An error about a form, whose message begins with the field's path."""
-    path = message.partition(" ")[0].partition("=")[0]
-    return bad_field(path, message)
+        raise ApiError(400, info_of(error).renamed(names)) from None

@@ -3,7 +3,6 @@
 A body becomes a `ChatRequest`, and what a chat tells of an answer becomes items and events.
 """
 
-import re
 from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -36,7 +35,14 @@ from jpaged.serve.errors import ApiError, bad_field
 from jpaged.serve.http.exchange import json_bytes
 
 _NO_MEMORY = "this server keeps no answers: send the whole conversation"
-_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "structured_outputs.json": "text.format.schema",
+}
+"""Names of a chat's fields in this API."""
 
 Json = dict[str, Any]
 
@@ -149,13 +155,13 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
         for name in ("store", "background"):
             if getattr(self, name):
-                raise bad_field(name, f"{name}=true must be false: {_NO_MEMORY}")
+                raise bad_field(name, "must be false", value="true", remedy=f"{_NO_MEMORY}")
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
         """What it asks, as a chat."""
-        told, places = _Conversation(self).told()
+        told, _ = _Conversation(self).told()
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
             choice = ChosenTool(type="function", function=ChosenFunction(name=choice.name))
@@ -184,7 +190,18 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
                 response_format=self._format(),
             )
         except ApiError as error:
-            raise renamed(error, places) from None
+            raise error.renamed(self.names) from None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the chat's fields in this API, for errors."""
+        names = dict(_NAMES)
+        for i, (message, place) in enumerate(zip(*_Conversation(self).told(), strict=True)):
+            path = "instructions" if place < 0 else f"input[{place}]"
+            names[f"messages[{i}]"] = path
+            for j in range(len(message.tool_calls or ())):
+                names[f"messages[{i}].tool_calls[{j}].function"] = path
+        return names | {f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))}
 
     def _format(self) -> ResponseFormat | None:
         own = None if self.text is None else self.text.format
@@ -194,33 +211,9 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
             return ResponseFormat(type=own.type)
         if own.schema is None:
             path = "text.format.schema"
-            raise bad_field(path, f"{path} is missing: it is required with type 'json_schema'")
+            raise bad_field(path, "is missing", remedy="it is required with type 'json_schema'")
         schema = JsonSchema(name=own.name or "answer", schema=own.schema)
         return ResponseFormat(type=own.type, json_schema=schema)
-
-
-def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
-    """A chat's error in this API's words.
-
-    Args:
-        error: Of a chat.
-        places: For each message the item of the input that it came from; -1 for instructions.
-    """
-
-    def place(found: re.Match) -> str:
-        index = places[int(found[1])] if places and int(found[1]) < len(places) else -1
-        return "instructions" if index < 0 else f"input[{index}]"
-
-    def told(text: str) -> str:
-        for name in ("response_format.json_schema.schema", "structured_outputs.json"):
-            text = text.replace(name, "text.format.schema")
-        text = re.sub(r"\bmessages\[(\d+)\](\.tool_calls\[\d+\]\.function)?", place, text)
-        text = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", text)
-        return re.sub(rf"\b({'|'.join(_NAMES)})\b", lambda it: _NAMES[it[1]], text)
-
-    param = error.param and told(error.param)
-    headers, code = error.headers, error.code
-    return ApiError(error.status, told(str(error)), param, code=code, headers=headers)
 
 
 class _Conversation:
@@ -402,7 +395,7 @@ class Responding(Chat):
             async for piece in super().pieces():
                 yield piece
         except ApiError as error:
-            raise renamed(error) from None
+            raise error.renamed(self._body_asked.names) from None
 
     def _events(self, news: list[News], encode: Encode) -> bytes:
         events: list[Json] = []
@@ -500,8 +493,7 @@ class Responding(Chat):
 
 def failure_event(error: ApiError) -> bytes:
     """What goes wrong in a stream after it has begun."""
-    told = renamed(error)
-    event = {"type": "error", "code": told.code, "message": str(told), "param": told.param}
+    event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
     return b"event: error\ndata: %b\n\n" % json_bytes({**event, "sequence_number": 0})
 
 

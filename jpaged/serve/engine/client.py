@@ -37,7 +37,7 @@ from jpaged.serve.engine.messages import (
     encode,
     report_of,
 )
-from jpaged.serve.errors import ApiError, failed, fault_of, not_serving, refusal
+from jpaged.serve.errors import ApiError, error_of, failed, not_serving
 
 MAX_UNREAD = 256 * 1024
 """Tokens and their candidates that may wait for a slow reader before its request is aborted."""
@@ -130,7 +130,7 @@ class Run:
         if delta.finished:
             del self._left[delta.request_id]
             if delta.error is not None:
-                self.fail(fault_of(delta.error))
+                self.fail(failed() if delta.error_info is None else error_of(delta.error_info))
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:
@@ -323,8 +323,7 @@ class EngineClient:
                         self.runs[delta.request_id].put(delta)
             case Refused():
                 if report.request_id in self.runs:
-                    error = failed() if report.is_fault else refusal(report.message)
-                    self.runs[report.request_id].fail(error)
+                    self.runs[report.request_id].fail(error_of(report.error))
             case Ready():
                 self.seen = time.monotonic()
                 self._info.set_result(report)

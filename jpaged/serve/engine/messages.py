@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jpaged import EngineStats, PoolChanges, RequestDelta, SamplingParams
+from jpaged.errors import ErrorInfo
 
 
 class Start(msgspec.Struct, tag=True):
@@ -81,11 +82,10 @@ class Died(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The engine refuses a request; with `is_fault` because of a failure of its own."""
+    """The engine refuses a request."""
 
     request_id: str
-    message: str
-    is_fault: bool = False
+    error: ErrorInfo
 
 
 class Turn(msgspec.Struct, tag=True):

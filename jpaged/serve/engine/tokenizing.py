@@ -18,11 +18,11 @@ import msgspec
 from msgspec.structs import replace
 
 from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, options
-from jpaged.serve.api.response_format import form_refusal
+from jpaged.errors import ErrorInfo
 from jpaged.serve.engine.framing import framed, read
 from jpaged.serve.engine.messages import Ready
 from jpaged.serve.engine.tokenizing_process import MIB, Done, Order, TokenizingProcess, exit_code
-from jpaged.serve.errors import ApiError, bad_field, failed, not_serving, say, too_long
+from jpaged.serve.errors import ApiError, bad_field, error_of, failed, not_serving, say, too_long
 
 _MOST_COUNTED = 65536
 """Tokens that `/tokenize` always counts, however short the model's context is."""
@@ -123,15 +123,17 @@ class Tokenizing:
         if kept is not None and room > 0:
             ids = ids[-kept:]
         if not ids:
-            raise bad_field(path, f"{path} has no tokens: give at least one")
+            raise bad_field(path, "has no tokens", remedy="give at least one")
         if len(ids) >= most:
             raise self._too_long(path, options.counted(len(ids), "token"))
         if len(ids) > room:
             raise too_long(
                 "max_tokens",
-                f"max_tokens={max_tokens} and the {options.counted(len(ids), 'token')} of {path} "
-                f"are more than this model's maximum context length of {most} tokens: lower "
-                f"max_tokens to {most - len(ids)}, or shorten the prompt",
+                f"and the {options.counted(len(ids), 'token')} of ",
+                path,
+                f" are more than this model's maximum context length of {most} tokens",
+                value=f"{max_tokens}",
+                remedy=("lower ", "max_tokens", f" to {most - len(ids)}, or shorten the prompt"),
             )
         return ids
 
@@ -160,9 +162,9 @@ class Tokenizing:
         done = await self._verdict(Order(form=form), client)
         if done.spent is not None:
             words = f"trying it took more than {GrammarTrial.most}: simplify it"
-            raise bad_field(path, f"{path} cannot be enforced: {words}")
+            raise bad_field(path, "cannot be enforced", remedy=str(words))
         if done.refused is not None:
-            raise form_refusal(done.refused.replace(f"structured_outputs.{form.kind}", path))
+            raise error_of(done.refused.renamed({f"structured_outputs.{form.kind}": path}))
         if done.failed is not None:
             say(f"compiling a grammar failed: {done.failed}")
             raise failed()
@@ -231,17 +233,18 @@ class Tokenizing:
         try:
             done = await self._pool.do(order)
         except OverflowError:
-            done = Done(refused=f"{path} has a number that is too large for a chat template")
+            problem = f"{path} has a number that is too large for a chat template"
+            done = Done(refused=ErrorInfo("", (problem,)))
         except (OSError, RuntimeError, ValueError) as error:
             done = Done(failed=repr(error))
         if done.failed is not None:
             say(f"tokenising failed: {done.failed}")
             raise failed()
         if done.spent is not None:
-            words = f"the chat template, or tokenising, took {done.spent}: send less"
-            raise bad_field(path, words)
+            problem = f"the chat template, or tokenising, took {done.spent}: send less"
+            raise bad_field(path, problem, shows_path=False)
         if done.refused is not None:
-            raise bad_field(path, done.refused)
+            raise bad_field(path, str(done.refused), shows_path=False)
         if done.is_longer:
             raise self._too_long(path, f"more than {options.counted(order.most or 0, 'token')}")
         return done
@@ -249,14 +252,15 @@ class Tokenizing:
     def _known(self, token_ids: list[int], path: str) -> list[int]:
         if token_ids and (worst := max(token_ids)) >= self._vocab_size:
             known = f"known are 0 to {self._vocab_size - 1}"
-            raise bad_field(path, f"{path} has the token id {worst}, which is unknown; {known}")
+            raise bad_field(path, f"has the token id {worst}, which is unknown; {known}")
         return token_ids
 
     def _too_long(self, path: str, length: str) -> ApiError:
         return too_long(
             path,
-            f"{path} has {length}, too many for this model's maximum context length of "
-            f"{self.max_model_len} tokens, the answer's included: shorten it",
+            f"has {length}, too many for this model's maximum context length of "
+            f"{self.max_model_len} tokens, the answer's included",
+            remedy="shorten it",
         )
 
 

@@ -24,6 +24,7 @@ import jinja2
 import msgspec
 
 from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
+from jpaged.errors import ErrorInfo, ErrorKind, info_of
 from jpaged.serve.engine.framing import receive, send
 
 MIB = 2**20
@@ -100,7 +101,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
     strings: list[str] | None = None
     is_longer: bool = False
-    refused: str | None = None
+    refused: ErrorInfo | None = None
     spent: str | None = None
     mistake: str | None = None
     failed: str | None = None
@@ -341,13 +342,16 @@ class OrderRunner:
         except RecursionError:
             if order.form is not None:
                 words = "nests too deep: use fewer references and cases within each other"
-                return Done(refused=f"structured_outputs.{order.form.kind} {words}")
-            return Done(refused="the chat template nests too deep with these messages")
+                path = f"structured_outputs.{order.form.kind}"
+                return Done(refused=ErrorInfo(path, (words,), kind=ErrorKind.TOO_LARGE))
+            problem = "the chat template nests too deep with these messages"
+            return Done(refused=ErrorInfo("", (problem,)))
         except (TypeError, ValueError) as error:
             syntax = error.__cause__
             if isinstance(syntax, jinja2.TemplateSyntaxError):
-                return Done(refused=str(error), mistake=f"line {syntax.lineno}: {syntax.message}")
-            return Done(refused=str(error))
+                mistake = f"line {syntax.lineno}: {syntax.message}"
+                return Done(refused=info_of(error), mistake=mistake)
+            return Done(refused=info_of(error))
         except Exception as error:
             return Done(failed=repr(error)[:1000])
 

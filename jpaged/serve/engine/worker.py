@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from jpaged import Engine, RequestDelta
+from jpaged.errors import ErrorInfo, ErrorKind, info_of
 from jpaged.serve.dashboard.sampler import PoolSampler
 from jpaged.serve.engine.framing import Link
 from jpaged.serve.engine.messages import (
@@ -159,10 +160,10 @@ class Worker:
                 prompt, request.params, request_id=name, priority=request.priority
             )
         except (TypeError, ValueError) as error:
-            self._send(Refused(name, str(error)))
+            self._send(Refused(name, info_of(error)))
         except Exception as error:  # of this request; if a step failed, the next one says so
             say(f"{name}: {error!r}")
-            self._send(Refused(name, "the request failed", is_fault=True))
+            self._send(Refused(name, ErrorInfo("", ("it failed",), kind=ErrorKind.INTERNAL)))
 
 
 def _parts_of(delta: RequestDelta) -> Iterator[RequestDelta]:

@@ -200,7 +200,7 @@ class InFlight:
         most = self._max_num_seqs + self._limits.max_num_queued_reqs
         if num_sequences > most:
             message = f"{num_sequences} sequences are asked for at once: {most} at most, here"
-            raise bad_field("prompt", message)
+            raise bad_field("prompt", message, shows_path=False)
         queued = max(0, self._num_sequences + num_sequences - self._max_num_seqs)
         if queued > self._limits.max_num_queued_reqs:
             raise not_serving("the queue is full: try again later", _RETRY_AFTER)

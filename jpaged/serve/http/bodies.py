@@ -22,7 +22,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
-from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.errors import ApiError, bad_field, not_serving
 from jpaged.serve.options import Limits
 
 _HELD = "jpaged.held"
@@ -352,7 +352,8 @@ def _named_twice(body: bytes | bytearray) -> ApiError:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ApiError(400, f"the body names {name[:60]!r} twice", name[:60])
+                problem = f"the body names {name[:60]!r} twice"
+                raise bad_field(name[:60], problem, shows_path=False)
             seen.add(name)
 
     try:
@@ -381,9 +382,9 @@ def _lone_surrogate(body: bytes | bytearray) -> ApiError | None:
             left += [(f"{path}.{_printable(name)}".lstrip("."), it) for name, it in value.items()]
             value = "".join(value)
         if isinstance(value, str) and _SURROGATE.search(value):
-            return ApiError(
-                400, f"{path or 'the body'} has a lone surrogate: leave it out", path or None
-            )
+            if not path:
+                return ApiError(400, "the body has a lone surrogate: leave it out")
+            return bad_field(path, "has a lone surrogate", remedy="leave it out")
     return None
 
 

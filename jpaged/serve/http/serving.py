@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from enum import Enum
 from typing import TypeVar
 
+from jpaged import errors
 from jpaged.serve.engine.client import EngineClient, News, Run
 from jpaged.serve.engine.messages import EngineRequest, Ready
 from jpaged.serve.engine.tokenizing import Tokenizing
@@ -134,8 +135,9 @@ class Serving:
         names = self.config.model_names
         if asked is None or asked in names:
             return asked or names[0]
-        message = f"the model {asked[:100]!r} does not exist; here is {', '.join(names)}"
-        raise ApiError(404, message, "model", code="model_not_found")
+        problem = f"the model {asked[:100]!r} does not exist; here is {', '.join(names)}"
+        info = errors.ErrorInfo("model", (problem,), shows_path=False)
+        raise ApiError(404, info, code="model_not_found")
 
     def cache_salt(self, client: str, asked: str | None) -> str | None:
         """The salt of a client's prompts in the prefix cache. Where each key has a cache of its

@@ -1,0 +1,118 @@
+"""Errors about options and fields of requests.
+
+An error keeps the field's path, the field's value and the names of other fields apart from its
+words. So an API or a command line that calls a field otherwise can print its own name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+
+class ErrorKind(StrEnum):
+    """What kind of error it is: HTTP answers 400, 400, 400, 503 and 500."""
+
+    INVALID = "invalid"
+    TOO_LARGE = "too_large"
+    UNSUPPORTED = "unsupported"
+    UNAVAILABLE = "unavailable"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """What is wrong, and what to do. Its text is "PATH=VALUE PROBLEM: REMEDY".
+
+    Attributes:
+        path: Path of the field at fault, such as "prompt[2]"; empty if no field is at fault.
+        problem: Text. Between two strings of it stands the path of another field.
+        value: The field's value as the text shows it; None if the text does not show it.
+        remedy: Text, in the same form as `problem`; empty if `problem` says what to do.
+        kind: Decides the HTTP status.
+        shows_path: Whether the text begins with the path.
+    """
+
+    path: str
+    problem: tuple[str, ...]
+    value: str | None = None
+    remedy: tuple[str, ...] = ()
+    kind: ErrorKind = ErrorKind.INVALID
+    shows_path: bool = True
+
+    def __str__(self) -> str:
+        head = self.path if self.shows_path else ""
+        return self._text(head if self.value is None else f"{head}={self.value}")
+
+    @property
+    def command_line_text(self) -> str:
+        """The text for a command line, where an option is called by its flag."""
+        is_option = self.shows_path and self.value is not None and self.path.isidentifier()
+        if not is_option:
+            return str(self)
+        return self._text(f"--{self.path.replace('_', '-')} {self.value}")
+
+    def _text(self, head: str) -> str:
+        problem = "".join(self.problem)
+        separator = " " if head and problem and problem[0] not in ":[" else ""
+        words = f"{head}{separator}{problem}"
+        return f"{words}: {''.join(self.remedy)}" if self.remedy else words
+
+    def renamed(self, names: Mapping[str, str]) -> "ErrorInfo":
+        """Return the same error with other names of fields; see `renamed_path`."""
+
+        def text(parts: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(
+                renamed_path(part, names) if i % 2 else part for i, part in enumerate(parts)
+            )
+
+        path = renamed_path(self.path, names)
+        return replace(self, path=path, problem=text(self.problem), remedy=text(self.remedy))
+
+
+def renamed_path(path: str, names: Mapping[str, str]) -> str:
+    """Return a path in which `names` replaces the longest prefix that it has."""
+    ends = [i for i, character in enumerate(path) if character in ".["]
+    for end in (len(path), *reversed(ends)):
+        if path[:end] in names:
+            return names[path[:end]] + path[end:]
+    return path
+
+
+class RequestError(ValueError):
+    """An option or a field of a request cannot be accepted.
+
+    Args:
+        path, problem, value, kind, shows_path: As of `ErrorInfo`.
+        remedy: A text, or one with paths of fields as `problem`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *problem: str,
+        value: str | None = None,
+        remedy: str | tuple[str, ...] = (),
+        kind: ErrorKind = ErrorKind.INVALID,
+        shows_path: bool = True,
+    ):
+        remedy = (remedy,) if isinstance(remedy, str) else remedy
+        self.info = ErrorInfo(path, problem, value, remedy, kind, shows_path)
+        super().__init__(str(self.info))
+
+    @classmethod
+    def of(cls, info: ErrorInfo) -> Self:
+        """Return the error that says `info`."""
+        others = {name: getattr(info, name) for name in ("value", "remedy", "kind", "shows_path")}
+        return cls(info.path, *info.problem, **others)
+
+
+class RequestTypeError(RequestError, TypeError):
+    """The value of an option or a field has a type that cannot be accepted."""
+
+
+def info_of(error: BaseException) -> ErrorInfo:
+    """Return what an error says; an error that names no field has only a text."""
+    if isinstance(error, RequestError):
+        return error.info
+    return ErrorInfo("", (str(error) or type(error).__name__,))
