@@ -20,8 +20,8 @@ from e2e_options import ANSWER, GREEDY, LOOPS, MOSTLY_OVERLAPPED, QUESTION, SMAL
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
+from jpaged.errors import ErrorKind
 from jpaged.runtime.results import StepHandle
-from jpaged.serve.errors import fault_of
 from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
 
 SCHEMA: dict[str, Any] = {
@@ -495,7 +495,7 @@ def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode
             told |= {it.request_id: it for it in engine.take_deltas() if it.finished}
         assert time.monotonic() - start < 15  # 30 before the process was taken to hang
         assert kept not in told
-        assert fault_of(told[failing].error).status == 503
+        assert told[failing].error_info.kind is ErrorKind.UNAVAILABLE
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
