@@ -106,6 +106,10 @@ class RequestError(ValueError):
         others = {name: getattr(info, name) for name in ("value", "remedy", "kind", "shows_path")}
         return cls(info.path, *info.problem, **others)
 
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the same error with other names of fields; see `renamed_path`."""
+        return self.of(self.info.renamed(names))
+
 
 class RequestTypeError(RequestError, TypeError):
     """The value of an option or a field has a type that cannot be accepted."""

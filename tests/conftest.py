@@ -39,7 +39,12 @@ MAX_PROCESSOR_SECONDS = 30.0
 """Processor time of one test of the default tier, fixtures included. In CI a test that needs more
 fails."""
 
+MAX_RESIDENT_BYTES = 3 * 2**30
+"""Memory of a test process from which it drops its engines and programs after a module. Without a
+limit a process of the default tier grows to 6 GiB."""
+
 _STARTED = pytest.StashKey[float]()
+_ENGINES = pytest.StashKey[Callable[[], None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -144,6 +149,22 @@ def pytest_runtest_makereport(
     return report
 
 
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop engines and compiled programs after a module if they take too much memory."""
+    is_last = nextitem is None or nextitem.path != item.path
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and is_last and _resident_bytes() > MAX_RESIDENT_BYTES:
+        item.config.stash.get(_ENGINES, lambda: None)()
+        gc.collect()
+        jax.clear_caches()
+
+
 @pytest.fixture
 def jax_settings() -> Iterator[None]:
     """Restore JAX's settings after a test that changes them."""
@@ -181,8 +202,12 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def kept_engines(compilation_cache: Path) -> Callable[..., "jpaged.Engine"]:
+def kept_engines(
+    compilation_cache: Path, pytestconfig: pytest.Config
+) -> Callable[..., "jpaged.Engine"]:
     """Return a function that makes an engine of a model and options, or returns the one that it
     made of them not long ago."""
     make = partial(jpaged.Engine, compilation_cache_dir=compilation_cache)
-    return lru_cache(MAX_KEPT_ENGINES)(make)
+    kept = lru_cache(MAX_KEPT_ENGINES)(make)
+    pytestconfig.stash[_ENGINES] = kept.cache_clear
+    return kept

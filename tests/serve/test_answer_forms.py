@@ -302,7 +302,7 @@ def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may
     async def check_form(self: Tokenizing, form: object, path: str, client: str) -> None:
         tried.append(path)
         await asyncio.sleep(5 * (path != "tools"))
-        raise bad_field(path, f"{path} cannot be enforced")
+        raise bad_field(path, "cannot be enforced")
 
     async def scenario(server: Server) -> None:
         body = {"messages": [USER], "tools": [TOOL, NOW], "tool_choice": "required"}

@@ -105,7 +105,7 @@ def test_a_refusal(line: Line):
     while len(refused) < 2:
         report = line.receive()
         if isinstance(report, Refused):
-            refused[report.request_id] = report.message
+            refused[report.request_id] = str(report.error)
     assert "n=9" in refused["a"]
     assert "beam_width=99" in refused["b"]
     line.send(add("d"))
