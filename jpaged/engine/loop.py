@@ -39,7 +39,7 @@ from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, Items, MaskProcess, WaitBudget
+from jpaged.text.mask_process import Answer, Constraint, Items, MaskProcess, WaitBudget
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -133,7 +133,7 @@ class EngineLoop:
         self._masks: Any = masks  # no request is constrained where there is none
         self._wait_budget = WaitBudget()
         self._seconds_waited = 0.0  # for tokens
-        self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
+        self._compiling: dict[RequestState, Constraint] = {}  # not queued yet
         self._num_constrained = 0  # requests with a grammar
         self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
         self._in_flight: deque[StepHandle] = deque()
@@ -234,9 +234,10 @@ class EngineLoop:
                 if request.request_id in self.requests:
                     name = request.request_id
                     raise ValueError(f"request_id {name!r} is in use by an unfinished request")
-                if state.is_compiling:
+                constraint = state.constraint
+                if constraint is not None and not constraint.is_ready:
                     self.scheduler.check(request)
-                    self._compiling[state] = None
+                    self._compiling[state] = constraint
                 else:
                     self._queue(state)
                 self.requests[request.request_id] = state
@@ -246,7 +247,7 @@ class EngineLoop:
     def _queue(self, state: RequestState) -> None:
         """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
         could not be compiled; nothing is changed then."""
-        state.begin_grammar()
+        state.check_grammar()
         try:
             self.scheduler.add(state.request)
         except (TypeError, ValueError):  # refused: nothing is changed
@@ -259,10 +260,10 @@ class EngineLoop:
         """Queue the requests whose grammars are compiled by now; those that end over it. Where
         nothing else is to do, the first one's is waited for, but not for long."""
         if not (self.scheduler.has_unfinished or self._in_flight or self._unsampled):
-            next(iter(self._compiling)).await_grammar(_COMPILING_WAIT)
+            next(iter(self._compiling.values())).wait(_COMPILING_WAIT)
         with self._undisturbed():
             failed: dict[RequestState, None] = {}
-            for state in [each for each in self._compiling if not each.is_compiling]:
+            for state in [it for it, constraint in self._compiling.items() if constraint.is_ready]:
                 del self._compiling[state]
                 try:
                     self._queue(state)
