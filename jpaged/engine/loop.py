@@ -4,11 +4,8 @@ In the overlapped loop the step that is read is the one launched a turn ago, so 
 has its next step waiting; in the synchronous loop it is the step just launched. Both give the same
 tokens, but for the rounding of steps that are composed differently.
 
-Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
-step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
-In the overlapped loop a thread sends the tokens, as soon as the device has them, to a process that
-makes the masks; rows whose masks take long may sit the step out, and are computed again
-(`WaitBudget`).
+If a row of a step has a grammar, the step before must be read between the step's layers and its
+sampling: the mask of the row depends on the token before it (`ConstrainedSampler`).
 """
 
 import signal
@@ -18,10 +15,8 @@ import traceback
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +26,7 @@ from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
+from jpaged.engine.constrained_sampler import ConstrainedSampler
 from jpaged.engine.request_state import RequestState
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import num_waste_slots
@@ -38,20 +34,7 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.text.grammar import GrammarError
-from jpaged.text.mask_process import Answer, Constraint, Items, MaskProcess, WaitBudget
-
-_COMPILING_WAIT = 0.005
-"""Seconds that a turn with nothing else to do waits for a grammar."""
-
-_LONGEST_WAIT = 1.0
-"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
-all rows have a grammar."""
-
-_LATE = (
-    "structured_outputs: the mask worker did not answer in time, and this request cannot skip a "
-    "step: retry"
-)
+from jpaged.text.mask_process import MaskProcess
 
 
 @contextmanager
@@ -130,12 +113,10 @@ class EngineLoop:
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self._runner = runner
         self._mode = mode
-        self._masks: Any = masks  # no request is constrained where there is none
-        self._wait_budget = WaitBudget()
-        self._seconds_waited = 0.0  # for tokens
-        self._compiling: dict[RequestState, Constraint] = {}  # not queued yet
+        self._constrained = ConstrainedSampler(masks, scheduler, runner, mode, self.requests)
         self._num_constrained = 0  # requests with a grammar
-        self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
+        self._unsampled: UnsampledStep | None = None  # the last step, while its masks are awaited
+        self._seconds_waited = 0.0  # for tokens
         self._in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False
@@ -145,7 +126,10 @@ class EngineLoop:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
         return bool(
-            self.scheduler.has_unfinished or self._in_flight or self._unsampled or self._compiling
+            self.scheduler.has_unfinished
+            or self._in_flight
+            or self._unsampled
+            or self._constrained.compiling
         )
 
     def stats(self) -> EngineStats:
@@ -162,7 +146,7 @@ class EngineLoop:
             num_waste_slots=num_waste_slots(scheduler),
             num_running=len(scheduler.running),
             num_running_seqs=scheduler.running.num_seats,
-            num_waiting=len(scheduler.waiting) + len(self._compiling),
+            num_waiting=len(scheduler.waiting) + len(self._constrained.compiling),
             num_swapped=scheduler.num_swapped,
             prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
             prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
@@ -189,7 +173,7 @@ class EngineLoop:
             RuntimeError: a step failed, now or earlier.
         """
         self.check_alive()
-        ended = self._queue_compiled() if self._compiling else []
+        ended = self._queue_compiled() if self._constrained.compiling else []
         num_ahead = 0
         if self._unsampled is None:  # an interrupt may have left one
             with self._undisturbed(fatal=True):
@@ -201,7 +185,7 @@ class EngineLoop:
                 ended += self._settle({}, faults)
             num_ahead = len(launched)
         if self._unsampled is not None:
-            ended += self._sample_masked()
+            ended += self._sample_constrained()
             num_ahead = 1
         if self._mode is not LoopMode.OVERLAPPED:
             num_ahead = 0
@@ -214,7 +198,7 @@ class EngineLoop:
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
         if self._unsampled is not None and self._failure is None:
-            self._sample_masked()
+            self._sample_constrained()
         while self._in_flight and self._failure is None:
             self._read()
 
@@ -237,7 +221,7 @@ class EngineLoop:
                 constraint = state.constraint
                 if constraint is not None and not constraint.is_ready:
                     self.scheduler.check(request)
-                    self._compiling[state] = constraint
+                    self._constrained.compiling[state] = constraint
                 else:
                     self._queue(state)
                 self.requests[request.request_id] = state
@@ -257,14 +241,11 @@ class EngineLoop:
             raise
 
     def _queue_compiled(self) -> list[RequestState]:
-        """Queue the requests whose grammars are compiled by now; those that end over it. Where
-        nothing else is to do, the first one's is waited for, but not for long."""
-        if not (self.scheduler.has_unfinished or self._in_flight or self._unsampled):
-            next(iter(self._compiling.values())).wait(_COMPILING_WAIT)
+        """Queue the requests whose grammars are compiled by now; gives those that fail over it."""
+        is_idle = not (self.scheduler.has_unfinished or self._in_flight or self._unsampled)
         with self._undisturbed():
             failed: dict[RequestState, None] = {}
-            for state in [it for it, constraint in self._compiling.items() if constraint.is_ready]:
-                del self._compiling[state]
+            for state in self._constrained.take_compiled(may_wait=is_idle):
                 try:
                     self._queue(state)
                 except Exception as error:
@@ -281,7 +262,7 @@ class EngineLoop:
             self._dropped.append(state)
             return
         with self._undisturbed():
-            self._compiling.pop(state, None)
+            self._constrained.compiling.pop(state, None)
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
@@ -297,33 +278,29 @@ class EngineLoop:
             if len(plans) == self._runner.burst_steps:
                 break
             others_wait = goal is Goal.LATENCY and self.scheduler.waiting
-            if others_wait or not self._fits_burst(plan, goal):
+            if others_wait or self._is_constrained(plan) or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
-    def _fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
-        return not self._is_constrained(plan) and self._runner.fits_burst(plan, goal)
-
     def _is_constrained(self, plan: StepPlan) -> bool:
-        """Whether a grammar decides what a row of the plan may sample."""
+        """Return whether a row of the plan that samples has a grammar."""
         return self._num_constrained > 0 and any(
             item.samples and self.requests[item.sequence.request.request_id].is_constrained
             for item in plan.scheduled
         )
 
     def _launch(self, plans: list[StepPlan], goal: Goal) -> list[StepHandle]:
-        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one's
-        sampling needs masks, it is left as `_unsampled`."""
+        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one is
+        constrained, only its layers are launched, as `_unsampled`."""
         runner = self._runner
+        free = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
         # All but the last were found to fit, or would have been the last.
-        if len(plans) == runner.burst_steps > 1 and self._fits_burst(plans[-1], goal):
-            handles = runner.launch_burst(plans, self._params_of)
+        if len(free) == runner.burst_steps > 1 and runner.fits_burst(free[-1], goal):
+            handles = runner.launch_burst(free, self._params_of)
         else:
-            masked = plans[-1:] if plans and self._is_constrained(plans[-1]) else []
-            free = plans[: len(plans) - len(masked)]
             handles = [runner.launch(plan, self._params_of) for plan in free]
-            for plan in masked:
-                self._unsampled = runner.launch_layers(plan, self._params_of)
+        if len(free) < len(plans):
+            self._unsampled = runner.launch_layers(plans[-1], self._params_of)
         for plan in plans:
             self.counts.note_plan(plan, self.scheduler.block_manager)
             if self.watches:  # to walk through none costs more than to ask
@@ -336,132 +313,21 @@ class EngineLoop:
                 self._note_first_scheduled(plan)
         return handles
 
-    def _sample_masked(self) -> list[RequestState]:
-        """Sample the step whose layers are launched, with masks: all steps before it are read for
-        them. Gives the requests that ended. An interrupt while waiting for one loses nothing."""
+    def _sample_constrained(self) -> list[RequestState]:
+        """Sample the step whose layers are launched, once all steps before it are read. Gives the
+        requests that ended. An interrupt while waiting for a step loses nothing."""
         ended, before = [], self._seconds_waited
         while self._in_flight:
             ended += self._read()
-        self._wait_budget.begin(self._seconds_waited - before)
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
-            items, complete = self._answers_of(step), dict[RequestState, None]()
-            if items:
-                handle, faults, complete = self._launch_masked(step, items)
-            else:
-                handle, faults = self._runner.launch_sampling(step), []
+            slack = self._seconds_waited - before
+            handle, faults, over = self._constrained.sample(step, slack)
             self._unsampled = None
             self._in_flight.append(handle)
-            return ended + self._settle(complete, [*faults, *handle.faults])
-
-    def _launch_masked(
-        self, step: UnsampledStep, items: Items
-    ) -> tuple[StepHandle, list[tuple[Request, Exception]], dict[RequestState, None]]:
-        """Sample a step with masks, and have the mask worker make the next masks.
-
-        Returns:
-            The step's handle; each request that fails, with its error; the requests with an answer
-            that the tokens of earlier steps have completed. Tokens sampled in the rows of the last
-            two are dropped.
-        """
-        may_leave = partial(self._should_stop_waiting, step, items)
-        allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
-        self._wait_budget.note_step()
-        leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
-        if leaving:
-            rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
-            step = replace(step, plan=self.scheduler.put_back(step.plan, rows))
-        handle = self._runner.launch_sampling(step, allowed)
-        ahead = self._mode is LoopMode.OVERLAPPED and not handle.is_shared
-        self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
-        faults = [(i, error) for i, error in over if error is not None]
-        faults += [(i, GrammarError(_LATE)) for i in late if items[i][1] not in leaving]
-        complete = [step.scheduled[items[i][1]].sequence for i, error in over if error is None]
-        return (
-            handle,
-            [(self._request_at(step, items[i][1]), error) for i, error in faults],
-            self._complete(complete),
-        )
-
-    def _complete(self, sequences: Iterable[Sequence]) -> dict[RequestState, None]:
-        """End samples whose grammars allow nothing after tokens that were read earlier."""
-        told: dict[RequestState, None] = {}
-        for sequence in sequences:
-            request = sequence.request
-            state = self.requests[request.request_id]
-            told[state] = None
-            token = Emitted(sequence, request, sequence.token_ids[-1], None)
-            try:
-                if state.accept(token, None, 0):
-                    self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-            except Exception as error:
-                self._fail(state, error)
-        return told
-
-    def _answers_of(self, step: UnsampledStep) -> list[tuple[Answer, int]]:
-        """Return the step's unfinished answers with grammars, each with its row.
-
-        Rows of finished answers are left out: their tokens are dropped.
-        """
-        items: list[tuple[Answer, int]] = []
-        for row, item in enumerate(step.scheduled):
-            sequence = item.sequence
-            if item.samples and sequence.finish_reason is None:
-                answer = self.requests[sequence.request.request_id].answer_of(sequence)
-                if answer is not None:
-                    items.append((answer, row))
-        return items
-
-    def _should_stop_waiting(
-        self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
-    ) -> bool:
-        """Return whether the step stops waiting for late masks. Then each late row skips the step,
-        and the rows that cannot skip it fail.
-
-        Args:
-            step: Its layers are launched.
-            items: The step's answers with grammars.
-            late: Indices in `items` of the answers without a mask.
-            heavy: Indices among `late` of the heavy answers.
-        """
-        masks, num_rows = self._masks, len(step.scheduled)
-        has_others, has_plain = len(late) < num_rows, len(items) < num_rows
-        if has_others:
-            is_late = masks.seconds_left == 0
-        else:  # a request that arrives would have to wait
-            is_late = masks.seconds_waited >= masks.longest_wait
-        if not is_late:
-            if not has_others or self._mode is not LoopMode.OVERLAPPED:
-                return False
-            share = (len(late) - len(heavy)) / num_rows
-            if not self._wait_budget.is_over(share, has_plain=has_plain):
-                return False
-        staying = {i for i in late if not self._can_skip(step, items[i][1])}
-        if not staying or not is_late:
-            return not staying
-        # On a busy machine the mask worker may just have had no CPU time.
-        is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
-        is_busy = is_busy and not has_plain  # which wait no longer, whatever the reason
-        return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
-
-    def _can_skip(self, step: UnsampledStep, row: int) -> bool:
-        """Return whether a row can skip the step, so that a later step computes its token again.
-
-        A row can if it decodes one token, is its request's only unfinished sequence, and the
-        request adjusts no logits (penalties, biases, forbidden tokens).
-        """
-        item = step.scheduled[row]
-        sequence, request = item.sequence, item.sequence.request
-        return (
-            item.start >= sequence.num_admitted_tokens
-            and item.num_scheduled_tokens == 1
-            and len(request.live) == 1
-            and not self._params_of(request).adjusts_logits
-        )
-
-    def _request_at(self, step: UnsampledStep, row: int) -> Request:
-        return step.scheduled[row].sequence.request
+            tokens = [Emitted(it, it.request, it.token_ids[-1], None) for it in over]
+            return ended + self._settle(self._tell(tokens, handle.plan, None, over), faults)
 
     def _params_of(self, request: Request) -> SamplingParams:
         return self.requests[request.request_id].params
@@ -486,11 +352,14 @@ class EngineLoop:
             raise
         with self._undisturbed(fatal=True):
             self._in_flight.popleft()
-            over: set[Answer] = self._masks.await_taken() if self._masks is not None else set()
+            constrained = self._constrained if handle is self._constrained.unread else None
+            if constrained is not None:
+                constrained.await_taken()
             ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
             candidates = None if result.logprobs is None else result.candidates
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             self.counts.num_generated_tokens += len(news.emitted)
+            over = () if constrained is None else constrained.find_over(news.emitted)
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = self._tell(news.emitted, handle.plan, result.logprobs, over)
             if news.searched:
@@ -521,10 +390,10 @@ class EngineLoop:
         emitted: list[Emitted],
         plan: StepPlan,
         scores: TokenScores | None,
-        over: set[Answer],
+        over: Collection[Sequence],
     ) -> dict[RequestState, None]:
-        """Tell requests of those of their tokens that they must hear of, such as end the answers in
-        `over`; the requests."""
+        """Tell requests of those of their tokens that they must hear of, such as end sequences in
+        `over` by their grammars; the requests."""
         told: dict[RequestState, None] = {}
         requests = self.requests
         scored = () if scores is None else plan.scheduled
@@ -532,11 +401,7 @@ class EngineLoop:
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
-            ends = over and state.answer_of(sequence) in over
-            if reason is FinishReason.LENGTH and not ends and state.is_constrained:
-                answer = state.answer_of(sequence)
-                ends = answer is not None and self._masks.await_end(answer)
-            if reason is None and state.is_quiet and not ends:
+            if reason is None and state.is_quiet and sequence not in over:
                 continue
             told[state] = None
             try:

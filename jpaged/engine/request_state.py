@@ -288,10 +288,6 @@ class RequestState:
         if self.constraint is not None:
             self.constraint.check()
 
-    def answer_of(self, sequence: Sequence) -> Answer | None:
-        """Return the answer that a sample's next token must fit; None without a grammar."""
-        return None if self.constraint is None else self.samples[sequence.index].answer
-
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in; needed of each while the request is not quiet, and of the last.
 
