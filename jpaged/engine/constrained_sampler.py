@@ -24,7 +24,7 @@ from jpaged.text.grammar import GrammarError
 from jpaged.text.mask_process import Answer, Constraint, Items, MaskProcess
 
 _COMPILING_WAIT = 0.005
-"""Seconds that a turn with nothing else to do waits for a grammar."""
+"""Maximum seconds that a turn with nothing else to do waits for a grammar."""
 
 _LONGEST_WAIT = 1.0
 """Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
@@ -46,10 +46,7 @@ _LATE = (
 class ConstrainedSampler:
     """Samples steps for the loop. Requests without a grammar never call it.
 
-    Args:
-        masks: Makes the masks; None if no request can have a grammar.
-        scheduler, runner, mode: As the loop has them.
-        requests: The loop's unfinished requests by id.
+    `requests` are the loop's unfinished requests by id. `masks` is None if none can have a grammar.
 
     Attributes:
         compiling: Requests that the loop queues when their grammars are compiled, in their order.
@@ -73,12 +70,8 @@ class ConstrainedSampler:
         self._over = set[Answer]()  # answers that end with the tokens of the step being read
 
     def take_compiled(self, *, may_wait: bool) -> list[RequestState]:
-        """Remove the requests from `compiling` whose grammars are compiled, or cannot be.
-
-        Args:
-            may_wait: Wait briefly for the first request's grammar.
-        """
-        if may_wait:
+        """Remove the requests from `compiling` whose grammars are compiled, or cannot be."""
+        if may_wait:  # nothing else is to do
             next(iter(self.compiling.values())).wait(_COMPILING_WAIT)
         taken = [state for state, constraint in self.compiling.items() if constraint.is_ready]
         for state in taken:

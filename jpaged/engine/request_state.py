@@ -348,14 +348,11 @@ class RequestState:
         """Return an error if the next token of some sample is forbidden by the grammar and the
         sampling parameters together; None if the model's logits are at fault."""
         form = self.params.structured_outputs
-        for sample in self.samples:
-            if form is None or sample.answer is None:
-                continue
+        for sample, answer in zip(self.samples, constraint.answers, strict=True):
             num_tokens = sample.sequence.num_output_tokens
-            names = self.params.names_that_forbid_all(
-                constraint.allowed_ids(sample.answer), num_tokens, self.eos_token_ids
-            )
-            if names:
+            allowed = constraint.allowed_ids(answer)
+            names = self.params.names_that_forbid_all(allowed, num_tokens, self.eos_token_ids)
+            if names and form is not None:
                 return GrammarError(
                     f"structured_outputs.{form.kind} and {' and '.join(names)} together allow no "
                     f"token after {num_tokens} tokens of the answer: change one of them, or leave "
