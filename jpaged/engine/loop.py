@@ -13,23 +13,20 @@ import threading
 import time
 import traceback
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 from weakref import WeakSet
 
 from jpaged.config import LoopMode
-from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.constrained_sampler import ConstrainedSampler
 from jpaged.engine.request_state import RequestState
 from jpaged.observe.pool_changes import PoolWatch
-from jpaged.observe.pool_report import num_waste_slots
+from jpaged.observe.pool_report import engine_stats
 from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
@@ -54,39 +51,6 @@ def deferred_interrupts() -> Iterator[None]:
             before(*came[0])
 
 
-@dataclass
-class LoopCounts:
-    """What happened since the start, by the names of `EngineStats`."""
-
-    peak_used_blocks: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_block_copies: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_generated_tokens: int = 0
-    num_steps: int = 0
-    num_step_tokens: int = 0
-    num_steps_by_size: list[int] = field(
-        default_factory=lambda: [0] * (len(EngineStats.STEP_SIZES) + 1)
-    )
-    num_finished: int = 0
-
-    def note_plan(self, plan: StepPlan, manager: BlockManager) -> None:
-        """Count a step that is launched now."""
-        self.num_steps += bool(plan.scheduled or plan.moves_blocks)  # others only tell of faults
-        if num_tokens := plan.num_new_tokens:
-            self.num_step_tokens += num_tokens
-            self.num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
-        self.num_preemptions += len(plan.preempted)
-        num_used_blocks = manager.pool.num_usable_blocks - manager.num_free_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
-        self.num_block_copies += len(plan.block_copies)
-        self.num_swapped_out_blocks += sum(len(order.block_ids) for order in plan.swap_outs)
-        self.num_swapped_in_blocks += sum(len(order.places) for order in plan.swap_ins)
-
-
 class EngineLoop:
     """Drives requests from the scheduler through the device and back. Not thread-safe.
 
@@ -94,7 +58,7 @@ class EngineLoop:
         scheduler: Decides the steps.
         requests: Unfinished requests by id; those whose grammar is not compiled yet, too.
         undelivered: Polled requests that were advanced since they were told of (an ordered set).
-        counts: What happened so far.
+        counts: What happened so far, by the names of `EngineStats`.
         watches: Those that look at the pool at present; they note each launched plan. They refer to
             the scheduler, so it is weak: an engine is in no cycle, and a dropped watch is gone.
     """
@@ -109,10 +73,10 @@ class EngineLoop:
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
         self.undelivered: dict[RequestState, None] = {}
-        self.counts = LoopCounts()
+        self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
-        self._runner = runner
-        self._mode = mode
+        self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
+        self._runner, self._mode = runner, mode
         self._constrained = ConstrainedSampler(masks, scheduler, runner, mode, self.requests)
         self._num_constrained = 0  # requests with a grammar
         self._unsampled: UnsampledStep | None = None  # the last step, while its masks are awaited
@@ -125,36 +89,12 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
-        return bool(
-            self.scheduler.has_unfinished
-            or self._in_flight
-            or self._unsampled
-            or self._constrained.compiling
-        )
+        return bool(self.requests or self._in_flight or self._unsampled)
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start. O(sequences)."""
-        scheduler, swap = self.scheduler, self.scheduler.swap_space
-        manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
-        counts: dict[str, Any] = vars(self.counts).copy()
-        counts["num_steps_by_size"] = tuple(self.counts.num_steps_by_size)
-        return EngineStats(
-            **counts,
-            block_size=manager.block_size,
-            num_blocks=manager.pool.num_usable_blocks,
-            num_free_blocks=manager.num_free_blocks,
-            num_waste_slots=num_waste_slots(scheduler),
-            num_running=len(scheduler.running),
-            num_running_seqs=scheduler.running.num_seats,
-            num_waiting=len(scheduler.waiting) + len(self._constrained.compiling),
-            num_swapped=scheduler.num_swapped,
-            prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
-            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
-            num_cached_blocks=manager.pool.num_cached_blocks,
-            num_pinned_blocks=manager.pins.num_blocks,
-            num_host_blocks=swap.policy.num_host_blocks,
-            num_used_host_blocks=swap.num_used_blocks,
-        )
+        counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
+        return engine_stats(self.scheduler, len(self._constrained.compiling), counts)
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a step failed: what the device holds is then unknown."""
@@ -185,7 +125,7 @@ class EngineLoop:
                 ended += self._settle({}, faults)
             num_ahead = len(launched)
         if self._unsampled is not None:
-            ended += self._sample_constrained()
+            ended += self._sample_constrained(self._unsampled)
             num_ahead = 1
         if self._mode is not LoopMode.OVERLAPPED:
             num_ahead = 0
@@ -198,7 +138,7 @@ class EngineLoop:
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
         if self._unsampled is not None and self._failure is None:
-            self._sample_constrained()
+            self._sample_constrained(self._unsampled)
         while self._in_flight and self._failure is None:
             self._read()
 
@@ -226,7 +166,7 @@ class EngineLoop:
                     self._queue(state)
                 self.requests[request.request_id] = state
                 self._num_constrained += state.is_constrained
-                self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
+                self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 
     def _queue(self, state: RequestState) -> None:
         """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
@@ -234,10 +174,8 @@ class EngineLoop:
         state.check_grammar()
         try:
             self.scheduler.add(state.request)
-        except (TypeError, ValueError):  # refused: nothing is changed
-            raise
         except Exception:
-            self.scheduler.abort(state.request_id)
+            self.scheduler.abort(state.request_id)  # does nothing if the scheduler refused it
             raise
 
     def _queue_compiled(self) -> list[RequestState]:
@@ -302,26 +240,42 @@ class EngineLoop:
         if len(free) < len(plans):
             self._unsampled = runner.launch_layers(plans[-1], self._params_of)
         for plan in plans:
-            self.counts.note_plan(plan, self.scheduler.block_manager)
-            if self.watches:  # to walk through none costs more than to ask
-                for watch in tuple(self.watches):
-                    watch.note(plan)
-            for request_id in plan.preempted:
-                if request_id in self.requests:
-                    self.requests[request_id].metrics.num_preemptions += 1
-            if not plan.is_decode:
-                self._note_first_scheduled(plan)
+            self._note_launched(plan)
         return handles
 
-    def _sample_constrained(self) -> list[RequestState]:
-        """Sample the step whose layers are launched, once all steps before it are read. Gives the
+    def _note_launched(self, plan: StepPlan) -> None:
+        """Count a step; note it in its requests' metrics and in the watches."""
+        counts, manager = self.counts, self.scheduler.block_manager
+        counts["num_steps"] += bool(plan.scheduled or plan.moves_blocks)  # others only tell faults
+        if num_tokens := plan.num_new_tokens:
+            counts["num_step_tokens"] += num_tokens
+            self._num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
+        num_used = manager.pool.num_usable_blocks - manager.num_free_blocks
+        counts["peak_used_blocks"] = max(counts["peak_used_blocks"], num_used)
+        counts["num_block_copies"] += len(plan.block_copies)
+        counts["num_swapped_out_blocks"] += sum(len(order.block_ids) for order in plan.swap_outs)
+        counts["num_swapped_in_blocks"] += sum(len(order.places) for order in plan.swap_ins)
+        counts["num_preemptions"] += len(plan.preempted)
+        for request_id in plan.preempted:
+            if request_id in self.requests:
+                self.requests[request_id].metrics.num_preemptions += 1
+        now = time.monotonic()
+        for item in () if plan.is_decode else plan.scheduled:
+            metrics = self.requests[item.sequence.request.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+                counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
+        if self.watches:  # to walk through none costs more than to ask
+            for watch in tuple(self.watches):
+                watch.note(plan)
+
+    def _sample_constrained(self, step: UnsampledStep) -> list[RequestState]:
+        """Sample a step whose layers are launched, once all steps before it are read; gives the
         requests that ended. An interrupt while waiting for a step loses nothing."""
         ended, before = [], self._seconds_waited
         while self._in_flight:
             ended += self._read()
         with self._undisturbed(fatal=True):
-            if (step := self._unsampled) is None:
-                return ended
             slack = self._seconds_waited - before
             handle, faults, over = self._constrained.sample(step, slack)
             self._unsampled = None
@@ -331,14 +285,6 @@ class EngineLoop:
 
     def _params_of(self, request: Request) -> SamplingParams:
         return self.requests[request.request_id].params
-
-    def _note_first_scheduled(self, plan: StepPlan) -> None:
-        now = time.monotonic()
-        for item in plan.scheduled:
-            metrics = self.requests[item.sequence.request.request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-                self.counts.num_cached_tokens += item.sequence.num_cached_tokens or 0
 
     def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
@@ -358,7 +304,7 @@ class EngineLoop:
             ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
             candidates = None if result.logprobs is None else result.candidates
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
-            self.counts.num_generated_tokens += len(news.emitted)
+            self.counts["num_generated_tokens"] += len(news.emitted)
             over = () if constrained is None else constrained.find_over(news.emitted)
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = self._tell(news.emitted, handle.plan, result.logprobs, over)
@@ -420,7 +366,7 @@ class EngineLoop:
             state.note_first_token()
             if request.is_finished and request.beam is not None:
                 found = request.beam.hypotheses[: state.params.n]
-                self.counts.num_generated_tokens += sum(len(h.output_token_ids) for h in found)
+                self.counts["num_generated_tokens"] += sum(len(h.output_token_ids) for h in found)
                 over[state] = None
         return over
 
@@ -449,7 +395,7 @@ class EngineLoop:
             state.finish()
         except Exception as error:
             self._fail(state, error)
-        self.counts.num_finished += 1
+        self.counts["num_finished"] += 1
         self._num_constrained -= state.is_constrained
         del self.requests[state.request_id]
 
