@@ -143,10 +143,10 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
         loop.advance(Goal.LATENCY)
 
     def run() -> int:
-        launched = loop.counts.num_steps
-        while loop.counts.num_steps - launched < num_steps:
+        launched = loop.counts["num_steps"]
+        while loop.counts["num_steps"] - launched < num_steps:
             loop.advance(Goal.LATENCY)
-        return loop.counts.num_steps - launched
+        return loop.counts["num_steps"] - launched
 
     start = time.perf_counter()
     untraced = run()
@@ -163,9 +163,9 @@ def profile_prefill(engine: Engine, batch: int, context: int, folder: Path) -> d
 
     def run(seed: int) -> tuple[float, int]:
         prompts = random_prompts([context] * batch, engine.vocab_size, seed)
-        launched, start = loop.counts.num_steps, time.perf_counter()
+        launched, start = loop.counts["num_steps"], time.perf_counter()
         engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
-        return time.perf_counter() - start, loop.counts.num_steps - launched
+        return time.perf_counter() - start, loop.counts["num_steps"] - launched
 
     run(0)
     seconds, untraced = run(1)

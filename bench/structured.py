@@ -353,7 +353,8 @@ def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
 
 def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
     loop, runner, clock = engine._loop, engine._runner, Clock()
-    maker, scheduler, num_left = loop._masks, loop.scheduler, 0
+    maker: Any = engine._preprocessor.masks
+    scheduler, num_left = loop.scheduler, 0
 
     def put_back(plan: StepPlan, rows: Iterable[int]) -> StepPlan:
         nonlocal num_left

@@ -230,7 +230,7 @@ class Engine:
             for each in zip(given, *asked, strict=True)
         ]
         for state in states:
-            state.begin_grammar()
+            state.check_grammar()
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
         with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
             return self._complete(states, Goal.THROUGHPUT, bar.update)
@@ -314,7 +314,7 @@ class Engine:
         (own,) = pair_params(params, 1)
         own.check_streamable()
         state = self._make_state(prompt, own)
-        state.begin_grammar()
+        state.check_grammar()
         deltas = _deltas(self._loop, state)
         # A generator that was never started does not run its `finally`. Before the request is
         # queued, after which a Ctrl-C may come at once.

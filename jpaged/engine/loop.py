@@ -4,11 +4,8 @@ In the overlapped loop the step that is read is the one launched a turn ago, so 
 has its next step waiting; in the synchronous loop it is the step just launched. Both give the same
 tokens, but for the rounding of steps that are composed differently.
 
-Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
-step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
-In the overlapped loop a thread sends the tokens, as soon as the device has them, to a process that
-makes the masks; rows whose masks take long may sit the step out, and are computed again
-(`WaitBudget`).
+If a row of a step has a grammar, the step before must be read between the step's layers and its
+sampling: the mask of the row depends on the token before it (`ConstrainedSampler`).
 """
 
 import signal
@@ -16,45 +13,25 @@ import threading
 import time
 import traceback
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
 from types import FrameType
-from typing import Any
 from weakref import WeakSet
 
 from jpaged.config import LoopMode
-from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
+from jpaged.engine.constrained_sampler import ConstrainedSampler
 from jpaged.engine.request_state import RequestState
-from jpaged.errors import ErrorKind
 from jpaged.observe.pool_changes import PoolWatch
-from jpaged.observe.pool_report import num_waste_slots
+from jpaged.observe.pool_report import engine_stats
 from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.structured_outputs.compiler import GrammarError
-from jpaged.structured_outputs.mask_client import Answer, Items, MaskProcess, WaitBudget
-
-_COMPILING_WAIT = 0.005
-"""Seconds that a turn with nothing else to do waits for a grammar."""
-
-_LONGEST_WAIT = 1.0
-"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
-all rows have a grammar."""
-
-_LATE = ": the mask worker did not answer in time, and this request cannot skip a step"
-
-
-def _late() -> GrammarError:
-    kind = ErrorKind.UNAVAILABLE
-    return GrammarError("structured_outputs", _LATE, remedy="retry", kind=kind)
+from jpaged.structured_outputs.mask_client import MaskProcess
 
 
 @contextmanager
@@ -74,39 +51,6 @@ def deferred_interrupts() -> Iterator[None]:
             before(*came[0])
 
 
-@dataclass
-class LoopCounts:
-    """What happened since the start, by the names of `EngineStats`."""
-
-    peak_used_blocks: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_block_copies: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_generated_tokens: int = 0
-    num_steps: int = 0
-    num_step_tokens: int = 0
-    num_steps_by_size: list[int] = field(
-        default_factory=lambda: [0] * (len(EngineStats.STEP_SIZES) + 1)
-    )
-    num_finished: int = 0
-
-    def note_plan(self, plan: StepPlan, manager: BlockManager) -> None:
-        """Count a step that is launched now."""
-        self.num_steps += bool(plan.scheduled or plan.moves_blocks)  # others only tell of faults
-        if num_tokens := plan.num_new_tokens:
-            self.num_step_tokens += num_tokens
-            self.num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
-        self.num_preemptions += len(plan.preempted)
-        num_used_blocks = manager.pool.num_usable_blocks - manager.num_free_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
-        self.num_block_copies += len(plan.block_copies)
-        self.num_swapped_out_blocks += sum(len(order.block_ids) for order in plan.swap_outs)
-        self.num_swapped_in_blocks += sum(len(order.places) for order in plan.swap_ins)
-
-
 class EngineLoop:
     """Drives requests from the scheduler through the device and back. Not thread-safe.
 
@@ -114,7 +58,7 @@ class EngineLoop:
         scheduler: Decides the steps.
         requests: Unfinished requests by id; those whose grammar is not compiled yet, too.
         undelivered: Polled requests that were advanced since they were told of (an ordered set).
-        counts: What happened so far.
+        counts: What happened so far, by the names of `EngineStats`.
         watches: Those that look at the pool at present; they note each launched plan. They refer to
             the scheduler, so it is weak: an engine is in no cycle, and a dropped watch is gone.
     """
@@ -129,16 +73,14 @@ class EngineLoop:
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
         self.undelivered: dict[RequestState, None] = {}
-        self.counts = LoopCounts()
+        self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
-        self._runner = runner
-        self._mode = mode
-        self._masks: Any = masks  # no request is constrained where there is none
-        self._wait_budget = WaitBudget()
-        self._seconds_waited = 0.0  # for tokens
-        self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
+        self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
+        self._runner, self._mode = runner, mode
+        self._constrained = ConstrainedSampler(masks, scheduler, runner, mode, self.requests)
         self._num_constrained = 0  # requests with a grammar
-        self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
+        self._unsampled: UnsampledStep | None = None  # the last step, while its masks are awaited
+        self._seconds_waited = 0.0  # for tokens
         self._in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False
@@ -147,33 +89,12 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
-        return bool(
-            self.scheduler.has_unfinished or self._in_flight or self._unsampled or self._compiling
-        )
+        return bool(self.requests or self._in_flight or self._unsampled)
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start. O(sequences)."""
-        scheduler, swap = self.scheduler, self.scheduler.swap_space
-        manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
-        counts: dict[str, Any] = vars(self.counts).copy()
-        counts["num_steps_by_size"] = tuple(self.counts.num_steps_by_size)
-        return EngineStats(
-            **counts,
-            block_size=manager.block_size,
-            num_blocks=manager.pool.num_usable_blocks,
-            num_free_blocks=manager.num_free_blocks,
-            num_waste_slots=num_waste_slots(scheduler),
-            num_running=len(scheduler.running),
-            num_running_seqs=scheduler.running.num_seats,
-            num_waiting=len(scheduler.waiting) + len(self._compiling),
-            num_swapped=scheduler.num_swapped,
-            prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
-            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
-            num_cached_blocks=manager.pool.num_cached_blocks,
-            num_pinned_blocks=manager.pins.num_blocks,
-            num_host_blocks=swap.policy.num_host_blocks,
-            num_used_host_blocks=swap.num_used_blocks,
-        )
+        counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
+        return engine_stats(self.scheduler, len(self._constrained.compiling), counts)
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a step failed: what the device holds is then unknown."""
@@ -192,7 +113,7 @@ class EngineLoop:
             RuntimeError: a step failed, now or earlier.
         """
         self.check_alive()
-        ended = self._queue_compiled() if self._compiling else []
+        ended = self._queue_compiled() if self._constrained.compiling else []
         num_ahead = 0
         if self._unsampled is None:  # an interrupt may have left one
             with self._undisturbed(fatal=True):
@@ -204,7 +125,7 @@ class EngineLoop:
                 ended += self._settle({}, faults)
             num_ahead = len(launched)
         if self._unsampled is not None:
-            ended += self._sample_masked()
+            ended += self._sample_constrained(self._unsampled)
             num_ahead = 1
         if self._mode is not LoopMode.OVERLAPPED:
             num_ahead = 0
@@ -217,7 +138,7 @@ class EngineLoop:
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
         if self._unsampled is not None and self._failure is None:
-            self._sample_masked()
+            self._sample_constrained(self._unsampled)
         while self._in_flight and self._failure is None:
             self._read()
 
@@ -237,36 +158,32 @@ class EngineLoop:
                 if request.request_id in self.requests:
                     name = request.request_id
                     raise ValueError(f"request_id {name!r} is in use by an unfinished request")
-                if state.is_compiling:
+                constraint = state.constraint
+                if constraint is not None and not constraint.is_ready:
                     self.scheduler.check(request)
-                    self._compiling[state] = None
+                    self._constrained.compiling[state] = constraint
                 else:
                     self._queue(state)
                 self.requests[request.request_id] = state
                 self._num_constrained += state.is_constrained
-                self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
+                self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 
     def _queue(self, state: RequestState) -> None:
         """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
         could not be compiled; nothing is changed then."""
-        state.begin_grammar()
+        state.check_grammar()
         try:
             self.scheduler.add(state.request)
-        except (TypeError, ValueError):  # refused: nothing is changed
-            raise
         except Exception:
-            self.scheduler.abort(state.request_id)
+            self.scheduler.abort(state.request_id)  # does nothing if the scheduler refused it
             raise
 
     def _queue_compiled(self) -> list[RequestState]:
-        """Queue the requests whose grammars are compiled by now; those that end over it. Where
-        nothing else is to do, the first one's is waited for, but not for long."""
-        if not (self.scheduler.has_unfinished or self._in_flight or self._unsampled):
-            next(iter(self._compiling)).await_grammar(_COMPILING_WAIT)
+        """Queue the requests whose grammars are compiled by now; gives those that fail over it."""
+        is_idle = not (self.scheduler.has_unfinished or self._in_flight or self._unsampled)
         with self._undisturbed():
             failed: dict[RequestState, None] = {}
-            for state in [each for each in self._compiling if not each.is_compiling]:
-                del self._compiling[state]
+            for state in self._constrained.take_compiled(may_wait=is_idle):
                 try:
                     self._queue(state)
                 except Exception as error:
@@ -283,7 +200,7 @@ class EngineLoop:
             self._dropped.append(state)
             return
         with self._undisturbed():
-            self._compiling.pop(state, None)
+            self._constrained.compiling.pop(state, None)
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
@@ -299,182 +216,75 @@ class EngineLoop:
             if len(plans) == self._runner.burst_steps:
                 break
             others_wait = goal is Goal.LATENCY and self.scheduler.waiting
-            if others_wait or not self._fits_burst(plan, goal):
+            if others_wait or self._is_constrained(plan) or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
-    def _fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
-        return not self._is_constrained(plan) and self._runner.fits_burst(plan, goal)
-
     def _is_constrained(self, plan: StepPlan) -> bool:
-        """Whether a grammar decides what a row of the plan may sample."""
+        """Return whether a row of the plan that samples has a grammar."""
         return self._num_constrained > 0 and any(
             item.samples and self.requests[item.sequence.request.request_id].is_constrained
             for item in plan.scheduled
         )
 
     def _launch(self, plans: list[StepPlan], goal: Goal) -> list[StepHandle]:
-        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one's
-        sampling needs masks, it is left as `_unsampled`."""
+        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one is
+        constrained, only its layers are launched, as `_unsampled`."""
         runner = self._runner
+        free = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
         # All but the last were found to fit, or would have been the last.
-        if len(plans) == runner.burst_steps > 1 and self._fits_burst(plans[-1], goal):
-            handles = runner.launch_burst(plans, self._params_of)
+        if len(free) == runner.burst_steps > 1 and runner.fits_burst(free[-1], goal):
+            handles = runner.launch_burst(free, self._params_of)
         else:
-            masked = plans[-1:] if plans and self._is_constrained(plans[-1]) else []
-            free = plans[: len(plans) - len(masked)]
             handles = [runner.launch(plan, self._params_of) for plan in free]
-            for plan in masked:
-                self._unsampled = runner.launch_layers(plan, self._params_of)
+        if len(free) < len(plans):
+            self._unsampled = runner.launch_layers(plans[-1], self._params_of)
         for plan in plans:
-            self.counts.note_plan(plan, self.scheduler.block_manager)
-            if self.watches:  # to walk through none costs more than to ask
-                for watch in tuple(self.watches):
-                    watch.note(plan)
-            for request_id in plan.preempted:
-                if request_id in self.requests:
-                    self.requests[request_id].metrics.num_preemptions += 1
-            if not plan.is_decode:
-                self._note_first_scheduled(plan)
+            self._note_launched(plan)
         return handles
 
-    def _sample_masked(self) -> list[RequestState]:
-        """Sample the step whose layers are launched, with masks: all steps before it are read for
-        them. Gives the requests that ended. An interrupt while waiting for one loses nothing."""
-        ended, before = [], self._seconds_waited
-        while self._in_flight:
-            ended += self._read()
-        self._wait_budget.begin(self._seconds_waited - before)
-        with self._undisturbed(fatal=True):
-            if (step := self._unsampled) is None:
-                return ended
-            items, complete = self._answers_of(step), dict[RequestState, None]()
-            if items:
-                handle, faults, complete = self._launch_masked(step, items)
-            else:
-                handle, faults = self._runner.launch_sampling(step), []
-            self._unsampled = None
-            self._in_flight.append(handle)
-            return ended + self._settle(complete, [*faults, *handle.faults])
-
-    def _launch_masked(
-        self, step: UnsampledStep, items: Items
-    ) -> tuple[StepHandle, list[tuple[Request, Exception]], dict[RequestState, None]]:
-        """Sample a step with masks, and have the mask worker make the next masks.
-
-        Returns:
-            The step's handle; each request that fails, with its error; the requests with an answer
-            that the tokens of earlier steps have completed. Tokens sampled in the rows of the last
-            two are dropped.
-        """
-        may_leave = partial(self._should_stop_waiting, step, items)
-        allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
-        self._wait_budget.note_step()
-        leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
-        if leaving:
-            rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
-            step = replace(step, plan=self.scheduler.put_back(step.plan, rows))
-        handle = self._runner.launch_sampling(step, allowed)
-        ahead = self._mode is LoopMode.OVERLAPPED and not handle.is_shared
-        self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
-        faults = [(i, error) for i, error in over if error is not None]
-        faults += [(i, _late()) for i in late if items[i][1] not in leaving]
-        complete = [step.scheduled[items[i][1]].sequence for i, error in over if error is None]
-        return (
-            handle,
-            [(self._request_at(step, items[i][1]), error) for i, error in faults],
-            self._complete(complete),
-        )
-
-    def _complete(self, sequences: Iterable[Sequence]) -> dict[RequestState, None]:
-        """End samples whose grammars allow nothing after tokens that were read earlier."""
-        told: dict[RequestState, None] = {}
-        for sequence in sequences:
-            request = sequence.request
-            state = self.requests[request.request_id]
-            told[state] = None
-            token = Emitted(sequence, request, sequence.token_ids[-1], None)
-            try:
-                if state.accept(token, None, 0):
-                    self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-            except Exception as error:
-                self._fail(state, error)
-        return told
-
-    def _answers_of(self, step: UnsampledStep) -> list[tuple[Answer, int]]:
-        """Return the step's unfinished answers with grammars, each with its row.
-
-        Rows of finished answers are left out: their tokens are dropped.
-        """
-        items: list[tuple[Answer, int]] = []
-        for row, item in enumerate(step.scheduled):
-            sequence = item.sequence
-            if item.samples and sequence.finish_reason is None:
-                answer = self.requests[sequence.request.request_id].answer_of(sequence)
-                if answer is not None:
-                    items.append((answer, row))
-        return items
-
-    def _should_stop_waiting(
-        self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
-    ) -> bool:
-        """Return whether the step stops waiting for late masks. Then each late row skips the step,
-        and the rows that cannot skip it fail.
-
-        Args:
-            step: Its layers are launched.
-            items: The step's answers with grammars.
-            late: Indices in `items` of the answers without a mask.
-            heavy: Indices among `late` of the heavy answers.
-        """
-        masks, num_rows = self._masks, len(step.scheduled)
-        has_others, has_plain = len(late) < num_rows, len(items) < num_rows
-        if has_others:
-            is_late = masks.seconds_left == 0
-        else:  # a request that arrives would have to wait
-            is_late = masks.seconds_waited >= masks.longest_wait
-        if not is_late:
-            if not has_others or self._mode is not LoopMode.OVERLAPPED:
-                return False
-            share = (len(late) - len(heavy)) / num_rows
-            if not self._wait_budget.is_over(share, has_plain=has_plain):
-                return False
-        staying = {i for i in late if not self._can_skip(step, items[i][1])}
-        if not staying or not is_late:
-            return not staying
-        # On a busy machine the mask worker may just have had no CPU time.
-        is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
-        is_busy = is_busy and not has_plain  # which wait no longer, whatever the reason
-        return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
-
-    def _can_skip(self, step: UnsampledStep, row: int) -> bool:
-        """Return whether a row can skip the step, so that a later step computes its token again.
-
-        A row can if it decodes one token, is its request's only unfinished sequence, and the
-        request adjusts no logits (penalties, biases, forbidden tokens).
-        """
-        item = step.scheduled[row]
-        sequence, request = item.sequence, item.sequence.request
-        return (
-            item.start >= sequence.num_admitted_tokens
-            and item.num_scheduled_tokens == 1
-            and len(request.live) == 1
-            and not self._params_of(request).adjusts_logits
-        )
-
-    def _request_at(self, step: UnsampledStep, row: int) -> Request:
-        return step.scheduled[row].sequence.request
-
-    def _params_of(self, request: Request) -> SamplingParams:
-        return self.requests[request.request_id].params
-
-    def _note_first_scheduled(self, plan: StepPlan) -> None:
+    def _note_launched(self, plan: StepPlan) -> None:
+        """Count a step; note it in its requests' metrics and in the watches."""
+        counts, manager = self.counts, self.scheduler.block_manager
+        counts["num_steps"] += bool(plan.scheduled or plan.moves_blocks)  # others only tell faults
+        if num_tokens := plan.num_new_tokens:
+            counts["num_step_tokens"] += num_tokens
+            self._num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
+        num_used = manager.pool.num_usable_blocks - manager.num_free_blocks
+        counts["peak_used_blocks"] = max(counts["peak_used_blocks"], num_used)
+        counts["num_block_copies"] += len(plan.block_copies)
+        counts["num_swapped_out_blocks"] += sum(len(order.block_ids) for order in plan.swap_outs)
+        counts["num_swapped_in_blocks"] += sum(len(order.places) for order in plan.swap_ins)
+        counts["num_preemptions"] += len(plan.preempted)
+        for request_id in plan.preempted:
+            if request_id in self.requests:
+                self.requests[request_id].metrics.num_preemptions += 1
         now = time.monotonic()
-        for item in plan.scheduled:
+        for item in () if plan.is_decode else plan.scheduled:
             metrics = self.requests[item.sequence.request.request_id].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                self.counts.num_cached_tokens += item.sequence.num_cached_tokens or 0
+                counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
+        if self.watches:  # to walk through none costs more than to ask
+            for watch in tuple(self.watches):
+                watch.note(plan)
+
+    def _sample_constrained(self, step: UnsampledStep) -> list[RequestState]:
+        """Sample a step whose layers are launched, once all steps before it are read; gives the
+        requests that ended. An interrupt while waiting for a step loses nothing."""
+        ended, before = [], self._seconds_waited
+        while self._in_flight:
+            ended += self._read()
+        with self._undisturbed(fatal=True):
+            slack = self._seconds_waited - before
+            handle, faults, over = self._constrained.sample(step, slack)
+            self._unsampled = None
+            self._in_flight.append(handle)
+            tokens = [Emitted(it, it.request, it.token_ids[-1], None) for it in over]
+            return ended + self._settle(self._tell(tokens, handle.plan, None, over), faults)
+
+    def _params_of(self, request: Request) -> SamplingParams:
+        return self.requests[request.request_id].params
 
     def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
@@ -488,11 +298,14 @@ class EngineLoop:
             raise
         with self._undisturbed(fatal=True):
             self._in_flight.popleft()
-            over: set[Answer] = self._masks.await_taken() if self._masks is not None else set()
+            constrained = self._constrained if handle is self._constrained.unread else None
+            if constrained is not None:
+                constrained.await_taken()
             ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
             candidates = None if result.logprobs is None else result.candidates
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
-            self.counts.num_generated_tokens += len(news.emitted)
+            self.counts["num_generated_tokens"] += len(news.emitted)
+            over = () if constrained is None else constrained.find_over(news.emitted)
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = self._tell(news.emitted, handle.plan, result.logprobs, over)
             if news.searched:
@@ -523,10 +336,10 @@ class EngineLoop:
         emitted: list[Emitted],
         plan: StepPlan,
         scores: TokenScores | None,
-        over: set[Answer],
+        over: Collection[Sequence],
     ) -> dict[RequestState, None]:
-        """Tell requests of those of their tokens that they must hear of, such as end the answers in
-        `over`; the requests."""
+        """Tell requests of those of their tokens that they must hear of, such as end sequences in
+        `over` by their grammars; the requests."""
         told: dict[RequestState, None] = {}
         requests = self.requests
         scored = () if scores is None else plan.scheduled
@@ -534,11 +347,7 @@ class EngineLoop:
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
-            ends = over and state.answer_of(sequence) in over
-            if reason is FinishReason.LENGTH and not ends and state.is_constrained:
-                answer = state.answer_of(sequence)
-                ends = answer is not None and self._masks.await_end(answer)
-            if reason is None and state.is_quiet and not ends:
+            if reason is None and state.is_quiet and sequence not in over:
                 continue
             told[state] = None
             try:
@@ -557,7 +366,7 @@ class EngineLoop:
             state.note_first_token()
             if request.is_finished and request.beam is not None:
                 found = request.beam.hypotheses[: state.params.n]
-                self.counts.num_generated_tokens += sum(len(h.output_token_ids) for h in found)
+                self.counts["num_generated_tokens"] += sum(len(h.output_token_ids) for h in found)
                 over[state] = None
         return over
 
@@ -586,7 +395,7 @@ class EngineLoop:
             state.finish()
         except Exception as error:
             self._fail(state, error)
-        self.counts.num_finished += 1
+        self.counts["num_finished"] += 1
         self._num_constrained -= state.is_constrained
         del self.requests[state.request_id]
 

@@ -14,7 +14,7 @@ from jpaged.engine.request_state import RequestState
 from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import brief, counted
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
-from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
+from jpaged.structured_outputs.mask_client import MaskProcess
 from jpaged.text.tokenizer import Tokenizer
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -352,14 +352,11 @@ class Preprocessor:
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
-        own = self.tokenizer, self.eos_token_ids, self._constraint(params, endings)
+        constraint, form = None, params.structured_outputs
+        if form is not None and self.masks is not None:
+            constraint = self.masks.submit(form, endings, params.num_samples)
+        own = self.tokenizer, self.eos_token_ids, constraint
         return RequestState(request, params, prompt.text, token_ids, *own)
-
-    def _constraint(self, params: SamplingParams, endings: frozenset[int]) -> Constraint | None:
-        """What answers are to obey."""
-        if params.structured_outputs is None or self.masks is None:
-            return None
-        return self.masks.submit(params.structured_outputs, endings, params.num_samples)
 
     def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
         if request_id is None:

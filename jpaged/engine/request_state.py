@@ -279,7 +279,11 @@ class RequestState:
     def __post_init__(self) -> None:
         sequences = self.request.sequences if self.request.beam is None else ()
         shared = self.params, self.tokenizer, self.eos_token_ids
-        self.samples = [SampleState(sequence, *shared) for sequence in sequences]
+        answers = [None] * len(sequences) if self.constraint is None else self.constraint.answers
+        self.samples = [
+            SampleState(sequence, *shared, answer=answer)
+            for sequence, answer in zip(sequences, answers, strict=True)
+        ]
         self.growing = list(self.samples)
         self._reads_all = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
@@ -291,33 +295,13 @@ class RequestState:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its answers obey a grammar."""
+        """Whether the request has a grammar."""
         return self.constraint is not None
 
-    @property
-    def is_compiling(self) -> bool:
-        """Whether that grammar is not compiled yet."""
-        return self.constraint is not None and not self.constraint.is_ready
-
-    def await_grammar(self, seconds: float) -> None:
-        """Wait until the grammar is compiled, or so long."""
-        if self.constraint is not None:
-            self.constraint.wait(seconds)
-
-    def begin_grammar(self) -> None:
-        """Let the samples obey the grammar from their first token on; waits until it is compiled.
-
-        Raises:
-            GrammarError: it could not be compiled.
-        """
+    def check_grammar(self) -> None:
+        """Wait until the grammar is compiled. GrammarError if it cannot be compiled."""
         if self.constraint is not None:
             self.constraint.check()
-            for sample, answer in zip(self.samples, self.constraint.answers, strict=True):
-                sample.answer = answer
-
-    def answer_of(self, sequence: Sequence) -> Answer | None:
-        """What a sample's next token must fit; None where anything may come."""
-        return None if self.constraint is None else self.samples[sequence.index].answer
 
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in; needed of each while the request is not quiet, and of the last.
@@ -379,14 +363,11 @@ class RequestState:
         """Return an error if the next token of some sample is forbidden by the grammar and the
         sampling parameters together; None if the model's logits are at fault."""
         form = self.params.structured_outputs
-        for sample in self.samples:
-            if form is None or sample.answer is None:
-                continue
+        for sample, answer in zip(self.samples, constraint.answers, strict=True):
             num_tokens = sample.sequence.num_output_tokens
-            names = self.params.names_that_forbid_all(
-                constraint.allowed_ids(sample.answer), num_tokens, self.eos_token_ids
-            )
-            if names:
+            allowed = constraint.allowed_ids(answer)
+            names = self.params.names_that_forbid_all(allowed, num_tokens, self.eos_token_ids)
+            if names and form is not None:
                 return GrammarError(
                     f"structured_outputs.{form.kind}",
                     f"and {' and '.join(names)} together allow no token after {num_tokens} tokens "

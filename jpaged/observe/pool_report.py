@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jpaged.core.block_pool import KVBlock
 from jpaged.core.request import Sequence
+from jpaged.observe.statistics import EngineStats
 
 if TYPE_CHECKING:
     from jpaged.core.scheduler import Scheduler
@@ -203,6 +204,30 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
         num_free_slots=(pool.num_free_blocks - pool.num_cached_blocks) * size,
         num_logical_blocks=sum(map(len, tables)),
         num_physical_blocks=len(set().union(*tables)),
+        num_pinned_blocks=manager.pins.num_blocks,
+        num_host_blocks=swap_space.policy.num_host_blocks,
+        num_used_host_blocks=swap_space.num_used_blocks,
+    )
+
+
+def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, Any]) -> EngineStats:
+    """Return the state of the pool and of the queues. O(sequences). `num_unqueued` requests wait
+    outside the scheduler. `counts` holds the other fields of `EngineStats` by name."""
+    manager, swap_space = scheduler.block_manager, scheduler.swap_space
+    pool, cache = manager.pool, manager.prefix_cache
+    return EngineStats(
+        **counts,
+        block_size=manager.block_size,
+        num_blocks=pool.num_usable_blocks,
+        num_free_blocks=manager.num_free_blocks,
+        num_waste_slots=num_waste_slots(scheduler),
+        num_running=len(scheduler.running),
+        num_running_seqs=scheduler.running.num_seats,
+        num_waiting=len(scheduler.waiting) + num_unqueued,
+        num_swapped=scheduler.num_swapped,
+        prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
+        prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
+        num_cached_blocks=pool.num_cached_blocks,
         num_pinned_blocks=manager.pins.num_blocks,
         num_host_blocks=swap_space.policy.num_host_blocks,
         num_used_host_blocks=swap_space.num_used_blocks,

@@ -72,13 +72,6 @@ _LONGEST_PAUSE = 0.01
 """Maximum of the seconds between two looks that count as waiting for the process: where this
 process was not running either, the other one may have had no processor."""
 
-_MOST_LEFT = 0.25
-"""Maximum share of late rows for which the waiting time is proportional to the share."""
-
-_LONGEST_STEP = 0.05
-"""Maximum duration of a step in seconds, as `WaitBudget` counts it. A longer time between two steps
-includes a pause."""
-
 
 class Answer:
     """An answer that obeys a grammar.
@@ -531,46 +524,3 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
     except BaseException:  # the engine learns it when it reads the step
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
     return frame(Kind.TOKENS, where.tobytes() + found, where.shape[1])
-
-
-class WaitBudget:
-    """Time that a step waits for late masks while the mask worker answers.
-
-    The step waits as long as the host has just waited for the device: the device still has work.
-    If at most a quarter of the rows are late, the step waits longer by (late share) x (one step).
-    This costs all rows together as much as skipping the step costs the late rows.
-    If more rows are late, the step waits longer by one whole step, so that unconstrained rows keep
-    at least half of their speed. Without unconstrained rows it waits until all masks are ready.
-    Rows of heavy answers add no waiting time.
-    """
-
-    def __init__(self):
-        self._began = self._step_began = time.perf_counter()
-        self._slack = self._step_seconds = 0.0
-
-    def begin(self, slack: float) -> None:
-        """Start the budget of a step.
-
-        Args:
-            slack: Seconds that the host has just waited for the device.
-        """
-        self._began, self._slack = time.perf_counter(), slack
-
-    def is_over(self, share: float, *, has_plain: bool) -> bool:
-        """Return whether the step has used up its waiting time.
-
-        Args:
-            share: Late rows as a share of the step's rows, 0 to 1, without rows of heavy answers.
-            has_plain: Whether the step has rows without a grammar.
-        """
-        if share > _MOST_LEFT:
-            share = 1.0 if has_plain else float("inf")
-        seconds = self._slack + (share and share * self._step_seconds)
-        return time.perf_counter() - self._began >= seconds
-
-    def note_step(self) -> None:
-        """Note that the step has stopped waiting, and measure how long the step took."""
-        now = time.perf_counter()
-        seconds = self._began - self._step_began  # waiting excluded: else each wait allows more
-        self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
-        self._step_began = now

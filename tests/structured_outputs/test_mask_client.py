@@ -24,7 +24,7 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE, matcher_of
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.structured_outputs.compiler import GrammarError
-from jpaged.structured_outputs.mask_client import Answer, MaskProcess, WaitBudget
+from jpaged.structured_outputs.mask_client import Answer, MaskProcess
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
@@ -438,39 +438,3 @@ def test_where_the_tokenizer_is_gone_a_request_is_told(tmp_path: Path):
     made = MaskProcess(tmp_path / "none", VOCAB_SIZE, frozenset({EOS}))
     with pytest.raises(GrammarError, match="no tokenizer could be loaded from"):
         made.submit(WORDS, ENDING).check()
-
-
-def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: pytest.MonkeyPatch):
-    now = 10.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    budget = WaitBudget()
-    is_over = partial(budget.is_over, has_plain=True)
-    now += 0.004  # a step
-    budget.begin(0.0)
-    now += 1.0  # its waiting does not count
-    budget.note_step()
-    budget.begin(0.0)
-    assert is_over(0.0)  # for heavy answers alone
-    assert not is_over(0.125)
-    now += 0.0006  # one row in eight: half a millisecond
-    assert is_over(0.125)
-    assert not is_over(0.25)
-    now += 0.0005
-    assert is_over(0.25)
-    assert not is_over(0.3)
-    now += 0.0030  # many rows: a whole step
-    assert is_over(0.3)
-    assert not budget.is_over(0.3, has_plain=False)
-    budget.begin(0.002)  # the host has waited for the device
-    now += 0.0019
-    assert not is_over(0.0)
-    now += 0.0002
-    assert is_over(0.0)
-    assert not is_over(0.125)
-    now += 60
-    assert not budget.is_over(0.3, has_plain=False)
-    budget.begin(0.0)
-    budget.note_step()
-    budget.begin(0.0)
-    now += 0.26 * 0.05  # a pause between steps is none
-    assert is_over(0.25)

@@ -1,0 +1,229 @@
+"""Samples the steps in which a row has a grammar, with masks from the mask worker.
+
+The mask of such a row depends on the token before it. So the loop launches the layers of the step,
+reads the step before, and then samples here. In the overlapped loop, a thread sends the sampled
+tokens to the mask worker as soon as the device has them. A row whose mask is late may skip the
+step: a later step computes its token again.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jpaged.config import LoopMode
+from jpaged.core.plan import Emitted
+from jpaged.core.request import FinishReason, Sequence
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine.request_state import RequestState
+from jpaged.errors import ErrorKind
+from jpaged.runtime.model_runner import Fault, ModelRunner, UnsampledStep
+from jpaged.runtime.results import StepHandle
+from jpaged.structured_outputs.compiler import GrammarError
+from jpaged.structured_outputs.mask_client import Answer, Constraint, Items, MaskProcess
+
+_COMPILING_WAIT = 0.005
+"""Maximum seconds that a turn with nothing else to do waits for a grammar."""
+
+_LONGEST_WAIT = 1.0
+"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
+all rows have a grammar."""
+
+_MOST_LEFT = 0.25
+"""Maximum share of late rows for which the waiting time is proportional to the share."""
+
+_LONGEST_STEP = 0.05
+"""Maximum duration of a step in seconds, as `WaitBudget` counts it. A longer time between two steps
+includes a pause."""
+
+
+def _late() -> GrammarError:
+    return GrammarError(
+        "structured_outputs",
+        ": the mask worker did not answer in time, and this request cannot skip a step",
+        remedy="retry",
+        kind=ErrorKind.UNAVAILABLE,
+    )
+
+
+class ConstrainedSampler:
+    """Samples steps for the loop. Requests without a grammar never call it.
+
+    `requests` are the loop's unfinished requests by id. `masks` is None if none can have a grammar.
+
+    Attributes:
+        compiling: Requests that the loop queues when their grammars are compiled, in their order.
+        unread: The last step that was sampled with masks, until it is read.
+    """
+
+    def __init__(
+        self,
+        masks: MaskProcess | None,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        mode: LoopMode,
+        requests: Mapping[str, RequestState],
+    ):
+        self.compiling: dict[RequestState, Constraint] = {}
+        self.unread: StepHandle | None = None
+        self._masks: Any = masks
+        self._scheduler, self._runner, self._requests = scheduler, runner, requests
+        self._is_overlapped = mode is LoopMode.OVERLAPPED
+        self._wait_budget = WaitBudget()
+        self._over = set[Answer]()  # answers that end with the tokens of the step being read
+
+    def take_compiled(self, *, may_wait: bool) -> list[RequestState]:
+        """Remove the requests from `compiling` whose grammars are compiled, or cannot be."""
+        if may_wait:  # nothing else is to do
+            next(iter(self.compiling.values())).wait(_COMPILING_WAIT)
+        taken = [state for state, constraint in self.compiling.items() if constraint.is_ready]
+        for state in taken:
+            del self.compiling[state]
+        return taken
+
+    def sample(
+        self, step: UnsampledStep, slack: float
+    ) -> tuple[StepHandle, list[Fault], list[Sequence]]:
+        """Sample a step with masks, and have the mask worker make the next masks.
+
+        Args:
+            step: Its layers are launched, and all steps before it are read.
+            slack: Seconds that the host has just waited for the device.
+
+        Returns:
+            The step's handle; each request that fails, with its error; sequences that are complete
+            with a token of an earlier step. The tokens sampled for the last two are dropped.
+        """
+        items = [
+            (answer, row)
+            for row, (sequence, _, _, samples, _) in enumerate(step.scheduled)
+            if samples and sequence.finish_reason is None
+            if (answer := self._answer_of(sequence)) is not None
+        ]
+        if not items:
+            handle = self._runner.launch_sampling(step)
+            return handle, list(handle.faults), []
+        self._wait_budget.begin(slack)
+        may_leave = partial(self._should_stop_waiting, step, items)
+        allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
+        self._wait_budget.note_step()
+        leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
+        if leaving:
+            rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
+            step = replace(step, plan=self._scheduler.put_back(step.plan, rows))
+        handle = self.unread = self._runner.launch_sampling(step, allowed)
+        ahead = self._is_overlapped and not handle.is_shared
+        self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
+        sequences = [step.scheduled[row].sequence for _, row in items]
+        faults = [(sequences[i].request, error) for i, error in over if error is not None]
+        staying = [i for i in late if items[i][1] not in leaving]
+        faults += [(sequences[i].request, _late()) for i in staying]
+        complete = [sequences[i] for i, error in over if error is None]
+        return handle, [*faults, *handle.faults], complete
+
+    def await_taken(self) -> None:
+        """Wait until the mask worker has the tokens of the `unread` step, which is being read. An
+        interrupt must not break in."""
+        self.unread, self._over = None, self._masks.await_taken()
+
+    def find_over(self, emitted: Iterable[Emitted]) -> set[Sequence]:
+        """Return the sequences whose grammars end them with the tokens of the step being read."""
+        found, over, self._over = set[Sequence](), self._over, set()
+        for sequence, _, _, reason in emitted:
+            is_last = reason is FinishReason.LENGTH
+            answer = self._answer_of(sequence) if over or is_last else None
+            if answer in over or (is_last and answer and self._masks.await_end(answer)):
+                found.add(sequence)
+        return found
+
+    def _answer_of(self, sequence: Sequence) -> Answer | None:
+        """Return the answer that a sequence's next token must fit; None without a grammar."""
+        state = self._requests[sequence.request.request_id]
+        return state.samples[sequence.index].answer if state.is_constrained else None
+
+    def _should_stop_waiting(
+        self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
+    ) -> bool:
+        """Return whether the step stops waiting for late masks. Then each late row skips the step,
+        and the rows that cannot skip it fail.
+
+        Args:
+            step, items: The step, and its answers with grammars.
+            late: Indices in `items` of the answers without a mask.
+            heavy: Indices among `late` of the heavy answers.
+        """
+        masks, num_rows = self._masks, len(step.scheduled)
+        has_others, has_plain = len(late) < num_rows, len(items) < num_rows
+        if has_others:
+            is_late = masks.seconds_left == 0
+        else:  # a request that arrives would have to wait
+            is_late = masks.seconds_waited >= masks.longest_wait
+        if not is_late:
+            may_skip = has_others and self._is_overlapped
+            share = (len(late) - len(heavy)) / num_rows
+            if not (may_skip and self._wait_budget.is_over(share, has_plain=has_plain)):
+                return False
+        staying = {i for i in late if not self._can_skip(step, items[i][1])}
+        if not staying or not is_late:
+            return not staying
+        # On a busy machine the mask worker may just have had no CPU time.
+        is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
+        is_busy = is_busy and not has_plain  # which wait no longer, whatever the reason
+        return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
+
+    def _can_skip(self, step: UnsampledStep, row: int) -> bool:
+        """Return whether a row can skip the step, so that a later step computes its token again.
+
+        A row can if it decodes one token, is its request's only unfinished sequence, and the
+        request adjusts no logits (penalties, biases, forbidden tokens).
+        """
+        item = step.scheduled[row]
+        sequence, request = item.sequence, item.sequence.request
+        return (
+            item.start >= sequence.num_admitted_tokens
+            and item.num_scheduled_tokens == 1
+            and len(request.live) == 1
+            and not self._requests[request.request_id].params.adjusts_logits
+        )
+
+
+class WaitBudget:
+    """Time that a step waits for late masks while the mask worker answers.
+
+    The step waits as long as the host has just waited for the device: the device still has work.
+    If at most a quarter of the rows are late, the step waits longer by (late share) x (one step).
+    This costs all rows together as much as skipping the step costs the late rows.
+    If more rows are late, the step waits longer by one whole step, so that unconstrained rows keep
+    at least half of their speed. Without unconstrained rows it waits until all masks are ready.
+    Rows of heavy answers add no waiting time.
+    """
+
+    def __init__(self):
+        self._began = self._step_began = time.perf_counter()
+        self._slack = self._step_seconds = 0.0
+
+    def begin(self, slack: float) -> None:
+        """Start the budget of a step, for which the host has just waited `slack` seconds for the
+        device."""
+        self._began, self._slack = time.perf_counter(), slack
+
+    def is_over(self, share: float, *, has_plain: bool) -> bool:
+        """Return whether the step has used up its waiting time.
+
+        Args:
+            share: Late rows as a share of the step's rows, 0 to 1, without rows of heavy answers.
+            has_plain: Whether the step has rows without a grammar.
+        """
+        if share > _MOST_LEFT:
+            share = 1.0 if has_plain else float("inf")
+        seconds = self._slack + (share and share * self._step_seconds)
+        return time.perf_counter() - self._began >= seconds
+
+    def note_step(self) -> None:
+        """Note that the step has stopped waiting, and measure how long the step took."""
+        now = time.perf_counter()
+        seconds = self._began - self._step_began  # waiting excluded: else each wait allows more
+        self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
+        self._step_began = now
