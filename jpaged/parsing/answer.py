@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jpaged.parsing.reasoning import ReasoningParser
 from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Event
 from jpaged.parsing.tool_calls import Tool, ToolCallParser
+from jpaged.parsing.tool_families import load_family
 
 
 class AnswerParser:
@@ -31,7 +32,9 @@ class AnswerParser:
         parallel: bool = True,
     ):
         self._reasoning = ReasoningParser(reasoning, prompt_end) if reasoning else None
-        self._calls = ToolCallParser(tool_calls, tools) if tool_calls else None
+        self._calls: ToolCallParser | None = None
+        if tool_calls:
+            self._calls = load_family(tool_calls).Parser(tools)
         self._parallel = parallel
 
     def feed(self, text: str) -> list[Event]:

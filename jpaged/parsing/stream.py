@@ -110,14 +110,11 @@ class TextStream:
         self._num_held = 0
         return held
 
-    @property
-    def num_pieces(self) -> int:
-        """Pieces that are held."""
-        return len(self._held)
-
-    def held_since(self, num_pieces: int) -> str:
-        """What is held after so many pieces."""
-        return "".join(self._held[num_pieces:])
+    def text_of(self, steps: Steps[None]) -> Steps[str]:
+        """Do `steps`, without a sink. Return the text that they take."""
+        num_held = len(self._held)
+        yield from steps
+        return "".join(self._held[num_held:])
 
     # Steps: they take text from where the parser is.
 
@@ -232,9 +229,8 @@ class TextStream:
         Raises:
             UnexpectedTextError: there is none; or what it says is no text.
         """
-        start = self.num_pieces
-        yield from self._string()
-        said: str = json.loads(self.held_since(start), strict=False)
+        text = yield from self.text_of(self._string())
+        said: str = json.loads(text, strict=False)
         try:
             said.encode()
         except UnicodeEncodeError:  # half of a surrogate pair
@@ -320,24 +316,23 @@ class StreamParser:
         self._stream = TextStream()
         self._events: list[Event] = []
         self._steps = self._answer()
-        next(self._steps)
 
     def feed(self, text: str) -> list[Event]:
         """What more of the answer's text tells."""
         self._stream.add(text)
         next(self._steps)
-        return self._taken()
+        return self._take_events()
 
     def end(self) -> list[Event]:
         """What is left when no more text comes; nothing may be fed after it."""
         self._stream.ended = True
         for _ in self._steps:
             pass
-        return self._taken()
+        return self._take_events()
 
     def _answer(self) -> Steps[None]:
         raise NotImplementedError
 
-    def _taken(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
