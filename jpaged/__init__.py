@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jpaged.parsing.answer import AnswerParser
     from jpaged.parsing.reasoning import REASONING_FAMILIES, reasoning_end
     from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Reasoning
-    from jpaged.parsing.tool_calls import TOOL_CALL_FAMILIES
+    from jpaged.parsing.tool_families import TOOL_CALL_FAMILIES
     from jpaged.parsing.tool_grammar import call_grammar
     from jpaged.sampling_params import SamplingParams
     from jpaged.structured_outputs import StructuredOutputs
@@ -48,7 +48,7 @@ _NAMES = {
         "Reasoning",
     ),
     "jpaged.text.tokenizer": ("Tokenizer",),
-    "jpaged.parsing.tool_calls": ("TOOL_CALL_FAMILIES",),
+    "jpaged.parsing.tool_families": ("TOOL_CALL_FAMILIES",),
     "jpaged.parsing.tool_grammar": ("call_grammar",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

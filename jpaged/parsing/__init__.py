@@ -1,1 +1,1 @@
-"""What an answer's text consists of: reasoning, content and tool calls."""
+"""Parsing of answers: reasoning, content and tool calls."""

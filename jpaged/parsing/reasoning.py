@@ -1,13 +1,14 @@
-"""What a model thinks before it answers, told apart from the answer as it writes both.
+"""Reasoning: what a model writes before its answer, separated from the answer as it is written.
 
-The names of the families are vLLM's. Both write <think>...</think> and then the answer:
+The families are named as in vLLM. In both, the model writes <think>...</think> and then the answer:
 
-    qwen3        reasoning begins with the tag, which the chat template may have written already
-    deepseek_r1  the answer begins inside the reasoning even where the tag is missing, unless the
-                 chat template has closed it
+    qwen3        the answer has reasoning only if it begins with <think>, or the prompt ends with it
+    deepseek_r1  the answer begins with reasoning even without <think>, unless the prompt ends with
+                 </think>
 
-Line breaks before the reasoning and before the answer, and up to 64 characters of whitespace behind
-the reasoning, are the tags': chat templates write them when the conversation is sent back.
+Line breaks before the reasoning and before the answer belong to the tags, and so do up to 64
+characters of whitespace after the reasoning: chat templates write them when the conversation is
+sent back.
 """
 
 import re
@@ -20,16 +21,19 @@ _CALL, _FUNCTION = "<tool_call>", "<function="
 _LINE_BREAKS = re.compile(r"\n+")
 
 REASONING_FAMILIES = ("deepseek_r1", "qwen3")
-"""The names of `ReasoningParser`'s families."""
+"""The names of the families."""
 
 
 def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]:
-    """With what the reasoning of an answer ends, and begins if the prompt has not begun it: as
-    `StructuredOutputs.behind` takes it; twice None for an answer without.
+    """Return the tags around the reasoning of an answer, as `StructuredOutputs.behind` takes them.
 
     Args:
         family: One of `REASONING_FAMILIES`.
         prompt_end: The end of the prompt's text, a few dozen characters.
+
+    Returns:
+        The closing tag, or None if the answer has no reasoning; then the opening tag, or None if
+        the answer begins with reasoning.
     """
     end = prompt_end.rstrip()
     if end.endswith(_CLOSE):
@@ -39,7 +43,7 @@ def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]
 
 
 class ReasoningParser(StreamParser):
-    """Tells reasoning from the rest of one answer.
+    """Separate the reasoning of one answer from the rest.
 
     Args:
         family: One of `REASONING_FAMILIES`.
@@ -47,20 +51,10 @@ class ReasoningParser(StreamParser):
     """
 
     def __init__(self, family: str, prompt_end: str = ""):
-        end = prompt_end.rstrip()
-        self._is_open = end.endswith(_OPEN) or (
-            family == "deepseek_r1" and not end.endswith(_CLOSE)
-        )
-        # Qwen3's newer models call tools in the middle of a thought.
-        self._ends = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
-        self._is_over = False
         super().__init__()
-
-    def feed(self, text: str) -> list[Event]:
-        """What more of the answer's text tells."""
-        if self._is_over:
-            return [Content(text)] if text else []
-        return super().feed(text)
+        self._is_open = reasoning_end(family, prompt_end) == (_CLOSE, None)
+        # Newer Qwen3 models call tools in the middle of their reasoning.
+        self._ends = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
 
     def _answer(self) -> Steps[None]:
         stream = self._stream
@@ -70,18 +64,17 @@ class ReasoningParser(StreamParser):
             yield from self._skip_line_breaks()
             if (yield from self._reasoning()):
                 yield from self._skip_line_breaks()
-        self._is_over = True
         while True:
-            self._tell(Content, stream.rest())
+            self._emit(Content, stream.rest())
             if stream.ended:
                 return
             yield
 
     def _reasoning(self) -> Steps[bool]:
-        """Tells the reasoning: whether a tag closed it."""
+        """Emit the reasoning. Return whether a closing tag ended it."""
         stream = self._stream
         while True:
-            stream.sink = lambda piece: self._tell(Reasoning, piece)
+            stream.sink = lambda piece: self._emit(Reasoning, piece)
             tag = yield from stream.text_until(*self._ends)
             stream.sink = None
             if tag == _CLOSE:
@@ -89,19 +82,19 @@ class ReasoningParser(StreamParser):
                 stream.release()
                 return True
             if not tag:
-                self._tell(Reasoning, stream.rest())
+                self._emit(Reasoning, stream.rest())
                 return False
             yield from stream.literal(_CALL)
             if (yield from stream.leads_to(_FUNCTION)):
-                self._tell(Content, stream.release())
+                self._emit(Content, stream.release())
                 return False
-            self._tell(Reasoning, stream.release())
+            self._emit(Reasoning, stream.release())
 
     def _skip_line_breaks(self) -> Steps[None]:
         self._stream.sink = lambda piece: None
         yield from self._stream.run(_LINE_BREAKS)
         self._stream.sink = None
 
-    def _tell(self, kind: Callable[[str], Event], text: str) -> None:
+    def _emit(self, kind: Callable[[str], Event], text: str) -> None:
         if text:
             self._events.append(kind(text))

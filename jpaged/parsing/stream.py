@@ -1,8 +1,9 @@
-"""Text that a model is still writing: read as it comes, and what was found in it.
+"""Parsing of text that a model is still writing, and the events that parsers emit.
 
-Parsers here are generators that `yield` where they need more text, and so read like parsers of a
-whole text. What they find does not depend on where the text was cut: nothing is decided before the
-characters that decide it are there. Each character is read once.
+The parsers are generators that `yield` where they need more text, so that their code reads like
+that of a parser of complete text. What they find does not depend on how the text is cut into
+pieces: nothing is decided before the characters that decide it have come. Each character is read
+once.
 """
 
 import json
@@ -13,38 +14,38 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Reads on each time that it is resumed; returns a T."""
+"""A part of a parser: it continues with more text whenever it is resumed, and returns a T."""
 
 MAX_HELD = 16 * 1024
-"""Characters that are held back, at most, until it is known what they are."""
+"""Maximum number of characters that are held until it is known what they are."""
 
 MAX_BLANK = 64
-"""Characters of whitespace next to a tag, at most, that count as the tag's."""
+"""Maximum number of characters of whitespace next to a tag that belong to the tag."""
 
 MAX_DEPTH = 200
-"""Arrays and objects within each other, at most: about what clients' JSON parsers take."""
+"""Maximum depth of nested arrays and objects: about what JSON parsers of clients accept."""
 
 _LONGEST_NUMBER = 400
-"""Characters."""
+"""Maximum number of characters of a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of what the answer says."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thought before."""
+    """More text of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins: its number in the answer, from 0; its id; the name the model wrote."""
+    """A tool call begins. `index` counts the answer's calls from 0; the model wrote `name`."""
 
     index: int
     id: str
@@ -61,7 +62,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call is over. Its arguments are a JSON object, unless the model broke off or erred."""
+    """A call ends. Its arguments are a JSON object, unless the model stopped early or erred."""
 
     index: int
 
@@ -70,7 +71,7 @@ Event = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
 class UnexpectedTextError(Exception):
-    """What comes is not what was looked for."""
+    """The text does not fit what the parser expects."""
 
 
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -82,14 +83,13 @@ _WORDS = ("true", "false", "null")
 
 
 class TextStream:
-    """Text that comes in pieces, and where in it a parser is.
+    """Text that comes in pieces, and the parser's position in it.
 
-    What is taken goes to `sink`; without one it is held, so that it can still be given out as
-    content.
+    Taken text goes to `sink`. Without a sink it is held, so that it can still become content.
 
     Attributes:
-        sink: Is given what is taken.
-        ended: Whether no more text comes.
+        sink: Called with each piece of taken text.
+        ended: Whether the text is complete.
     """
 
     def __init__(self) -> None:
@@ -100,42 +100,39 @@ class TextStream:
         self._num_held = 0
 
     def add(self, text: str) -> None:
-        """More text has come."""
+        """Append a piece of text."""
         self._text, self._at = self._text[self._at :] + text, 0
 
     def release(self) -> str:
-        """What is held, which is not any longer."""
+        """Return the held text, and hold it no longer."""
         held = "".join(self._held)
         self._held.clear()
         self._num_held = 0
         return held
 
-    @property
-    def num_pieces(self) -> int:
-        """Pieces that are held."""
-        return len(self._held)
+    def text_of(self, steps: Steps[None]) -> Steps[str]:
+        """Do `steps`, without a sink. Return the text that they take."""
+        num_held = len(self._held)
+        yield from steps
+        return "".join(self._held[num_held:])
 
-    def held_since(self, num_pieces: int) -> str:
-        """What is held after so many pieces."""
-        return "".join(self._held[num_pieces:])
-
-    # Steps: they take text from where the parser is.
+    # Steps: they take text from the parser's position on.
 
     def peek(self) -> Steps[str]:
-        """The next character, which is not taken; nothing at the end."""
+        """Return the next character without taking it, or "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def expect(self, characters: str) -> Steps[str]:
-        """Takes one of these characters; UnexpectedTextError if another is next."""
+        """Take and return one of `characters`; raise UnexpectedTextError if another one is next."""
         char = yield from self.peek()
         if not char or char not in characters:
             raise UnexpectedTextError
         return self._take(1)
 
     def run(self, pattern: re.Pattern[str], most: int = MAX_HELD) -> Steps[str]:
-        """Takes what a pattern of one repeated character matches, up to so many characters."""
+        """Take and return up to `most` characters that match `pattern`, one repeated class."""
         taken: list[str] = []
         while most:
             room = most if self.sink else min(most, MAX_HELD - self._num_held)
@@ -152,25 +149,25 @@ class TextStream:
         return "".join(taken)
 
     def spaces(self) -> Steps[None]:
-        """Takes whitespace as JSON has it, if any is next."""
+        """Take JSON whitespace, if any is next."""
         while (yield from self.run(_SPACE)):
             pass
 
     def literal(self, *words: str) -> Steps[str]:
-        """Takes one of `words` with the whitespace before it, if that is next: which one. Else
-        nothing is taken, and that is returned."""
+        """Take one of `words` and the whitespace before it, and return the word. If none is next,
+        take nothing and return ""."""
         word, size = yield from self._ahead(words)
         if word:
             self._take(size)
         return word
 
     def leads_to(self, *words: str) -> Steps[bool]:
-        """Whether one of `words` is next, after whitespace; takes nothing."""
+        """Return whether one of `words` is next, after whitespace. Take nothing."""
         word, _ = yield from self._ahead(words)
         return bool(word)
 
     def is_over(self) -> Steps[bool]:
-        """Whether there is nothing more but whitespace; takes nothing."""
+        """Return whether only whitespace is left. Take nothing."""
         while self._behind_blank() == len(self._text):
             if self.ended:
                 return True
@@ -178,7 +175,7 @@ class TextStream:
         return False
 
     def _ahead(self, words: Sequence[str]) -> Steps[tuple[str, int]]:
-        """Which of `words` is next, and how many characters it and the whitespace before it are."""
+        """Return which of `words` is next, and its size with the whitespace before it."""
         while True:
             start = self._behind_blank()
             have = self._text[start : start + max(map(len, words))]
@@ -194,9 +191,11 @@ class TextStream:
         return found.end() if found else self._at
 
     def text_until(self, *tags: str, blank: int = MAX_BLANK) -> Steps[str]:
-        """Gives the sink the text before the first of `tags`, but for up to `blank` characters of
-        whitespace right before it: which tag. Nothing if the text ends first; what may have been
-        the whitespace or the beginning of a tag is then left to take."""
+        """Take the text before the first of `tags`, and return that tag, or "" if the text ends.
+
+        Up to `blank` characters of whitespace before the tag are not taken. At the end of the text,
+        whitespace and the beginning of a tag may be left, which `rest` takes.
+        """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:
             found = pattern.search(self._text, self._at)
@@ -213,36 +212,35 @@ class TextStream:
             yield
 
     def _num_sure(self, tags: Sequence[str]) -> int:
-        """Where the text ends without the beginning of a tag at its end."""
+        """Return the position up to which the text cannot be part of a tag."""
         text, at = self._text, self._at
         starts = (tag[:i] for tag in tags for i in range(1, len(tag)))
         held = max((len(start) for start in starts if text.endswith(start, at)), default=0)
         return len(text) - held
 
     def rest(self) -> str:
-        """Takes all that is there, past the sink."""
+        """Take and return all remaining text, without the sink."""
         rest, self._at = self._text[self._at :], len(self._text)
         return rest
 
     # JSON.
 
     def json_string(self) -> Steps[str]:
-        """Takes a string as JSON has it, line breaks in it permitted: what it says.
+        """Take a JSON string, which may have line breaks, and return its value.
 
         Raises:
-            UnexpectedTextError: there is none; or what it says is no text.
+            UnexpectedTextError: Something else is next, or the value is not Unicode text.
         """
-        start = self.num_pieces
-        yield from self._string()
-        said: str = json.loads(self.held_since(start), strict=False)
+        text = yield from self.text_of(self._string())
+        value: str = json.loads(text, strict=False)
         try:
-            said.encode()
+            value.encode()
         except UnicodeEncodeError:  # half of a surrogate pair
             raise UnexpectedTextError from None
-        return said
+        return value
 
     def json_value(self) -> Steps[None]:
-        """Takes one value; UnexpectedTextError at the first character that does not fit."""
+        """Take a JSON value; raise UnexpectedTextError at the first character that does not fit."""
         closers: list[str] = []
         while True:
             char = yield from self.peek()
@@ -264,8 +262,8 @@ class TextStream:
                 return
 
     def _next_in(self, closers: list[str]) -> Steps[bool]:
-        """Behind a value, or in an empty array or object: goes on to the next value; whether there
-        is one."""
+        """Take what is between a value, or an empty array or object, and the next value. Return
+        whether there is a next value."""
         while closers:
             yield from self.spaces()
             if (yield from self.expect("," + closers[-1])) != ",":
@@ -313,31 +311,31 @@ class TextStream:
 
 
 class StreamParser:
-    """What the parsers of one answer have in common: subclasses read `_stream` in `_answer`, and
-    tell what they find in `_events`."""
+    """A parser of one answer. A subclass defines `_answer`, which takes text from `_stream` and
+    appends to `_events`."""
 
     def __init__(self) -> None:
         self._stream = TextStream()
         self._events: list[Event] = []
         self._steps = self._answer()
-        next(self._steps)
 
     def feed(self, text: str) -> list[Event]:
-        """What more of the answer's text tells."""
+        """Return the events of more text."""
         self._stream.add(text)
         next(self._steps)
-        return self._taken()
+        return self._take_events()
 
     def end(self) -> list[Event]:
-        """What is left when no more text comes; nothing may be fed after it."""
+        """Return the last events, those of held text. Feed nothing afterwards."""
         self._stream.ended = True
         for _ in self._steps:
             pass
-        return self._taken()
+        return self._take_events()
 
     def _answer(self) -> Steps[None]:
+        """Parse the whole answer."""
         raise NotImplementedError
 
-    def _taken(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events

@@ -4,7 +4,9 @@ is text."""
 import itertools
 import json
 import random
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.parsing.answer import AnswerParser
+from jpaged.parsing.reasoning import REASONING_FAMILIES
 from jpaged.parsing.stream import (
     MAX_DEPTH,
     MAX_HELD,
@@ -21,7 +24,8 @@ from jpaged.parsing.stream import (
     CallStart,
     Content,
 )
-from jpaged.parsing.tool_calls import TOOL_CALL_FAMILIES, json_of
+from jpaged.parsing.tool_families import TOOL_CALL_FAMILIES
+from jpaged.parsing.tool_families.qwen3_xml import json_of
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -524,3 +528,10 @@ def test_random_bytes_of_calls_end():
             text = "".join(rng.choice('<>{}[]":,;\\ tfnau=/|') for _ in range(40))
             parts = told([text], tool_calls=family)
             assert "".join(part[1] for part in parts) == text
+
+
+def test_docs_list_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    tables = page.partition("## Which parser")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
+    assert sorted(listed) == sorted(TOOL_CALL_FAMILIES + REASONING_FAMILIES)

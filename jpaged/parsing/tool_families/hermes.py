@@ -1,0 +1,34 @@
+"""Tool calls of Qwen 2.5, Qwen 3, Hermes 2 and Hermes 3: a JSON object between tags.
+
+<tool_call>{"name": "f", "arguments": {...}}</tool_call>
+"""
+
+from collections.abc import Iterator
+
+from jpaged.parsing.stream import Steps
+from jpaged.parsing.tool_calls import ToolCallParser
+from jpaged.parsing.tool_grammar import LINE_BREAK, CallGrammar
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Parser(ToolCallParser):
+    """Parse the JSON object between two tags."""
+
+    opening_tags = (_OPEN,)
+
+    def _calls(self) -> Steps[None]:
+        yield from self._stream.literal(_OPEN)
+        yield from self._stream.spaces()
+        yield from self._json_call(_CLOSE)
+        yield from self._stream.literal(_CLOSE)
+
+
+class Grammar(CallGrammar):
+    """Generate each call between two tags, one call after the other."""
+
+    def _call_rules(self) -> Iterator[str]:
+        yield from self._sequence_rules("", LINE_BREAK, "")
+        opening = f"{self._opening()} {LINE_BREAK}"
+        closing = f"{LINE_BREAK} {self._tag(_CLOSE)}"
+        yield from self._json_call_rules(opening, "arguments", closing)

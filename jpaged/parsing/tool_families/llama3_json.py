@@ -1,0 +1,47 @@
+"""Tool calls of Llama 3.1, 3.2 and 3.3: JSON objects without tags, at the start of the answer or
+after <|python_tag|>.
+
+    {"name": "f", "parameters": {...}}; {...}
+"""
+
+from collections.abc import Iterator
+
+from jpaged.parsing.stream import Steps
+from jpaged.parsing.tool_calls import ToolCallParser
+from jpaged.parsing.tool_grammar import CallGrammar, literal
+
+_PYTHON_TAG = "<|python_tag|>"
+_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
+
+
+class Parser(ToolCallParser):
+    """Parse JSON objects that are separated by semicolons or by whitespace."""
+
+    opening_tags = (_PYTHON_TAG,)
+
+    def _answer(self) -> Steps[None]:
+        yield from self._try_calls()
+        yield from super()._answer()
+
+    def _calls(self) -> Steps[None]:
+        stream = self._stream
+        yield from stream.literal(_PYTHON_TAG)
+        while True:
+            yield from stream.spaces()
+            yield from self._json_call(_PYTHON_TAG, _KEYS)
+            if not (yield from stream.literal(";")) and not (yield from stream.leads_to("{")):
+                return
+
+
+class Grammar(CallGrammar):
+    """Generate calls at the start of the answer, separated by semicolons."""
+
+    is_bare_json = True
+
+    @property
+    def _is_one_list(self) -> bool:
+        return True
+
+    def _call_rules(self) -> Iterator[str]:
+        yield from self._sequence_rules("", literal("; "), "")
+        yield from self._json_call_rules("", "parameters", "")
