@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from jpaged.errors import ErrorKind, RequestError
 from jpaged.parsing.tool_calls import Tool
 from jpaged.parsing.tool_families import load_family
 from jpaged.structured_outputs import StructuredOutputs, bounds
@@ -54,11 +55,14 @@ def call_grammar(
         if name in (None, tool["function"]["name"])
     ]
     if not functions:
-        raise ValueError(f"name={name!r} must be that of one of the tools")
+        raise RequestError("name", "must be that of one of the tools", value=repr(name))
     if or_form is not None and module.Grammar.is_bare_json:
-        raise ValueError(
-            f"tools cannot be called in an answer that may be JSON instead, for {family} writes "
-            "calls as JSON too: let tool_choice be 'none' or 'required', or ask for no form"
+        raise RequestError(
+            "tools",
+            f"cannot be called in an answer that may be JSON instead, for {family} writes calls as "
+            "JSON too",
+            remedy="let tool_choice be 'none' or 'required', or ask for no form",
+            kind=ErrorKind.UNSUPPORTED,
         )
     grammar: CallGrammar = module.Grammar(
         module.Parser.opening_tags, functions, parallel, special_ids or {}, or_text, or_form
@@ -103,9 +107,9 @@ class CallGrammar:
             _check_parameters(path, schema)
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
-            return StructuredOutputs(grammar=text, name="tools")
-        except ValueError as error:  # the schemas are too large together
-            raise ValueError(str(error).replace("tools.grammar", "tools")) from None
+            return StructuredOutputs.with_checked_schemas(text)
+        except RequestError as error:  # the schemas are too large together
+            raise error.renamed({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
         """Yield the rules of calls: those of `_sequence_rules`, and `call_i` of each function."""
@@ -225,11 +229,11 @@ LINE_BREAK = literal("\n")
 def _check_parameters(path: str, schema: Any) -> None:
     """Raise unless a schema can be enforced; errors call it `path`."""
     try:
-        StructuredOutputs(json=schema, name="_")
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("_.json", path)) from None
+        StructuredOutputs(json=schema)
+    except RequestError as error:
+        raise error.renamed({"structured_outputs.json": path}) from None
     if schema.get("type", "object") != "object":
-        raise ValueError(f"{path}.type={schema['type']!r} must be 'object'")
+        raise RequestError(f"{path}.type", "must be 'object'", value=repr(schema["type"]))
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pkgutil
 from importlib import import_module
 from types import ModuleType
 
+from jpaged.errors import RequestError
+
 TOOL_CALL_FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 """The names of the families."""
 
@@ -19,5 +21,6 @@ TOOL_CALL_FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules
 def load_family(name: str) -> ModuleType:
     """Return the module of a family, which defines `Parser` and `Grammar`."""
     if name not in TOOL_CALL_FAMILIES:
-        raise ValueError(f"family={name!r} must be one of {', '.join(TOOL_CALL_FAMILIES)}")
+        problem = f"must be one of {', '.join(TOOL_CALL_FAMILIES)}"
+        raise RequestError("family", problem, value=repr(name))
     return import_module(f"{__name__}.{name}")

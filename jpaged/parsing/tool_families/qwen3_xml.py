@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jpaged.errors import ErrorKind, RequestError
 from jpaged.parsing.stream import MAX_HELD, Steps, TextStream, UnexpectedTextError
 from jpaged.parsing.tool_calls import LONGEST_NAME, ToolCallParser, checked_name
 from jpaged.parsing.tool_grammar import LINE_BREAK, CallGrammar, json_rule, literal, parameters_of
@@ -236,7 +237,8 @@ class Grammar(CallGrammar):
             body, required = [head], schema.get("required", ())
             for j, (key, value) in enumerate(schema.get("properties", {}).items()):
                 if not key or set(key) & set("<>\n"):
-                    raise ValueError(f"{path}.properties has {key!r}, which no tag can have")
+                    problem = f"has {key!r}, which no tag can have"
+                    raise RequestError(f"{path}.properties", problem, kind=ErrorKind.UNSUPPORTED)
                 yield from _value_rules(f"{path}.properties.{key}", f"value_{i}_{j}", value, schema)
                 opened = literal(f"{_PARAMETER}{key}>\n")
                 parameter = f"{opened} value_{i}_{j} {LINE_BREAK}"
@@ -248,13 +250,15 @@ class Grammar(CallGrammar):
 def _check_names(path: str, schema: Mapping[str, Any]) -> None:
     """Raise ValueError unless a schema names in `properties` every parameter that it allows."""
     if unnamed := sorted(schema.keys() & _NOT_ENFORCED):
-        raise ValueError(
-            f"{path}.{unnamed[0]} cannot be enforced in this family's calls, which have a tag "
-            "for each parameter: name all of them in properties"
+        raise RequestError(
+            f"{path}.{unnamed[0]}",
+            "cannot be enforced in this family's calls, which have a tag for each parameter",
+            remedy="name all of them in properties",
+            kind=ErrorKind.UNSUPPORTED,
         )
     for key in schema.get("required", ()):
         if key not in schema.get("properties", {}):
-            raise ValueError(f"{path}.required names {key!r}, which properties must have")
+            raise RequestError(f"{path}.required", f"names {key!r}, which properties must have")
 
 
 def _value_rules(path: str, rule: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
@@ -278,9 +282,11 @@ def _value_rules(path: str, rule: str, schema: Any, whole: Mapping[str, Any]) ->
         isinstance(it, str) and it == it.strip("\n") and _END_PARAMETER not in it for it in choices
     )
     if not (asked and is_plain and types <= {"string", "null"}):
-        raise ValueError(
-            f"{path} cannot be enforced in this family's calls: let it be a plain string, a string "
-            "of an enum, or of other types than a string"
+        raise RequestError(
+            path,
+            "cannot be enforced in this family's calls",
+            remedy="let it be a plain string, a string of an enum, or of other types than a string",
+            kind=ErrorKind.UNSUPPORTED,
         )
     if choices:
         yield f"{rule}: ({' | '.join(map(literal, choices))}) {end}"
