@@ -178,4 +178,6 @@ def build(
         array[...] = (filled or {}).get(name.rpartition(".")[2], array)
         assert not np.isnan(array).any(), f"{name} is not filled"
     values = {name: jnp.asarray(arrays[name], spec.dtype) for name, spec in specs.items()}
-    return with_parameters(model, values)
+    filled_model = with_parameters(model, values)
+    assert isinstance(filled_model, Decoder)
+    return filled_model

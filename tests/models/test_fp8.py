@@ -228,7 +228,9 @@ def test_fused_parts_scale_their_rows_by_the_largest_static_scale(tmp_path):
         for part, scale in scales.items()
     }
     changed(tmp_path, lambda tensors: tensors.update(own))
-    given = load(tmp_path).layers[0].attention.qkv.format.given_scales
+    kept = load(tmp_path).layers[0].attention.qkv.format
+    assert isinstance(kept, StaticTensorScaled)
+    given = kept.given_scales
     assert given is not None
     assert given.tolist() == [1.0, 4.0, 2.0]
     _, row_scales = quantize_rows(jnp.ones((3, 64)), given, backend=Backend.XLA)

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ class Turned(Format):
             for source, start, size in placed
         ]
 
-    def partials(self, x, backend):
+    def partials(self, x: Any, backend):
         return (x.reshape(len(x), -1) @ self.turned[...].T * self.sign[...])[None]
 
     def gated_silu(self, x, backend):
