@@ -15,6 +15,7 @@ import numpy as np
 
 from jpaged import Engine
 from jpaged.models.config import ModelConfig
+from jpaged.models.formats import Plain
 from jpaged.runtime.kv_cache import block_bytes
 
 # The H200's measured limits; the floors below stand on them.
@@ -236,7 +237,7 @@ class Floor:
         """From a running engine's own account; of each device, where several share the model."""
         model = engine.model_config.share(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
-        is_narrow = model.quantization is not None and model.quantization.format != "plain"
+        is_narrow = model.quantization is not None and model.quantization.format is not Plain
         dtype = jnp.dtype(model.checkpoint_dtype or "bfloat16")
         table = model.table_rows * model.embedding_size
         if not model.tie_word_embeddings:

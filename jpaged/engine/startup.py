@@ -23,7 +23,8 @@ from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.errors import RequestError
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import FP8_DTYPE, PLAIN, ModelConfig, refuse_head_size
+from jpaged.models.config import FP8_DTYPE, ModelConfig, refuse_head_size
+from jpaged.models.formats import Plain
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -191,9 +192,9 @@ def resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
 def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
     """What the weights are kept in."""
     kept = model.quantization
-    if kept is None or kept.format == PLAIN:
+    if kept is None or kept.format is Plain:
         return dtype.name
-    return f"{dtype.name}, projections in {kept.format}"
+    return f"{dtype.name}, projections in {kept.format.name}"
 
 
 def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | None:

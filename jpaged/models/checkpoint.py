@@ -84,8 +84,9 @@ class TensorInfo:
 class WeightRule:
     """Where one tensor of a checkpoint goes.
 
-    A parameter's path is the dotted path of its `nnx.Param` in the model, such as
-    `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece each.
+    A parameter's path is the dotted path of its `nnx.Param` in the model, without `Linear.format`,
+    such as `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece
+    each.
 
     Attributes:
         source: the tensor's name, without the prefix of the `WeightRules`.

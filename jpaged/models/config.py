@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
-from pallas_kernels import FP8_GROUP
+from jpaged.models.formats import Format, Projection
 
 RopeType = Literal["default", "linear", "llama3"]
 NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
@@ -19,9 +19,6 @@ NormPlace = Literal["before", "after", "sum"]
 
 FP8_DTYPE = "float8_e4m3fn"
 """Of a KV pool in FP8."""
-
-PLAIN = "plain"
-"""The format of weights that are kept as they are."""
 
 MAX_SHARES = 8
 """Most devices that share a model."""
@@ -62,44 +59,16 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """A linear map of rows: weight [*inputs, *outputs], bias [*outputs].
-
-    Attributes:
-        inputs: axes of a row that are summed over.
-        parts: outputs and their sizes along the first output axis; several where projections are
-            fused, such as (("q", 32), ("k", 8), ("v", 8)) in heads.
-        width: the other output axes.
-        bias: whether there is one.
-        all_reduced: whether devices that share the model have a part of the inputs each, so that
-            their rows are summed.
-        format: how the weight is kept, a key of `jpaged.models.linear.FORMATS`.
-    """
-
-    inputs: tuple[int, ...]
-    parts: tuple[tuple[str, int], ...]
-    width: tuple[int, ...] = ()
-    bias: bool = False
-    all_reduced: bool = False
-    format: str = PLAIN
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Axes of a row of the result, all parts side by side."""
-        return (sum(size for _, size in self.parts), *self.width)
-
-
-@dataclass(frozen=True)
 class Quantization:
     """In which format a model's projections are kept.
 
     Attributes:
-        format: a key of `jpaged.models.linear.FORMATS`.
+        format: `Plain` if only the KV cache has scales.
         plain: paths of the projections that are kept as they are.
         has_kv_scales: the checkpoint has scales for keys and values in FP8.
     """
 
-    format: str
+    format: type[Format]
     plain: tuple[str, ...] = ()
     has_kv_scales: bool = False
 
@@ -206,20 +175,15 @@ class ModelConfig:
             return f"num_key_value_heads={kv_heads}"
         if self.intermediate_size % count:
             return f"intermediate_size={self.intermediate_size}"
-        if self.quantization is not None and self.quantization.format == "fp8_block":
-            return self._straddled(count)
-        return None
-
-    def _straddled(self, count: int) -> str | None:
-        """The first size of which so many devices would have parts of blocks with one scale."""
-        own_kv_heads = max(self.num_kv_heads // count, 1)
+        group = 1 if self.quantization is None else self.quantization.format.scaled_rows
+        own_kv_heads = max(kv_heads // count, 1)
         for name, whole, own in (
             ("num_attention_heads", self.num_heads, self.num_heads // count * self.head_size),
-            ("num_key_value_heads", self.num_kv_heads, own_kv_heads * self.head_size),
+            ("num_key_value_heads", kv_heads, own_kv_heads * self.head_size),
             ("intermediate_size", self.intermediate_size, self.intermediate_size // count),
         ):
-            if own % FP8_GROUP:
-                return f"{name}={whole}, whose weights have a scale for each {FP8_GROUP} rows"
+            if own % group:
+                return f"{name}={whole}, whose weights have a scale for each {group} rows"
         return None
 
     @property

@@ -19,7 +19,7 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats import Rows
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
-from jpaged.models.norm import Norm, add_norm, add_norm_for, make_norm, norm_update
+from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
 from jpaged.models.sharding import Unsummed, summed
 from pallas_kernels import Backend, LayerKV, sum_partials
 
@@ -89,10 +89,10 @@ class DecoderLayer(nnx.Module):
             update = summed(self.mlp(hidden, backend, peers), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
         qkv, first = self.attention.qkv, self.mlp.first
-        rows, hidden = add_norm_for(qkv, self.attention_norm, hidden, update, backend)
+        rows, hidden = qkv.add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
         update = norm_update(self.attention_out_norm, update, hidden.dtype)
-        rows, hidden = add_norm_for(first, self.mlp_norm, hidden, update, backend)
+        rows, hidden = first.add_norm(self.mlp_norm, hidden, update, backend)
         update = norm_update(self.mlp_out_norm, self.mlp(rows, backend, peers), hidden.dtype)
         return hidden, update, kv
 

@@ -1,12 +1,14 @@
-"""How a projection's weight is kept, loaded and multiplied: its format.
+"""Weight formats: how a projection's weight is stored, loaded, split over devices and multiplied.
 
-A format is an object with the methods of `Format`; `Projection.format` has its name. This is what
-all have in common, and `Plain`.
+A format is a subclass of `Format`. Its class methods and attributes say how weights come from a
+checkpoint and how devices may split them. Its instances hold a weight's parameters and multiply
+by it. This module has `Plain`; `jpaged.models.fp8` has the formats of 8-bit weights.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,18 +16,58 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import Projection
-from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm
+from jpaged.models.sharding import Unsummed
+from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm, sum_partials
 
 
 @dataclass(frozen=True)
-class FP8Rows:
-    """Rows [T, size_in] that are in FP8 already.
+class Projection:
+    """A linear map of rows: weight [*inputs, *outputs], bias [*outputs].
 
     Attributes:
-        values: their numbers.
-        scale: [T, groups], what these are multiplied by.
-        dtype: that of the rows, which products with them have.
+        inputs: axes of a row that are summed over.
+        parts: outputs and their sizes along the first output axis; several where projections are
+            fused, such as (("q", 32), ("k", 8), ("v", 8)) in heads.
+        width: the other output axes.
+        bias: whether there is one.
+        all_reduced: whether devices that share the model have a part of the inputs each, so that
+            their rows are summed.
+        format: how the weight is stored.
+    """
+
+    inputs: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+    width: tuple[int, ...] = ()
+    bias: bool = False
+    all_reduced: bool = False
+    format: "type[Format]" = field(default_factory=lambda: Plain)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Axes of a row of the result, all parts side by side."""
+        return (sum(self.sizes), *self.width)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each part along the first output axis."""
+        return tuple(size for _, size in self.parts)
+
+    def pieces(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Return source, start and size along the first output axis of each checkpoint tensor:
+        one source for each part, or a single source for all parts."""
+        sizes = self.sizes if len(sources) == len(self.parts) else (sum(self.sizes),)
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return list(zip(sources, starts, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows [T, size_in] that a format has quantized for its product.
+
+    Attributes:
+        values: the quantized numbers.
+        scale: factors of these numbers, [T, groups].
+        dtype: dtype of the rows before, which products with them have.
     """
 
     values: Float[Array, "T size_in"]
@@ -33,136 +75,131 @@ class FP8Rows:
     dtype: DTypeLike
 
 
-Rows = Float[Array, "T size_in"] | FP8Rows
+Rows = Float[Array, "T *inputs"] | QuantizedRows
 """What a projection is given."""
 
-RowScales = Literal["row", "group"] | None
-"""What of rows that a format brings to FP8 has a scale; None: it takes rows as they are."""
 
-Layout = dict[str, tuple[int, tuple[int, ...]]]
-"""Of parameters, by name: the axis along which a projection's parts lie, and their sizes there."""
+class Format(nnx.Module):
+    """A projection's weight in one format.
 
-
-class Format(Protocol):
-    """How weights of one kind are kept. `linear` is the `Linear` whose attributes they are."""
-
-    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
-        """What the format keeps of a projection, by the names of the module's attributes."""
-        ...
-
-    def layout(self, projection: Projection) -> Layout:
-        """Where the parts lie in the parameters that have them side by side."""
-        ...
-
-    def rules(
-        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
-    ) -> list[WeightRule]:
-        """How its parameters come from a checkpoint; see `jpaged.models.linear.linear_rules`."""
-        ...
-
-    @property
-    def row_scales(self) -> RowScales:
-        """In which scales it may be given `FP8Rows`."""
-        ...
-
-    def given_scales(self, linear: Any) -> Float32[Array, "parts"] | None:
-        """The static scales of its rows, one a part: all rows take the largest. None: each row has
-        a scale of its own."""
-        ...
-
-    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
-        """Rows by the weight, in split-K partials whose sum is the product."""
-        ...
-
-    def product(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
-        """Rows by the weight."""
-        ...
-
-    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
-        """silu(gate) * up of a projection to the two, without bias."""
-        ...
-
-    def array(self, linear: Any) -> Float[Array, "..."] | None:
-        """The weight [*inputs, *outputs]; None in formats that keep no such array."""
-        ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """The format of weights that are kept as they are: float32, float16 or bfloat16.
-
-    One parameter, `weight`, of the shape [*inputs, *outputs].
+    `__init__` of a subclass makes the parameters, zeros that the loader fills.
     """
 
-    @property
-    def row_scales(self) -> RowScales:
-        """See `Format`: rows are arrays."""
+    name: ClassVar[str]
+    """Name in reports."""
+
+    scaled_rows: ClassVar[int] = 1
+    """Number of neighbouring outputs with one scale, which devices cannot split."""
+
+    def __init__(self, projection: Projection, dtype: DTypeLike):
+        self.projection = projection
+
+    @classmethod
+    @abstractmethod
+    def rules(
+        cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        """Return how the parameters come from a checkpoint; see `linear.linear_rules`."""
+
+    @abstractmethod
+    def partials(self, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
+        """Multiply rows by the weight, in split-K partials whose sum is the product."""
+
+    @abstractmethod
+    def gated_silu(self, x: Rows, backend: Backend) -> Float[Array, "T F"]:
+        """Return silu(gate) * up of a projection to gate and up, without bias."""
+
+    def product(self, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
+        """Multiply rows by the weight."""
+        rows = sum_partials(self.partials(x, backend), x.dtype)
+        return rows.reshape(-1, *self.projection.outputs)
+
+    def array(self) -> Float[Array, "..."] | None:
+        """Return the weight [*inputs, *outputs]; None if the format stores no such array."""
         return None
 
-    def given_scales(self, linear: Any) -> None:
-        """See `Format`: there are none."""
-        return
+    def add_rms_norm(
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed,
+        weight: Float[Array, "D"],
+        eps: float,
+        backend: Backend,
+    ) -> tuple[QuantizedRows, Float[Array, "T D"]] | None:
+        """Return the RMS norm of hidden + sum(update), quantized for this weight by the same
+        kernel, and that sum; None if the format takes rows as they are."""
+        return None
 
-    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
-        """See `Format`."""
-        return {"weight": zeros(dtype, *projection.inputs, *projection.outputs)}
 
-    def layout(self, projection: Projection) -> Layout:
-        """See `Format`."""
-        return {"weight": (len(projection.inputs), sizes(projection))}
+class Plain(Format):
+    """A weight in the model's dtype, float32, float16 or bfloat16: `weight` [*inputs, *outputs]."""
 
+    name = "plain"
+
+    def __init__(self, projection: Projection, dtype: DTypeLike):
+        super().__init__(projection, dtype)
+        self.weight = zeros(dtype, *projection.inputs, *projection.outputs)
+
+    @classmethod
     def rules(
-        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+        cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
         """See `Format`."""
-        before = len(projection.inputs)
-        inputs = tuple(range(before))
-        outputs = tuple(range(before, before + len(projection.outputs)))
-        file_axes = (outputs, inputs) if transposed else (inputs, outputs)
         return [
-            WeightRule(
-                source + ".weight",
-                target + ".weight",
-                (*projection.inputs, size, *projection.width),
-                file_axes,
-                before,
-                start,
-            )
-            for source, start, size in pieces(projection, sources)
+            weight_rule(projection, piece, target, transposed, axis=len(projection.inputs))
+            for piece in projection.pieces(sources)
         ]
 
-    def partials(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
+    def partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
         """See `Format`."""
-        weight = linear.weight[...]
-        return split_k_gemm(x, weight.reshape(x.shape[1], -1), backend=backend)
+        rows = x.reshape(x.shape[0], -1)
+        return split_k_gemm(rows, self.weight[...].reshape(rows.shape[1], -1), backend=backend)
 
-    def product(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
+    def gated_silu(self, x: Any, backend: Backend) -> Float[Array, "T F"]:
+        """See `Format`."""
+        return gated_gemm(x, self.weight[...], backend=backend)
+
+    def product(self, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
         """See `Format`; by XLA."""
-        outputs = "odf"[: len(linear.projection.outputs)]
-        return einsum(f"ti,i{outputs}->t{outputs}", x, linear.weight[...])
+        outputs = "odf"[: len(self.projection.outputs)]
+        return einsum(f"ti,i{outputs}->t{outputs}", x, self.weight[...])
 
-    def gated_silu(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "T F"]:
+    def array(self) -> Float[Array, "..."]:
         """See `Format`."""
-        return gated_gemm(x, linear.weight[...], backend=backend)
+        return self.weight[...]
 
-    def array(self, linear: Any) -> Float[Array, "..."] | None:
-        """See `Format`."""
-        return linear.weight[...]
+
+def weight_rule(
+    projection: Projection,
+    piece: tuple[str, int, int],
+    target: str,
+    transposed: bool,
+    *,
+    axis: int = 0,
+    scale: str | None = None,
+) -> WeightRule:
+    """Return the rule of one of `Projection.pieces` of a weight.
+
+    Args:
+        projection: the projection.
+        piece: the piece.
+        target: path of the `Linear`.
+        transposed: as of `linear.linear_rules`.
+        axis: first output axis of the parameter: 0 if it is [*outputs, *inputs], and
+            `len(projection.inputs)` if it is [*inputs, *outputs].
+        scale: as of `WeightRule`.
+    """
+    source, start, size = piece
+    own = size, *projection.width
+    shape = (*projection.inputs[:axis], *own, *projection.inputs[axis:])
+    outputs = tuple(range(axis, axis + len(own)))
+    inputs = tuple(each for each in range(len(shape)) if each not in outputs)
+    file_axes = (outputs, inputs) if transposed else (inputs, outputs)
+    return WeightRule(
+        source + ".weight", target + ".weight", shape, file_axes, axis, start, scale=scale
+    )
 
 
 def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
     """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
     return nnx.Param(jnp.zeros(shape, dtype))
-
-
-def sizes(projection: Projection) -> tuple[int, ...]:
-    """The parts' sizes along the first output axis."""
-    return tuple(size for _, size in projection.parts)
-
-
-def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Where the tensors of a projection lie in it: source, start and size along the parts' axis."""
-    own = sizes(projection)
-    own = own if len(sources) == len(own) else (sum(own),)
-    starts = [sum(own[:index]) for index in range(len(own))]
-    return list(zip(sources, starts, own, strict=True))

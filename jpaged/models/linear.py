@@ -1,12 +1,10 @@
 """Projections of rows and tables of vectors: the modules that own a model's large weights.
 
 `Linear` is every projection of every family. What is fused in it is data (`Projection.parts`), and
-how its weight is kept, loaded and multiplied is its format (`jpaged.models.formats`), in `FORMATS`
-under the name that `Projection.format` has.
+it holds its weight in one format (`jpaged.models.formats`), the one of `Projection.format`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import ModelConfig, Projection
-from jpaged.models.formats import (
-    Format,
-    FP8Rows,
-    Layout,
-    Plain,
-    Rows,
-    RowScales,
-    pieces,
-    sizes,
-    zeros,
-)
-from jpaged.models.fp8 import FP8_FORMATS
+from jpaged.models.config import ModelConfig
+from jpaged.models.formats import Projection, Rows, zeros
+from jpaged.models.norm import Norm, RMSNorm, add_norm
 from jpaged.models.sharding import AXIS, Unsummed, meet, own_start, summed
 from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
@@ -50,40 +38,23 @@ def is_silu(name: str) -> bool:
     return name in ("silu", "swish")
 
 
-FORMATS: dict[str, Format] = {"plain": Plain(), **FP8_FORMATS}
-
-
 class Linear(nnx.Module):
     """A projection of rows [T, *inputs] to rows [T, *outputs]: x @ weight + bias.
 
-    It owns its weight and the weight's format: nothing else reads its parameters.
+    Its format owns the weight: nothing else reads the weight's parameters.
     """
 
     def __init__(self, projection: Projection, *, dtype: DTypeLike):
-        self.projection, self.format = projection, FORMATS[projection.format]
-        for name, parameter in self.format.parameters(projection, dtype).items():
-            setattr(self, name, parameter)
+        self.projection, self.format = projection, projection.format(projection, dtype)
         self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
 
-    @property
-    def row_scales(self) -> RowScales:
-        """In which scales the norm before it may give it its rows in FP8; None: it may not."""
-        return None if self.projection.all_reduced else self.format.row_scales
-
-    @property
-    def given_scales(self) -> Float32[Array, "parts"] | None:
-        """See `Format`."""
-        return self.format.given_scales(self)
-
-    def __call__(
-        self, x: Float[Array, "T *inputs"] | FP8Rows, backend: Backend
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Rows, backend: Backend) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
         dtype.
         """
-        partials = self._own_partials(x, backend)
+        partials = self.format.partials(x, backend)
         if self.projection.all_reduced:
             partials = device_sum(sum_partials(partials, x.dtype), AXIS)[None]
         return self._finished(partials, x.dtype)
@@ -101,32 +72,42 @@ class Linear(nnx.Module):
         """
         if peers is None:
             return self(x, backend)
-        unsummed = Unsummed(self._own_partials(x, backend), peers, turn)
+        unsummed = Unsummed(self.format.partials(x, backend), peers, turn)
         if self.bias is None:
             return unsummed
         return self._finished(summed(unsummed, x.dtype)[None], x.dtype)
 
-    def _own_partials(
-        self, x: Float[Array, "T *inputs"] | FP8Rows, backend: Backend
+    def _finished(
+        self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        rows = x if isinstance(x, FP8Rows) else x.reshape(x.shape[0], -1)
-        return self.format.partials(self, rows, backend)
-
-    def _finished(self, partials: Float[Array, "parts T width"], dtype: DTypeLike) -> Any:
-        """With the bias, and the axes of the outputs."""
+        """Add the bias and split the outputs into their axes."""
         if self.bias is not None:  # as one row, which XLA adds within its product
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
+    def add_norm(
+        self,
+        norm: Norm,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed | None,
+        backend: Backend,
+    ) -> tuple[Rows, Float[Array, "T D"]]:
+        """`jpaged.models.norm.add_norm` of a norm whose rows only this projection reads. If the
+        format quantizes rows, one kernel does both."""
+        quantized = None
+        if update is not None and isinstance(norm, RMSNorm):
+            quantized = self.format.add_rms_norm(hidden, update, norm.scale, norm.eps, backend)
+        return add_norm(norm, hidden, update, backend) if quantized is None else quantized
+
     def rows(self, x: Rows, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
         """The rows, in x's dtype."""
-        y = self.format.product(self, x, backend)
+        y = self.format.product(x, backend)
         return y if self.bias is None else y + self.bias[...][None]
 
     def gated(self, x: Rows, name: str, backend: Backend) -> Float[Array, "T F"]:
         """activation(gate) * up of a projection to the two, in float32 and then rounded."""
         if is_silu(name) and self.bias is None:
-            return self.format.gated_silu(self, x, backend)
+            return self.format.gated_silu(x, backend)
         gate_up = self.rows(x, backend)
         if is_silu(name):
             return gated_silu(gate_up, backend=backend)
@@ -138,18 +119,13 @@ class Linear(nnx.Module):
         projections; None with a bias, summed over devices, or in a format that has no such array.
         """
         is_all = self.bias is None and not self.projection.all_reduced
-        return self.format.array(self) if is_all else None
+        return self.format.array() if is_all else None
 
 
 def linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
     """The projection of that path, in models that have it."""
     projection = config.projection(path)
     return None if projection is None else Linear(projection, dtype=dtype)
-
-
-def layout_of(projection: Projection) -> Layout:
-    """Where a projection's parts lie in those of its parameters that have them side by side."""
-    return FORMATS[projection.format].layout(projection) | {"bias": (0, sizes(projection))}
 
 
 def linear_rules(
@@ -168,7 +144,7 @@ def linear_rules(
         target: path of the `Linear`.
         transposed: weights lie as [out, in] in the checkpoint, not as [in, out].
     """
-    weights = FORMATS[projection.format].rules(projection, sources, target, transposed=transposed)
+    weights = projection.format.rules(projection, sources, target, transposed=transposed)
     size = len(projection.outputs)
     biases = [
         WeightRule(
@@ -179,9 +155,17 @@ def linear_rules(
             0,
             start,
         )
-        for source, start, length in pieces(projection, sources)
+        for source, start, length in projection.pieces(sources)
     ]
     return [*weights, *biases]
+
+
+def part_sizes(projection: Projection, name: str, axis: int) -> list[int]:
+    """Return the sizes along an axis of the parts of a parameter; empty if the parts lie along
+    another axis."""
+    rules = linear_rules(projection, [part for part, _ in projection.parts], "")
+    found = [it for it in rules if "." + name in (it.target, it.scale) and it.axis == axis]
+    return [it.shape[axis] for it in found if it.shape is not None]
 
 
 class Embedding(nnx.Module):

@@ -31,7 +31,6 @@ from jax.typing import DTypeLike
 
 from jpaged.models.checkpoint import (
     FILE_DTYPES,
-    FP8_NAME,
     SUPPORTED_DTYPES,
     CheckpointError,
     TensorInfo,
@@ -44,11 +43,11 @@ from jpaged.models.checkpoint import (
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.linear import layout_of
+from jpaged.models.linear import part_sizes
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
 from jpaged.options import counted
-from pallas_kernels import FP8, FP8_LEAST, FP8_MAX, to_fp8
+from pallas_kernels import FP8_LEAST, FP8_MAX, to_fp8
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
@@ -59,7 +58,7 @@ COMPARED_BYTES = 4 << 20
 _DUMMY_STD = 0.02
 
 _DUMMY_SCALE = 2.0**-8
-"""Of weights in FP8, so that the largest are a quarter of what it has, and of their rows."""
+"""Scale of quantized weights, whose largest numbers then are a quarter of FP8's, and of rows."""
 
 _KV_SCALE = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
 """Paths of parameters that a checkpoint may lack for both the keys and the values of a layer, which
@@ -123,7 +122,7 @@ class ModelPlan:
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        over_all = _specs(self.shapes)
+        over_all = parameters_of(self.shapes)
         own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in over_all.items()}
         devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
         shares = [
@@ -140,7 +139,7 @@ class ModelPlan:
             for share in shares:
                 share.make_random(self._specs, self._seed)
         arrays = {path: _joined(it, shares, path) for path, it in over_all.items()}
-        return _with_values(self.shapes, arrays)
+        return with_parameters(self.shapes, arrays)
 
     def _pieces(self, path: str, own: tuple[int, ...], place: int) -> list[Piece]:
         """What a device has of the parameter."""
@@ -148,10 +147,10 @@ class ModelPlan:
         whole, parts = self._specs[path].shape, ()
         of, _, name = path.rpartition(".")
         projection, ours = (it.projection(of) for it in (self.config, self.config.share(count)))
-        if projection is not None and ours is not None and name in layout_of(projection):
-            (axis, sizes), (_, own_sizes) = (layout_of(it)[name] for it in (projection, ours))
-            if split_axis(whole, own) == axis:
-                parts = list(zip(sizes, own_sizes, strict=True))
+        axis = split_axis(whole, own)
+        if projection is not None and ours is not None and axis is not None:
+            sizes, own_sizes = (part_sizes(it, name, axis) for it in (projection, ours))
+            parts = list(zip(sizes, own_sizes, strict=True))
         return held_pieces(whole, own, place, count, parts)
 
 
@@ -231,11 +230,11 @@ def _joined(spec: jax.ShapeDtypeStruct, shares: Sequence[Share], path: str) -> j
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
 
 
-def _with_values(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
-    """The model with other values, by path."""
+def with_parameters(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
+    """Return the model with other values of its parameters, by path."""
     definition, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
-    filled = [(path, leaf.replace(values[_name_of(path)])) for path, leaf in flat]
+    filled = [(path, leaf.replace(values[_path_of(path)])) for path, leaf in flat]
     return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
@@ -271,13 +270,13 @@ def plan_model(
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
     if load_format == "dummy":
-        shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
+        shapes, specs = model_shapes(config, dtype, mesh), _specs(config, dtype)
         return ModelPlan(config, mesh, shapes, specs, None, seed)
     tensors = read_tensors(resolve_checkpoint(folder))
     rules = weight_rules(config)
     _check_num_layers(config, tensors, rules)
     config, rules = _settle_head(config, tensors, rules, jnp.dtype(dtype))
-    shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
+    shapes, specs = model_shapes(config, dtype, mesh), _specs(config, dtype)
     try:
         placements = plan_weights(tensors, rules, specs)
     except CheckpointError as error:
@@ -354,14 +353,20 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
     return True
 
 
-def _specs(model: nnx.Module) -> Specs:
-    """The parameters' shapes by path."""
+def parameters_of(model: nnx.Module) -> dict[str, Any]:
+    """Return the model's parameters, or the shapes in their places, by path."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_name_of(path): leaf.get_value() for path, leaf in flat}
+    return {_path_of(path): leaf.get_value() for path, leaf in flat}
 
 
-def _name_of(path: tuple) -> str:
-    return ".".join(map(str, path))
+def _specs(config: ModelConfig, dtype: DTypeLike) -> Specs:
+    """Return the shapes of the parameters of the model on a single device, by path."""
+    return parameters_of(model_shapes(config, dtype))
+
+
+def _path_of(path: tuple) -> str:
+    """Return a parameter's path, as of `WeightRule`."""
+    return ".".join(str(each) for each in path if each != "format")
 
 
 def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> nnx.Module:
@@ -376,12 +381,12 @@ def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
         return whole
     share = config.share(mesh.size)
     own = nnx.eval_shape(lambda: Decoder(share, dtype=dtype))
-    specs = _specs(whole)
+    specs = parameters_of(whole)
     values = {
         path: over(mesh, spec, split_axis(specs[path].shape, spec.shape))
-        for path, spec in _specs(own).items()
+        for path, spec in parameters_of(own).items()
     }
-    return _with_values(own, values)
+    return with_parameters(own, values)
 
 
 Problems = dict[str, list[str]]
@@ -487,8 +492,9 @@ def _place(
     shape = whole if rule.shape is None else rule.shape
     file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
-    is_kept = rule.scale is None and specs[path].dtype == FP8
-    dtypes = [FP8_NAME] if is_kept else list(SUPPORTED_DTYPES)
+    dtypes = list(SUPPORTED_DTYPES)
+    if rule.scale is None and specs[path].dtype not in SUPPORTED_DTYPES.values():
+        dtypes = [name for name, dtype in FILE_DTYPES.items() if dtype == specs[path].dtype]
     is_shaped = math.prod(tensor.shape) == 1 if rule.fills else tensor.shape == wanted
     if tensor.dtype not in dtypes:
         problem = f"{tensor.name} is {tensor.dtype}, supported are {', '.join(dtypes)}"
@@ -667,7 +673,7 @@ def _random(
     bits = _hash(_hash(index) ^ key)
     byte_sum = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))
     centred = jnp.asarray(byte_sum, jnp.float32) - np.float32(4 * 255 / 2)
-    std = _DUMMY_STD / _DUMMY_SCALE if dtype == FP8 else _DUMMY_STD
+    std = _DUMMY_STD if dtype in SUPPORTED_DTYPES.values() else _DUMMY_STD / _DUMMY_SCALE
     return (centred * np.float32(std / math.sqrt(4 * (256**2 - 1) / 12))).astype(dtype)
 
 

@@ -7,16 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import FP8Rows, Rows, zeros
-from jpaged.models.linear import Linear
+from jpaged.models.formats import zeros
 from jpaged.models.sharding import AXIS, Unsummed, summed
-from pallas_kernels import (
-    Backend,
-    add_rms_norm,
-    add_rms_norm_to_fp8,
-    device_sum_norm,
-    rms_norm,
-)
+from pallas_kernels import Backend, add_rms_norm, device_sum_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -47,19 +40,6 @@ class RMSNorm(nnx.Module):
             shared = {"header": update.peers, "turn": update.turn}
             return device_sum_norm(hidden, update.partials, self.scale, AXIS, **shared, **options)
         return add_rms_norm(hidden, update, self.scale, **options)
-
-    def add_to_fp8(
-        self,
-        hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"],
-        backend: Backend,
-        reader: Linear,
-    ) -> tuple[FP8Rows, Float[Array, "T D"]]:
-        """As `add`, its rows in FP8 as the projection `reader` takes them."""
-        grouped, given = reader.row_scales == "group", reader.given_scales
-        options = {"eps": self.eps, "grouped": grouped, "backend": backend}
-        values, scale, total = add_rms_norm_to_fp8(hidden, update, self.scale, given, **options)
-        return FP8Rows(values, scale, hidden.dtype), total
 
 
 class LayerNorm(nnx.Module):
@@ -111,22 +91,6 @@ def add_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
     return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
-
-
-def add_norm_for(
-    reader: Linear,
-    norm: Norm,
-    hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | Unsummed | None,
-    backend: Backend,
-) -> tuple[Rows, Float[Array, "T D"]]:
-    """As `add_norm`, for the only projection that reads the norm's rows: they are in FP8 where it
-    takes them so, and one kernel does both."""
-    if update is None or reader.row_scales is None or not isinstance(norm, RMSNorm):
-        return add_norm(norm, hidden, update, backend)
-    if isinstance(update, Unsummed):
-        update = summed(update, hidden.dtype)[None]
-    return norm.add_to_fp8(hidden, update, backend, reader)
 
 
 def norm_update(

@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jpaged.models.config import PLAIN, Fields, Quantization, refuse
+from jpaged.models.config import Fields, Quantization, refuse
+from jpaged.models.formats import Format, Plain
+from jpaged.models.fp8 import (
+    BlockScaled,
+    ChannelScaled,
+    Scaled,
+    StaticChannelScaled,
+    StaticTensorScaled,
+    TensorScaled,
+)
 from pallas_kernels import FP8_GROUP
 
 METHODS = ("compressed-tensors", "fp8", "modelopt")
@@ -29,7 +38,7 @@ _UNREAD = {
 
 
 class _Layout(NamedTuple):
-    format: str
+    format: type[Format]
     is_ignored: Callable[[Sequence[str]], bool]  # of a module, by any of the names it may have
     has_kv_scales: bool
 
@@ -50,17 +59,17 @@ def read_quantization(
     """
     if fields is None:
         if asked in (None, "fp8"):
-            return None if asked is None else Quantization("fp8")
+            return None if asked is None else Quantization(Scaled)
         raise ValueError(
             f"quantization={asked!r}, but config.json has no quantization_config: leave it unset, "
             "or give 'fp8' to bring the weights to FP8 as they are loaded"
         )
     method = fields.choice("quant_method", None, METHODS)
     layout = _READERS[method](fields)
-    if asked == "fp8" and layout.format == PLAIN:
-        layout = layout._replace(format=asked)
+    if asked == "fp8" and layout.format is Plain:
+        layout = layout._replace(format=Scaled)
     elif asked not in (None, method):
-        have = "weights are not in FP8" if layout.format == PLAIN else "weights are in FP8 already"
+        have = "weights are not in FP8" if layout.format is Plain else "weights are in FP8 already"
         raise ValueError(
             f"quantization={asked!r}, but the checkpoint's {have}, as {method!r} has them: leave "
             "quantization unset"
@@ -94,7 +103,7 @@ def _compressed_tensors(fields: Fields) -> _Layout:
             raise refuse(fields.prefix + name, value, "{}")
     if is_wide:
         fields.ignore({"ignore"})
-        return _Layout(PLAIN, lambda names: False, _has_kv_scales(fields))
+        return _Layout(Plain, lambda names: False, _has_kv_scales(fields))
     groups = fields.nested("config_groups")
     if len(groups.values) != 1:
         raise refuse(fields.prefix + "config_groups", groups.values, "a single group")
@@ -126,11 +135,11 @@ class _Scheme(NamedTuple):
 
 
 _FORMATS = {
-    (_Scheme("channel", False), _Scheme("token", True)): "fp8_channel",
-    (_Scheme("channel", False), _Scheme("tensor", False)): "fp8_channel_static",
-    (_Scheme("tensor", False), _Scheme("token", True)): "fp8_tensor",
-    (_Scheme("tensor", False), _Scheme("tensor", False)): "fp8_tensor_static",
-    (_Scheme("block", False), _Scheme("group", True)): "fp8_block",
+    (_Scheme("channel", False), _Scheme("token", True)): ChannelScaled,
+    (_Scheme("channel", False), _Scheme("tensor", False)): StaticChannelScaled,
+    (_Scheme("tensor", False), _Scheme("token", True)): TensorScaled,
+    (_Scheme("tensor", False), _Scheme("tensor", False)): StaticTensorScaled,
+    (_Scheme("block", False), _Scheme("group", True)): BlockScaled,
 }
 
 
@@ -191,8 +200,8 @@ def _fp8(fields: Fields) -> _Layout:
         ends = any(name.endswith(each) for name in names for each in ignored)
         return ends or any(start.match(name) for name in names for start in starts)
 
-    of_tensors = "fp8_tensor_static" if is_static else "fp8_tensor"
-    return _Layout(of_tensors if block is None else "fp8_block", is_ignored, _has_kv_scales(fields))
+    of_tensors = StaticTensorScaled if is_static else TensorScaled
+    return _Layout(of_tensors if block is None else BlockScaled, is_ignored, _has_kv_scales(fields))
 
 
 def _modelopt(fields: Fields) -> _Layout:
@@ -203,7 +212,7 @@ def _modelopt(fields: Fields) -> _Layout:
     def is_ignored(names: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, each) for name in names for each in ignored)
 
-    return _Layout("fp8_tensor_static", is_ignored, _has_kv_scales(fields) or has_kv_scales)
+    return _Layout(StaticTensorScaled, is_ignored, _has_kv_scales(fields) or has_kv_scales)
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.loader import parameters_of, with_parameters
 from jpaged.models.registry import read_model_config, weight_rules
 
 transformers.logging.set_verbosity_error()
@@ -157,10 +158,9 @@ def build(
 ) -> Decoder:
     """A plain reading of the weight rules; the loader has its own and its own tests. What `filled`
     has comes from there, by the last name of its path."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype)))
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    rules = weight_rules(config)
-    arrays = {name: np.full(leaf.shape, np.nan, np.float32) for name, (_, leaf) in flat.items()}
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    rules, specs = weight_rules(config), parameters_of(model)
+    arrays = {name: np.full(spec.shape, np.nan, np.float32) for name, spec in specs.items()}
     for name, tensor in tensors.items():
         rule = rules.find(name)
         assert rule is not None
@@ -177,7 +177,7 @@ def build(
     for name, array in arrays.items():
         array[...] = (filled or {}).get(name.rpartition(".")[2], array)
         assert not np.isnan(array).any(), f"{name} is not filled"
-    leaves = [
-        (path, leaf.replace(jnp.asarray(arrays[n], leaf.dtype))) for n, (path, leaf) in flat.items()
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    values = {name: jnp.asarray(arrays[name], spec.dtype) for name, spec in specs.items()}
+    filled_model = with_parameters(model, values)
+    assert isinstance(filled_model, Decoder)
+    return filled_model

@@ -1,7 +1,9 @@
 """A projection owns its weight and its format: nothing else knows how the weight is stored."""
 
 import ast
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from hf_models import build, config_of, reference
 
 import jpaged
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import Projection
-from jpaged.models.formats import Plain, pieces, sizes, zeros
-from jpaged.models.linear import FORMATS
+from jpaged.models.config import Quantization
+from jpaged.models.formats import Format, Projection, zeros
+from jpaged.models.loader import parameters_of
 from jpaged.runtime.fused_layers import weights_between
 
 OWNERS = {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm.py"}
@@ -34,48 +36,32 @@ def test_nothing_else_reads_a_weight():
     assert found == OWNERS
 
 
-class Turned(Plain):
+class Turned(Format):
     """A format for this test: weights [out, in] with the sign turned, under another name."""
 
-    def parameters(self, projection, dtype):
-        size_in, size_out = (int(np.prod(it)) for it in (projection.inputs, projection.outputs))
-        return {"turned": zeros(dtype, size_out, size_in), "sign": zeros(dtype)}
+    name = "turned"
 
-    def rules(self, projection, sources, target, *, transposed):
-        size_in, width = int(np.prod(projection.inputs)), int(np.prod(projection.width))
-        placed = [
-            (source, start * width, size * width)
-            for source, start, size in pieces(projection, sources)
-        ]
+    def __init__(self, projection, dtype):
+        super().__init__(projection, dtype)
+        self.turned = zeros(dtype, math.prod(projection.outputs), math.prod(projection.inputs))
+        self.sign = zeros(dtype)
+
+    @classmethod
+    def rules(cls, projection, sources, target, *, transposed):
+        size_in, width = math.prod(projection.inputs), math.prod(projection.width)
         file_axes = ((0,), (1,)) if transposed else ((1,), (0,))
+        placed = [(it, a * width, n * width) for it, a, n in projection.pieces(sources)]
         return [
             WeightRule(source + ".weight", target + ".turned", (size, size_in), file_axes, 0, start)
             for source, start, size in placed
         ]
 
-    def layout(self, projection):
-        return {"turned": (0, sizes(projection))}
+    def partials(self, x: Any, backend):
+        return (x.reshape(len(x), -1) @ self.turned[...].T * self.sign[...])[None]
 
-    @property
-    def row_scales(self):
-        return None
-
-    def given_scales(self, linear):
-        return None
-
-    def product(self, linear: Any, x, backend):
-        rows = x @ linear.turned[...].T * linear.sign[...]
-        return rows.reshape(len(x), *linear.projection.outputs)
-
-    def partials(self, linear, x, backend):
-        return self.product(linear, x, backend).reshape(1, len(x), -1)
-
-    def gated_silu(self, linear, x, backend):
-        gate_up = self.product(linear, x, backend)
+    def gated_silu(self, x, backend):
+        gate_up = self.product(x, backend)
         return nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
-
-    def array(self, linear):
-        return None
 
 
 @pytest.mark.parametrize(
@@ -86,13 +72,12 @@ class Turned(Plain):
         *(pytest.param(case, marks=pytest.mark.full) for case in ("opt-350m", "llama", "gemma3")),
     ],
 )
-def test_a_format_is_all_that_knows_how_a_weight_is_stored(case, monkeypatch):
+def test_a_format_is_all_that_knows_how_a_weight_is_stored(case):
     """Loaded into another format, a model gives the logits of transformers all the same."""
-    monkeypatch.setitem(FORMATS, "plain", Turned())
+    config = replace(config_of(case), quantization=Quantization(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
-    other = build(config_of(case), tensors, jnp.float32, filled={"sign": 1.0})
-    monkeypatch.undo()
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(other))]
+    other = build(config, tensors, jnp.float32, filled={"sign": 1.0})
+    paths = parameters_of(other)
     projections = r"(attention\.(qkv|output)|mlp\.\w+|project_\w+)\.(weight|turned)"
     kept = [match[0] for path in paths if (match := re.search(projections, path))]
     assert kept
@@ -109,7 +94,7 @@ def test_a_format_is_all_that_knows_how_a_weight_is_stored(case, monkeypatch):
 def test_parts_that_lie_apart_or_fused_fill_the_same_places():
     projection = Projection((6,), (("q", 4), ("k", 2), ("v", 2)), (8,), bias=True)
     assert projection.outputs == (8, 8)
-    assert pieces(projection, ["q", "k", "v"]) == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]
-    assert pieces(projection, ["qkv"]) == [("qkv", 0, 8)]
+    assert projection.pieces(["q", "k", "v"]) == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]
+    assert projection.pieces(["qkv"]) == [("qkv", 0, 8)]
     with pytest.raises(ValueError, match="zip"):
-        pieces(projection, ["q", "kv"])
+        projection.pieces(["q", "kv"])

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, WeightRule, read_config, read_tensors
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import plan_model, plan_weights
+from jpaged.models.loader import parameters_of, plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import make_mesh
 from tests.covering import covering
@@ -74,8 +74,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
 def load(folder, dtype=jnp.float32):
     config = read_model_config(read_config(folder))
     model = plan_model(folder, config, dtype=dtype).load()
-    flat = nnx.to_flat_state(nnx.state(model))
-    return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
+    return {path: np.asarray(array) for path, array in parameters_of(model).items()}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +100,8 @@ def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
     asked = dataclasses.replace(config, kv_cache_dtype="float8_e4m3fn")
     mesh = make_mesh(jax.devices(), num_devices)
     plan = plan_model(tmp_path, asked, dtype=jnp.float16, load_format=load_format, mesh=mesh)
-    flat = nnx.to_flat_state(nnx.state(plan.load()))
-    scales = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
-    scales = {path: value for path, value in scales.items() if path.endswith("_scale")}
+    found = parameters_of(plan.load())
+    scales = {path: value for path, value in found.items() if path.endswith("_scale")}
     names = [f"layers.{i}.attention.{kind}_scale" for i in (0, 1) for kind in "kv"]
     assert sorted(scales) == names
     for name, value in scales.items():
@@ -131,8 +129,7 @@ def test_each_matrix_lying_the_wrong_way_round_is_refused(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     config = read_model_config(read_config(tmp_path))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32))
-    flat = nnx.to_flat_state(nnx.state(model))
-    specs = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    specs = parameters_of(model)
     tensors = read_tensors(tmp_path)
     for i, tensor in enumerate(tensors):
         flipped = dataclasses.replace(tensor, shape=tensor.shape[::-1])

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, WeightRule, WeightRules
-from jpaged.models.loader import plan_model
+from jpaged.models.loader import parameters_of, plan_model
 from jpaged.models.registry import read_model_config
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
@@ -115,13 +115,8 @@ def save(folder, tensors, num_files=1):
         save_file(part, folder / f"part-{i}.safetensors")
 
 
-def parameters(model):
-    flat = nnx.to_flat_state(nnx.state(model))
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
-
-
 def load(folder, dtype=jnp.float32, **options):
-    return parameters(plan_model(folder, CONFIG, dtype=dtype, **options).load())
+    return parameters_of(plan_model(folder, CONFIG, dtype=dtype, **options).load())
 
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from jpaged.models.config import ModelConfig, Projection
+from jpaged.models.config import ModelConfig
+from jpaged.models.formats import Format, Plain, Projection
+from jpaged.models.fp8 import (
+    BlockScaled,
+    ChannelScaled,
+    Scaled,
+    StaticChannelScaled,
+    StaticTensorScaled,
+    TensorScaled,
+)
 from jpaged.models.registry import read_model_config
 
 LLAMA: dict[str, Any] = {
@@ -67,51 +76,51 @@ def group(**changes: Any) -> dict[str, Any]:
     return COMPRESSED | {"config_groups": {"group_0": own | changes}}
 
 
-def formats(config: ModelConfig) -> dict[str, str]:
+def formats(config: ModelConfig) -> dict[str, type[Format]]:
     """Of the projections that are in FP8."""
     paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
     found = {path: config.projection(path) for path in paths}
     assert all(isinstance(it, Projection) for it in found.values())
-    return {path: it.format for path, it in found.items() if it and it.format != "plain"}
+    return {path: it.format for path, it in found.items() if it and it.format is not Plain}
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "has_kv_scales"),
+    ("config", "kept", "has_kv_scales"),
     [
-        (COMPRESSED, "fp8_channel", False),
+        (COMPRESSED, ChannelScaled, False),
         (group(input_activations=ROWS | {"strategy": "tensor", "dynamic": False}),
-         "fp8_channel_static", False),
-        (group(weights=WEIGHTS | {"strategy": "tensor"}), "fp8_tensor", False),
+         StaticChannelScaled, False),
+        (group(weights=WEIGHTS | {"strategy": "tensor"}), TensorScaled, False),
         (group(weights=WEIGHTS | {"strategy": "block", "block_structure": [128, 128]},
                input_activations=ROWS | {"strategy": "group", "group_size": 128}),
-         "fp8_block", False),
-        (COMPRESSED | {"kv_cache_scheme": KV_CACHE}, "fp8_channel", True),
-        (BLOCKS, "fp8_block", False),
-        (BLOCKS | {"weight_block_size": None}, "fp8_tensor", False),
+         BlockScaled, False),
+        (COMPRESSED | {"kv_cache_scheme": KV_CACHE}, ChannelScaled, True),
+        (BLOCKS, BlockScaled, False),
+        (BLOCKS | {"weight_block_size": None}, TensorScaled, False),
         (BLOCKS | {"weight_block_size": None, "activation_scheme": "static"},
-         "fp8_tensor_static", False),
-        (MODELOPT, "fp8_tensor_static", True),
-        (MODELOPT | {"kv_cache_quant_algo": None}, "fp8_tensor_static", False),
+         StaticTensorScaled, False),
+        (MODELOPT, StaticTensorScaled, True),
+        (MODELOPT | {"kv_cache_quant_algo": None}, StaticTensorScaled, False),
     ],
 )  # fmt: skip
-def test_published_layouts(config: dict[str, Any], name: str, has_kv_scales: bool):
+def test_published_layouts(config: dict[str, Any], kept: type[Format], has_kv_scales: bool):
     model = read(config)
     assert model.quantization is not None
     assert model.quantization.has_kv_scales == has_kv_scales
     assert len(formats(model)) == 12
-    assert set(formats(model).values()) == {name}
+    assert set(formats(model).values()) == {kept}
 
 
 def test_without_a_configuration_weights_are_as_they_are_unless_fp8_is_asked_for():
     assert formats(read(None)) == {}
-    assert set(formats(read(None, "fp8")).values()) == {"fp8"}
+    assert set(formats(read(None, "fp8")).values()) == {Scaled}
 
 
 def test_a_checkpoint_whose_cache_alone_has_scales():
     """compressed-tensors without groups; its weights may be brought to FP8 as others are."""
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
-    for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {"fp8"})):
+    for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {Scaled})):
         model = read(config, asked)
         assert set(formats(model).values()) == expected
         assert model.quantization is not None

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
 from jpaged.models import loader
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding
-from jpaged.models.loader import model_shapes, plan_model
+from jpaged.models.loader import model_shapes, parameters_of, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import (
     AXIS,
@@ -55,11 +54,6 @@ SHARED = covering(
 
 def config_of(case: str) -> ModelConfig:
     return read_model_config(CASES[case])
-
-
-def leaves(model: nnx.Module) -> dict[str, Any]:
-    flat = nnx.to_flat_state(nnx.state(model))
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
 
 
 def test_an_array_is_cut_along_the_axis_that_differs():
@@ -118,8 +112,8 @@ def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
 def test_no_device_has_more_than_its_share(case: str, count: int):
     """Of what is large: the tables too, where the vocabulary can be shared."""
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
-    whole = leaves(model_shapes(config, jnp.float32))
-    shared = leaves(model_shapes(config, jnp.float32, mesh))
+    whole = parameters_of(model_shapes(config, jnp.float32))
+    shared = parameters_of(model_shapes(config, jnp.float32, mesh))
     for path, spec in shared.items():
         own, all_of_it = math.prod(own_shape(spec)), math.prod(whole[path].shape)
         projection = config.projections.get(path.removeprefix("layers.0.").rpartition(".")[0])
@@ -160,8 +154,8 @@ def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]
 def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, count: int):
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     options: dict[str, Any] = {"dtype": jnp.float32, "load_format": "dummy", "seed": 5}
-    alone = leaves(plan_model("", config, **options).load())
-    shared = leaves(plan_model("", config, mesh=mesh, **options).load())
+    alone = parameters_of(plan_model("", config, **options).load())
+    shared = parameters_of(plan_model("", config, mesh=mesh, **options).load())
     for path, array in alone.items():
         parts = parts_of(config, count, path)
         got = assembled(shared[path], array.shape, parts)
@@ -176,7 +170,7 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
     by slab."""
     monkeypatch.setattr(loader, "SLAB_BYTES", 700)
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
-    specs, rng = leaves(model_shapes(config, jnp.float32)), np.random.default_rng(count)
+    specs, rng = parameters_of(model_shapes(config, jnp.float32)), np.random.default_rng(count)
     tensors: dict[str, np.ndarray] = {}
     for rule in weight_rules(config).rules:
         if rule.target in specs:
@@ -185,8 +179,8 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
             size = [math.prod(shape[axis] for axis in own) for own in axes]
             tensors[rule.source] = rng.standard_normal(size).astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    alone = leaves(plan_model(tmp_path, config, dtype=jnp.float32).load())
-    shared = leaves(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
+    alone = parameters_of(plan_model(tmp_path, config, dtype=jnp.float32).load())
+    shared = parameters_of(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
     for path, array in alone.items():
         got = assembled(shared[path], array.shape, parts_of(config, count, path))
         np.testing.assert_array_equal(got, array, err_msg=path)
