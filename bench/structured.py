@@ -46,8 +46,9 @@ from jpaged.core.plan import StepPlan
 from jpaged.core.scheduler import Scheduler
 from jpaged.outputs import CompletionOutput
 from jpaged.runtime.results import StepHandle
-from jpaged.structured_outputs.compiler import GrammarError, Grammars
+from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.mask_client import Answer, MaskProcess
+from jpaged.structured_outputs.matcher import GrammarError
 
 _END = 1000
 """The token that ends answers of random weights: one of the made-up words."""

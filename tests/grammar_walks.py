@@ -7,7 +7,8 @@ import numpy as np
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.compiler import Grammars, Matcher
+from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.matcher import Matcher
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 VOCAB_SIZE = len(TOKENIZER) + 40  # wider than the tokenizer, as many models' logits

@@ -19,7 +19,8 @@ from typing import Any
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.compiler import GrammarError, Grammars
+from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.structured_outputs.schemas import ANNOTATIONS, is_enforced
 
 _TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))

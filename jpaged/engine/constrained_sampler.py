@@ -21,8 +21,8 @@ from jpaged.engine.request_state import RequestState
 from jpaged.errors import ErrorKind
 from jpaged.runtime.model_runner import Fault, ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle
-from jpaged.structured_outputs.compiler import GrammarError
 from jpaged.structured_outputs.mask_client import Answer, Constraint, Items, MaskProcess
+from jpaged.structured_outputs.matcher import GrammarError
 
 _COMPILING_WAIT = 0.005
 """Maximum seconds that a turn with nothing else to do waits for a grammar."""

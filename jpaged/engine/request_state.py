@@ -16,8 +16,8 @@ from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.structured_outputs.compiler import GrammarError
 from jpaged.structured_outputs.mask_client import Answer, Constraint
+from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import NUM_FACTS

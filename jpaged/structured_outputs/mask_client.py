@@ -30,8 +30,8 @@ import numpy as np
 
 from jpaged.processes import describe_exit, has_python, python_command
 from jpaged.structured_outputs import StructuredOutputs
-from jpaged.structured_outputs.compiler import GrammarError
 from jpaged.structured_outputs.mask_worker import Kind, MaskMemory, Order, Settings, State, frame
+from jpaged.structured_outputs.matcher import GrammarError
 
 Items = Sequence[tuple["Answer", int]]
 """Answers, and the row of each."""

@@ -34,7 +34,8 @@ import numpy as np
 
 from jpaged.errors import ErrorInfo, ErrorKind, info_of
 from jpaged.structured_outputs import StructuredOutputs, bounds
-from jpaged.structured_outputs.compiler import GrammarError, Grammars, Matcher, broken_matcher
+from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.matcher import GrammarError, Matcher, broken_matcher
 from jpaged.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("=BII")

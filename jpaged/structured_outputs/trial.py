@@ -7,7 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
-from jpaged.structured_outputs.compiler import GrammarError, Grammars
+from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.tokenizer import Tokenizer
 
 

@@ -27,7 +27,9 @@ from transformers import PreTrainedTokenizerFast
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs import compiler as grammar_module
-from jpaged.structured_outputs.compiler import MAX_CACHED, GrammarError, Grammars, Use
+from jpaged.structured_outputs.compiler import MAX_CACHED, Grammars
+from jpaged.structured_outputs.lexers import Use
+from jpaged.structured_outputs.matcher import GrammarError
 
 WORD = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, Any] = {

@@ -17,8 +17,9 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE
 from jpaged import StructuredOutputs
 from jpaged.processes import python_command
 from jpaged.structured_outputs import bounds
-from jpaged.structured_outputs.compiler import GrammarError, Grammars, Matcher
+from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
+from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WIDTH = -(-VOCAB_SIZE // 32)
 MIB = 2**20
@@ -310,7 +311,7 @@ def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
     monkeypatch: pytest.MonkeyPatch, is_short: bool
 ):
     monkeypatch.setattr(
-        "jpaged.structured_outputs.compiler._RESIDENT_SECONDS", 0.0
+        "jpaged.structured_outputs.lexers._RESIDENT_SECONDS", 0.0
     )  # measure each time
     monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
     grammars, form = new_grammars(), StructuredOutputs(regex="a*")

@@ -23,8 +23,8 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE, matcher_of
 
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.compiler import GrammarError
 from jpaged.structured_outputs.mask_client import Answer, MaskProcess
+from jpaged.structured_outputs.matcher import GrammarError
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")

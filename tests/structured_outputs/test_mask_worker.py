@@ -14,8 +14,9 @@ from grammar_walks import ENDING, GRAMMARS, TOKENIZER, VOCAB_SIZE, matcher_of
 from bench.synthetic_tokenizer import write_tokenizer
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
-from jpaged.structured_outputs.compiler import Grammars, Matcher
+from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
+from jpaged.structured_outputs.matcher import Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
 """What may follow differs after each token."""

@@ -9,7 +9,7 @@ import pytest
 from grammar_walks import GRAMMARS, accepts
 
 from jpaged import StructuredOutputs
-from jpaged.structured_outputs.compiler import GrammarError
+from jpaged.structured_outputs.matcher import GrammarError
 
 NULL = {"type": "null"}
 CLOSED: dict[str, Any] = {"additionalProperties": False}
