@@ -31,7 +31,6 @@ _HELD = "arguments obey the schema also where the model chooses to call"
 Name = Annotated[str, Meta(max_length=1000)]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
-Ignored = Annotated[Any, Meta(description="accepted, and without effect here")]
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}(?!\n)$", description=_HOW_NAMED)]
 CalledName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -96,7 +95,6 @@ class FunctionCall(Body, frozen=True, kw_only=True):
     drops_unknown_nulls: ClassVar[bool] = True
     name: CalledName
     arguments: Annotated[str, Meta(description="JSON text of an object; may be empty")]
-    parsed_arguments: Ignored = None
 
 
 class ToolCall(Body, frozen=True, kw_only=True):
@@ -106,7 +104,6 @@ class ToolCall(Body, frozen=True, kw_only=True):
     function: FunctionCall
     id: Name | None = None
     type: Literal["function"] = "function"
-    index: Ignored = None
 
     @property
     def told(self) -> dict[str, Any]:

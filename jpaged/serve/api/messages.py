@@ -22,7 +22,6 @@ from jpaged.serve.api.conversation import (
     Function,
     FunctionCall,
     FunctionName,
-    Ignored,
     Message,
     Name,
     Tool,
@@ -83,8 +82,6 @@ class TextBlock(Body, frozen=True, kw_only=True):
 
     type: Annotated[Literal["text"], Meta(description=TEXT_ONLY)]
     text: str
-    cache_control: Ignored = None
-    citations: Ignored = None
 
 
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=256)]
@@ -106,11 +103,6 @@ class Block(Body, frozen=True, kw_only=True):
     content: str | TextBlocks | None = None
     is_error: bool = False
     thinking: str | None = None
-    signature: Ignored = None
-    data: Ignored = None
-    caller: Ignored = None
-    cache_control: Ignored = None
-    citations: Ignored = None
 
 
 class Turn(Body, frozen=True, kw_only=True):
@@ -131,9 +123,6 @@ class CustomTool(Body, frozen=True, kw_only=True):
         "custom"
     )
     strict: bool | None = None
-    cache_control: Ignored = None
-    eager_input_streaming: Ignored = None
-    input_examples: Ignored = None
 
 
 class Choice(Body, frozen=True, kw_only=True):
@@ -148,8 +137,6 @@ class Thinking(Body, frozen=True, kw_only=True):
     """Whether the model is to think; it does as its template has it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored = None
-    display: Ignored = None
 
 
 class OutputFormat(Body, frozen=True, kw_only=True):
@@ -163,7 +150,6 @@ class OutputConfig(Body, frozen=True, kw_only=True):
     """What the answer is to be."""
 
     format: OutputFormat | None = None
-    effort: Ignored = None
 
 
 class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
@@ -176,9 +162,6 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     tool_choice: Choice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-    cache_control: Ignored = None
-    inference_geo: Ignored = None
-    speed: Ignored = None
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
@@ -232,8 +215,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
-    metadata: Ignored = None
-    service_tier: Ignored = None
 
     def _sampling(self) -> Json:
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")

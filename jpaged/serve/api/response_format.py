@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jpaged import StructuredOutputs, call_grammar
-from jpaged.serve.api.conversation import Body, ChosenTool, Ignored, Tool
+from jpaged.serve.api.conversation import Body, ChosenTool, Tool
 from jpaged.serve.errors import ApiError, bad_field
 
 _STRICT = "an answer obeys its schema also where this is false"
@@ -25,7 +25,6 @@ class JsonSchema(Body, frozen=True, kw_only=True):
 
     name: FormName
     schema: Schema | None = None
-    description: Ignored = None
     strict: Annotated[bool, Meta(description=_STRICT)] | None = None
 
 

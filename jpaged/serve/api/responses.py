@@ -22,14 +22,13 @@ from jpaged.serve.api.conversation import (
     Function,
     FunctionCall,
     FunctionName,
-    Ignored,
     Message,
     Name,
     Tool,
     ToolCall,
     check_has,
 )
-from jpaged.serve.api.fields import ChatRequest
+from jpaged.serve.api.fields import ChatRequest, Echoed
 from jpaged.serve.api.generation import Encode, Json
 from jpaged.serve.api.response_format import FormName, JsonSchema, ResponseFormat, Schema
 from jpaged.serve.engine.client import News
@@ -61,8 +60,6 @@ class Part(Body, frozen=True, kw_only=True):
         Meta(description=TEXT_ONLY),
     ]
     text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
 
 
 Parts = Annotated[list[Part], Meta(max_length=256)]
@@ -81,11 +78,6 @@ class InputItem(Body, frozen=True, kw_only=True):
         None
     )
     output: str | Parts | None = None
-    summary: Ignored = None
-    encrypted_content: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
 
 
 class FunctionTool(Body, frozen=True, kw_only=True):
@@ -112,7 +104,7 @@ class TextFormat(Body, frozen=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: FormName | None = None
     schema: Schema | None = None
-    description: Ignored = None
+    description: Echoed = None
     strict: bool | None = None
 
 
@@ -120,23 +112,9 @@ class TextOptions(Body, frozen=True, kw_only=True):
     """What the answer's text is to be."""
 
     format: TextFormat | None = None
-    verbosity: Ignored = None
 
 
-class _Plain(Body, frozen=True, kw_only=True):
-    include: Ignored = None
-    metadata: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    user: Ignored = None
-    reasoning: Ignored = None
-    stream_options: Ignored = None
-    max_tool_calls: Ignored = None
-
-
-class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
+class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     """The fields of `/v1/responses`."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -155,6 +133,8 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
     background: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     previous_response_id: Annotated[None, Meta(description=_NO_MEMORY)] = None
     conversation: Annotated[None, Meta(description=_NO_MEMORY)] = None
+    metadata: Echoed = None
+    user: Echoed = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
