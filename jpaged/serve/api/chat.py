@@ -1,8 +1,11 @@
 """`/v1/chat/completions`: chat events as OpenAI's messages and the deltas of its chunks."""
 
 from jpaged import CallStart, TextDelta
-from jpaged.serve.api.chat_events import ChatGeneration, Event, Item
-from jpaged.serve.api.generation import ChoicesGeneration, Json, finite, prompt_logprobs
+from jpaged.serve.api.chat_events import Event
+from jpaged.serve.api.generation import ChatGeneration, ChoicesGeneration, Json, finite
+
+_REST: Json = {"logprobs": None, "finish_reason": None}
+"""Fields of the chunks that have no tokens of their own."""
 
 
 class Chat(ChatGeneration, ChoicesGeneration):
@@ -15,40 +18,33 @@ class Chat(ChatGeneration, ChoicesGeneration):
         if self._asked.return_token_ids:
             body["prompt_token_ids"] = self._prompts[0]
         if self._asked.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs.get(0, [None]))
+            body["prompt_logprobs"] = self._shown_prompt_logprobs(0)
         return body
 
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[Json]:
         """Return one choice per event. The last one has what belongs to the tokens."""
         answer = self._answer(number)
-        deltas = [each for event in answer.add(delta) if (each := _delta(event)) is not None]
+        deltas = list(filter(None, map(_delta, answer.add(delta))))
         if deltas and delta.finished and "tool_calls" in deltas[-1]:
             deltas.append({})  # OpenAI sends the finish reason of calls in a chunk without a delta
-        has_tokens = delta.finished or bool(delta.logprobs) or self._asked.return_token_ids
-        if not deltas and (has_tokens or not self._is_parsed):
+        if not deltas and (not self._is_parsed or self._has_more_than_text(delta)):
             deltas = [{}]
-        rest = {"logprobs": None, "finish_reason": None}
-        chunks: list[Json] = [{"index": number, "delta": each, **rest} for each in deltas]
-        if chunks:
-            chunks[-1] |= {"logprobs": self._logprobs(delta), **self._ending(delta)}
-            chunks[-1]["finish_reason"] = answer.finish_reason
+        chunks: list[Json] = []
         if is_first:
-            role = {"role": "assistant", "content": ""}
-            chunks.insert(0, {"index": number, "delta": role, **rest})
+            chunks.append({"index": number, "delta": {"role": "assistant", "content": ""}, **_REST})
+        if deltas:
+            *others, last = deltas
+            chunks += [{"index": number, "delta": each, **_REST} for each in others]
+            own = {"logprobs": self._logprobs(delta), **self._ending(delta)}
+            own["finish_reason"] = answer.finish_reason
+            chunks.append({"index": number, "delta": last, **own})
         return chunks
 
-    def _choice(self, number: int, answer: TextDelta) -> Json:
-        events = self._answer(number)
-        return {
-            "index": number,
-            "message": self._message(events.items),
-            "logprobs": self._logprobs(answer),
-            **self._ending(answer),
-            "finish_reason": events.finish_reason,
-        }
+    def _has_more_than_text(self, delta: TextDelta) -> bool:
+        return delta.finished or bool(delta.logprobs) or self._asked.return_token_ids
 
-    def _message(self, items: list[Item]) -> Json:
-        """Return the message of a whole answer."""
+    def _choice(self, number: int, answer: TextDelta) -> Json:
+        items = self._answer(number).items
         content = "".join(item.text for item in items if item.kind == "content")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self._has_reasoning:
@@ -57,7 +53,13 @@ class Chat(ChatGeneration, ChoicesGeneration):
         if calls := [_call(item.call, item.text) for item in items if item.call is not None]:
             message["content"] = content or None
             message["tool_calls"] = calls
-        return message
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self._logprobs(answer),
+            **self._ending(answer),
+            "finish_reason": self._answer(number).finish_reason,
+        }
 
     def _logprobs(self, delta: TextDelta) -> Json | None:
         num_top = self._asked.num_logprobs
@@ -78,14 +80,13 @@ class Chat(ChatGeneration, ChoicesGeneration):
 
 def _delta(event: Event) -> Json | None:
     """Return the delta that OpenAI's stream has for an event; None if it has none."""
-    call = event.item.call
-    if call is None:
-        name = "content" if event.item.kind == "content" else "reasoning_content"
-        return {name: event.text} if event.what == "text" else None
-    if event.what == "start":
-        return {"tool_calls": [{"index": call.index, **_call(call, "")}]}
-    if event.what == "text":
-        return {"tool_calls": [{"index": call.index, "function": {"arguments": event.text}}]}
+    what, item, text = event
+    if what == "text":
+        if item.call is None:
+            return {"content" if item.kind == "content" else "reasoning_content": text}
+        return {"tool_calls": [{"index": item.call.index, "function": {"arguments": text}}]}
+    if what == "start" and item.call is not None:
+        return {"tool_calls": [{"index": item.call.index, **_call(item.call, "")}]}
     return None
 
 

@@ -87,8 +87,8 @@ class Completions(ChoicesGeneration):
     def _choice(self, number: int, answer: TextDelta) -> Json:
         (choice,) = self._chunks(number, answer, is_first=True)
         if self._asked.prompt_logprobs is not None:
-            found = self._prompt_logprobs.get(number // self._asked.n, [None])
-            choice["prompt_logprobs"] = generation.prompt_logprobs(found)
+            index = number // self._asked.n
+            choice["prompt_logprobs"] = self._shown_prompt_logprobs(index)
         return choice
 
     def _logprobs(self, number: int, delta: TextDelta, *, with_prompt: bool) -> Json | None:

@@ -141,9 +141,7 @@ class Message(Body, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The content; its parts are joined by line breaks."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return text_of(self.content)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -162,6 +160,21 @@ class Message(Body, frozen=True, kw_only=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+
+
+def text_of(content: str | Sequence[Any] | None) -> str:
+    """Return the text of a message's content; its parts are joined by line breaks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def function_tool(own: Any, parameters: dict[str, Any] | None) -> Tool:
+    """Return a function as a tool of a chat, given a tool that has the other fields itself."""
+    function = Function(
+        name=own.name, description=own.description, parameters=parameters, strict=own.strict
+    )
+    return Tool(type="function", function=function)
 
 
 def check_has(item: Any, path: str, *names: str) -> None:

@@ -3,14 +3,27 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jpaged import Logprob, SamplingParams, TextDelta
-from jpaged.serve.api.fields import SamplingFields
+from jpaged import (
+    AnswerParser,
+    GrammarTrial,
+    Logprob,
+    SamplingParams,
+    StructuredOutputs,
+    TextDelta,
+    reasoning_end,
+)
+from jpaged.serve.api.chat_events import AnswerEvents, Event
+from jpaged.serve.api.fields import ChatRequest, SamplingFields
+from jpaged.serve.api.response_format import form_of_calls
 from jpaged.serve.engine.client import News, Run, joined
 from jpaged.serve.engine.messages import EngineRequest
+from jpaged.serve.engine.tokenizing_process import Order
 from jpaged.serve.errors import ApiError, bad_field, not_serving
 from jpaged.serve.http.exchange import DONE, json_bytes, large_json
 from jpaged.serve.http.serving import Serving
@@ -73,8 +86,8 @@ class Generation(ABC):
         """Return the events that end a stream."""
 
     @abstractmethod
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
-        """Return a function that encodes the whole body, given the deltas of each answer."""
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
+        """Return the body of a whole answer, given the deltas of each answer."""
 
     def _read(self, number: int, delta: TextDelta) -> None:
         """Process a delta of an answer that is not streamed, as soon as the delta arrives."""
@@ -171,11 +184,10 @@ class Generation(ABC):
                 for number, delta in self._take(each):
                     self._read(number, delta)
                     answers[number].append(delta)
-        usage, write = self._usage(), self._body(answers)
         has_scores = self._prompt_logprobs or any(each.logprobs for own in answers for each in own)
-        if usage["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
-            return write(json_bytes)
-        return await self._serving.in_thread(partial(write, large_json))
+        if self._usage()["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
+            return json_bytes(self._body(answers))
+        return await self._serving.in_thread(lambda: large_json(self._body(answers)))
 
 
 class ChoicesGeneration(Generation):
@@ -229,15 +241,10 @@ class ChoicesGeneration(Generation):
         tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % json_bytes(usage)
         return b'%b,"choices":%b%b' % (self._event_start, encode(choices), tail)
 
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
-        usage = self._usage()
-
-        def write(encode: Encode) -> bytes:
-            choices = [self._choice(number, joined(own)) for number, own in enumerate(answers)]
-            body = self._head(self.whole_object) | self._whole_fields()
-            return encode(body | {"choices": choices, "usage": usage})
-
-        return write
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
+        choices = [self._choice(number, joined(own)) for number, own in enumerate(answers)]
+        body = self._head(self.whole_object) | self._whole_fields()
+        return body | {"choices": choices, "usage": self._usage()}
 
     def _head(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -254,22 +261,117 @@ class ChoicesGeneration(Generation):
         as_id = self._asked.return_tokens_as_token_ids
         return f"token_id:{token_id}" if as_id else self._texts.token_text(token_id)
 
-
-def prompt_logprobs(candidates: Iterable[Candidates | None]) -> list[Json | None]:
-    """Return vLLM's `prompt_logprobs`: the candidates of each token by id, None for the first."""
-    return [
-        None
-        if found is None
-        else {
-            str(token_id): {
-                "logprob": finite(own.logprob),
-                "rank": own.rank,
-                "decoded_token": own.decoded_token,
+    def _shown_prompt_logprobs(self, index: int) -> list[Any]:
+        """Return vLLM's `prompt_logprobs`: each token's candidates by id, None for the first."""
+        return [
+            found
+            and {
+                str(token_id): {
+                    "logprob": finite(own.logprob),
+                    "rank": own.rank,
+                    "decoded_token": own.decoded_token,
+                }
+                for token_id, own in found.items()
             }
-            for token_id, own in found.items()
-        }
-        for found in candidates
-    ]
+            for found in self._prompt_logprobs.get(index, [None])
+        ]
+
+
+class ChatGeneration(Generation):
+    """A generation that answers a conversation. Subclasses render its events."""
+
+    keeps_streamed_text = False
+    """Whether a stream needs the text of items again after it has sent that text."""
+
+    _asked: ChatRequest
+
+    def __init__(self, *about: Any):
+        super().__init__(*about)
+        config, tools = self._serving.config, self._asked.offered_tools
+        self._has_reasoning = config.reasoning_parser is not None
+        self._is_parsed = self._has_reasoning or bool(tools)
+        self._answers: dict[int, AnswerEvents] = {}  # by the answer's number
+
+    async def _requests(self) -> list[EngineRequest]:
+        asked = self._asked
+        # The tags of reasoning and calls may be special tokens.
+        others = {"skip_special_tokens": False} if self._is_parsed else {}
+        params = asked.sampling_params(asked.longest, logprobs=asked.num_logprobs, **others)
+        order = Order(messages=asked.conversation, options=asked.template_options)
+        keep = asked.truncate_prompt_tokens
+        ids = await self._texts.prompt_ids(order, "messages", asked.longest, keep)
+        form = await self._form(self._texts.text_end(ids))
+        return [self._request(0, ids, replace(params, structured_outputs=form))]
+
+    @property
+    def _holds_calls(self) -> bool:
+        """Whether a grammar constrains the calls of the answer."""
+        return self._asked.holds_calls and self._serving.config.tool_call_parser is not None
+
+    @property
+    def _form_path(self) -> str:
+        return "tools" if self._holds_calls else self._asked.form_path
+
+    async def _form(self, prompt_end: str) -> StructuredOutputs | None:
+        """Return the structured-output specification of what follows the reasoning."""
+        asked, config = self._asked, self._serving.config
+        form = asked.form
+        if self._holds_calls and config.tool_call_parser is not None:
+            make = partial(
+                form_of_calls,
+                config.tool_call_parser,
+                asked.offered_tools,
+                asked.tool_choice,
+                form,
+                parallel=asked.parallel_tool_calls,
+                special_ids=self._texts.special_ids,
+            )
+            form = await self._serving.in_thread(make)
+            await self._check_calls(form)
+        elif form is not None:
+            await self._texts.check_form(form, asked.form_path, self._client)
+        if form is not None and config.reasoning_parser is not None:
+            form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
+        return form
+
+    async def _check_calls(self, form: StructuredOutputs) -> None:
+        """Raise ApiError unless the grammar of an answer with calls compiles. If a single schema
+        does not compile either, and that shows in time, the error names the schema."""
+        try:
+            await self._texts.check_form(form, "tools", self._client)
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GrammarTrial.seconds):
+                    for path, own in self._asked.forms_within():
+                        await self._texts.check_form(own, path, self._client)
+            raise
+
+    def _answer(self, number: int) -> AnswerEvents:
+        """Return what makes the events of an answer."""
+        found = self._answers.get(number)
+        if found is None:
+            asked, config, parser = self._asked, self._serving.config, None
+            if self._is_parsed:
+                parser = AnswerParser(
+                    reasoning=config.reasoning_parser,
+                    tool_calls=config.tool_call_parser if asked.offered_tools else None,
+                    tools=[tool.told for tool in asked.offered_tools],
+                    prompt_end=self._texts.text_end(self._prompts[0]),
+                    parallel=asked.parallel_tool_calls,
+                )
+            keeps_text = self.keeps_streamed_text or not asked.stream
+            found = self._answers[number] = AnswerEvents(parser, keeps_text=keeps_text)
+        return found
+
+    def _read(self, number: int, delta: TextDelta) -> None:
+        self._answer(number).add(delta)
+
+    def _chat_events(self, news: list[News]) -> list[Event]:
+        """Return the events of the engine's news."""
+        grown = [each for update in news for each in self._take(update)]
+        return [event for number, delta in grown for event in self._answer(number).add(delta)]
 
 
 def finite(logprob: float) -> float:

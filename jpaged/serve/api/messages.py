@@ -5,31 +5,31 @@ A body becomes a `ChatRequest`. Chat events become the content blocks and events
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.chat_events import ChatGeneration, Event, Item, Kind
+from jpaged.serve.api.chat_events import Event, Item, Kind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
     ChosenFunction,
     ChosenTool,
-    Function,
     FunctionCall,
     FunctionName,
     Message,
     Name,
-    Tool,
     ToolCall,
     check_has,
+    function_tool,
+    text_of,
 )
 from jpaged.serve.api.fields import ChatRequest, Stop
-from jpaged.serve.api.generation import Encode, Json
+from jpaged.serve.api.generation import ChatGeneration, Encode, Json
 from jpaged.serve.api.response_format import JsonSchema, ResponseFormat, Schema
 from jpaged.serve.engine.client import News
 from jpaged.serve.errors import ApiError, bad_field, not_serving
@@ -176,7 +176,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
         """What it asks, as a chat."""
         told: list[Json] = []
         if self.system:
-            told.append({"role": "system", "content": _text(self.system)})
+            told.append({"role": "system", "content": text_of(self.system)})
         places = [-1] * len(told)
         for i, turn in enumerate(self.messages):
             told += _messages_of(turn, f"messages[{i}]")
@@ -187,7 +187,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
                 **self._sampling(),
                 messages=[Message(**message) for message in told],
                 response_format=self._format(),
-                tools=[_tool_of(tool) for tool in self.tools or ()] or None,
+                tools=[function_tool(tool, tool.input_schema) for tool in self.tools or ()] or None,
                 tool_choice=None if self.tool_choice is None else _choice_of(choice),
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
             )
@@ -220,16 +220,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         asked = {name: getattr(self, name) for name in names}
         return {**asked, "stop": self.stop_sequences or None}
-
-
-def _tool_of(tool: CustomTool) -> Tool:
-    own = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=own)
 
 
 def _choice_of(choice: Choice) -> Any:
@@ -271,18 +261,12 @@ def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
             own.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
         case "tool_result":
             check_has(block, path, "tool_use_id")
-            text = _text(block.content)
+            text = text_of(block.content)
             result = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
             results.append(result)
         case "thinking":
             check_has(block, path, "thinking")
             own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
-
-
-def _text(content: str | list[TextBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content)
 
 
 def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
@@ -334,14 +318,14 @@ def _event(value: Json) -> bytes:
 
 def _rendered(event: Event) -> Json:
     """Return the event of this API for a chat event."""
-    item = event.item
-    if event.what == "start":
+    what, item, text = event
+    if what == "start":
         block = _block(item, "")
         return {"type": "content_block_start", "index": item.index, "content_block": block}
-    if event.what == "end":
+    if what == "end":
         return {"type": "content_block_stop", "index": item.index}
     kind, name = _DELTAS[item.kind]
-    delta = {"type": kind, name: event.text}
+    delta = {"type": kind, name: text}
     return {"type": "content_block_delta", "index": item.index, "delta": delta}
 
 
@@ -398,10 +382,9 @@ class Messages(ChatGeneration):
         last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
         return _event(last) + _event({"type": "message_stop"})
 
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
         self._check_whole()
-        whole = self._message()
-        return lambda encode: encode(whole)
+        return self._message()
 
     def _check_whole(self) -> None:
         """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""

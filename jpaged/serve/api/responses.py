@@ -4,7 +4,7 @@ A body becomes a `ChatRequest`. Chat events become the items and events of this 
 """
 
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,24 +12,24 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.chat_events import ChatGeneration, Event, Item, Kind
+from jpaged.serve.api.chat_events import Event, Item, Kind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
     ChosenFunction,
     ChosenTool,
-    Function,
     FunctionCall,
     FunctionName,
     Message,
     Name,
-    Tool,
     ToolCall,
     check_has,
+    function_tool,
+    text_of,
 )
 from jpaged.serve.api.fields import ChatRequest, Echoed
-from jpaged.serve.api.generation import Encode, Json
+from jpaged.serve.api.generation import ChatGeneration, Encode, Json
 from jpaged.serve.api.response_format import FormName, JsonSchema, ResponseFormat, Schema
 from jpaged.serve.engine.client import News
 from jpaged.serve.errors import ApiError, bad_field
@@ -150,18 +150,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
             choice = ChosenTool(type="function", function=ChosenFunction(name=choice.name))
-        tools = [
-            Tool(
-                type="function",
-                function=Function(
-                    name=tool.name,
-                    description=tool.description,
-                    parameters=tool.parameters,
-                    strict=tool.strict,
-                ),
-            )
-            for tool in self.tools or ()
-        ]
+        tools = [function_tool(tool, tool.parameters) for tool in self.tools or ()]
         try:
             return ChatRequest(
                 messages=told,
@@ -239,10 +228,10 @@ class _Conversation:
                 check_has(item, path, "role", "content")
                 if item.role == "assistant":
                     own = self._own(index, opens=True)
-                    own["content"] = (own["content"] or "") + _text(item.content)
+                    own["content"] = (own["content"] or "") + text_of(item.content)
                 else:
                     self._close()
-                    self._add(index, role=item.role, content=_text(item.content))
+                    self._add(index, role=item.role, content=text_of(item.content))
             case "function_call":
                 check_has(item, path, "call_id", "name", "arguments")
                 function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
@@ -251,10 +240,10 @@ class _Conversation:
             case "function_call_output":
                 check_has(item, path, "call_id", "output")
                 self._close()
-                text = _text(item.output)
+                text = text_of(item.output)
                 self._add(index, role="tool", content=text, tool_call_id=item.call_id)
             case "reasoning":
-                if text := _text(item.content):
+                if text := text_of(item.content):
                     self._own(index, opens=True)["reasoning_content"] = text
 
     def _own(self, index: int, *, opens: bool = False) -> Json:
@@ -274,12 +263,6 @@ class _Conversation:
     def _add(self, index: int, **message: Any) -> None:
         self._messages.append(message)
         self._places.append(index)
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
 
 
 class Responses(ChatGeneration):
@@ -319,21 +302,21 @@ class Responses(ChatGeneration):
         whole = self._response(status, self._used())
         return self._numbered({"type": f"response.{status}", "response": whole})
 
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
-        whole = self._response(self._status(), self._used())
-        return lambda encode: encode(whole)
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
+        return self._response(self._status(), self._used())
 
     def _rendered(self, event: Event) -> list[Json]:
         """Return the events of this API for a chat event."""
-        item, call = event.item, event.item.call
+        what, item, text = event
+        call = item.call
         where: Json = {"output_index": item.index}
         at: Json = {"item_id": self._item_id(item), **where}
         at |= {} if call else {"content_index": 0}
         logprobs = {"logprobs": []} if item.kind == "content" else {}
         kind = f"response.{_TEXT_KINDS[item.kind]}"
-        if event.what == "text":
-            return [{"type": f"{kind}.delta", **at, **logprobs, "delta": event.text}]
-        if event.what == "start":
+        if what == "text":
+            return [{"type": f"{kind}.delta", **at, **logprobs, "delta": text}]
+        if what == "start":
             shown = self._item(item, "", "in_progress")
             added = {"type": "response.output_item.added", **where, "item": shown}
             if call:
