@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import QUESTION, RawRequest, Server
 
 from jpaged import Engine, RequestDelta
-from jpaged.serve.api import answers
+from jpaged.serve.api import generation
 from jpaged.serve.engine import client as engine_client
 from jpaged.serve.http.exchange import StalledClientError
 
@@ -258,14 +258,14 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
 def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """As fewer events, of many tokens in a thread; of each answer nothing is lost."""
     monkeypatch.setattr("jpaged.serve.engine.client._SEPARATE", 5)
-    monkeypatch.setattr(answers, "MANY_TOKENS", 1)
-    in_thread, encode = list[Any](), answers.large_json
+    monkeypatch.setattr(generation, "MANY_TOKENS", 1)
+    in_thread, encode = list[Any](), generation.large_json
 
     def noted(value: Any) -> bytes:
         in_thread.append(value)
         return encode(value)
 
-    monkeypatch.setattr(answers, "large_json", noted)
+    monkeypatch.setattr(generation, "large_json", noted)
 
     async def scenario(server: Server) -> None:
         asked = {"prompt": ["Hello", QUESTION], "n": 2, "seed": 1, "logprobs": 1, **LONG}

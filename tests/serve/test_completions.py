@@ -8,7 +8,7 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, Server, events_of
 
 from jpaged import RequestDelta
-from jpaged.serve.api import answers
+from jpaged.serve.api import generation
 from jpaged.serve.engine import client as engine_client
 from jpaged.serve.engine import worker
 from jpaged.serve.engine.tokenizing import Tokenizing
@@ -267,8 +267,8 @@ def test_large_answers_are_the_same_written_beside_the_event_loop(
 
     async def scenario(server: Server) -> None:
         made = []
-        for bound, part in ((answers.MANY_TOKENS, 7), (10**9, 10**9)):
-            monkeypatch.setattr(answers, "MANY_TOKENS", bound)
+        for bound, part in ((generation.MANY_TOKENS, 7), (10**9, 10**9)):
+            monkeypatch.setattr(generation, "MANY_TOKENS", bound)
             monkeypatch.setattr(worker, "PART", part)  # prompt tokens that are told of at a time
             whole = await server.complete(**asked, prompt_logprobs=2, return_token_ids=True)
             chunks = await stream(server, **asked, return_token_ids=True)

@@ -31,7 +31,6 @@ _HELD = "arguments obey the schema also where the model chooses to call"
 Name = Annotated[str, Meta(max_length=1000)]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
-Ignored = Annotated[Any, Meta(description="accepted, and without effect here")]
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}(?!\n)$", description=_HOW_NAMED)]
 CalledName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -96,7 +95,6 @@ class FunctionCall(Body, frozen=True, kw_only=True):
     drops_unknown_nulls: ClassVar[bool] = True
     name: CalledName
     arguments: Annotated[str, Meta(description="JSON text of an object; may be empty")]
-    parsed_arguments: Ignored = None
 
 
 class ToolCall(Body, frozen=True, kw_only=True):
@@ -106,7 +104,6 @@ class ToolCall(Body, frozen=True, kw_only=True):
     function: FunctionCall
     id: Name | None = None
     type: Literal["function"] = "function"
-    index: Ignored = None
 
     @property
     def told(self) -> dict[str, Any]:
@@ -144,9 +141,7 @@ class Message(Body, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The content; its parts are joined by line breaks."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return text_of(self.content)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -165,6 +160,21 @@ class Message(Body, frozen=True, kw_only=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+
+
+def text_of(content: str | Sequence[Any] | None) -> str:
+    """Return the text of a message's content; its parts are joined by line breaks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def function_tool(own: Any, parameters: dict[str, Any] | None) -> Tool:
+    """Return a function as a tool of a chat, given a tool that has the other fields itself."""
+    function = Function(
+        name=own.name, description=own.description, parameters=parameters, strict=own.strict
+    )
+    return Tool(type="function", function=function)
 
 
 def check_has(item: Any, path: str, *names: str) -> None:

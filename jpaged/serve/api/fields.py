@@ -21,7 +21,6 @@ from jpaged.serve.api.conversation import (
     TEXT_ONLY,
     Body,
     ChosenTool,
-    Ignored,
     Messages,
     Name,
     Scalar,
@@ -81,6 +80,39 @@ NumKept = Annotated[int, Meta(ge=-1, le=_INT31, description=_WHAT_IS_KEPT)]
 AsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
 IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 
+_NO_EFFECT = "accepted, and without effect here"
+Echoed = Annotated[Any, Meta(description=_NO_EFFECT)]
+"""A field without effect that an answer repeats as it was sent."""
+
+IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
+    # Completions and Chat
+    "SamplingFields": (
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+        *("safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user"),
+    ),
+    "StreamOptions": ("include_obfuscation",),
+    "JsonSchema": ("description",),
+    "FunctionCall": ("parsed_arguments",),
+    "ToolCall": ("index",),
+    # Responses
+    "ResponsesRequest": (
+        *("include", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+        *("reasoning", "safety_identifier", "service_tier", "stream_options"),
+    ),
+    "Part": ("annotations", "logprobs"),
+    "InputItem": ("encrypted_content", "id", "phase", "status", "summary"),
+    "TextOptions": ("verbosity",),
+    # Messages
+    "CountTokensRequest": ("cache_control", "inference_geo", "speed"),
+    "MessagesRequest": ("metadata", "service_tier"),
+    "TextBlock": ("cache_control", "citations"),
+    "Block": ("cache_control", "caller", "citations", "data", "signature"),
+    "CustomTool": ("cache_control", "eager_input_streaming", "input_examples"),
+    "Thinking": ("budget_tokens", "display"),
+    "OutputConfig": ("effort",),
+}
+"""Fields that `read` accepts and drops, by the class of the body. Subclasses accept them too."""
+
 NoTemplate = Annotated[Literal[""], Meta(description="templates come from the server alone")]
 
 
@@ -89,13 +121,8 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
     include_usage: Annotated[bool, Meta(description="a last chunk with the token counts")] = False
     continuous_usage_stats: Annotated[bool, Meta(description="token counts in every chunk")] = False
-    include_obfuscation: Ignored = None
 
 
-_IGNORED = (
-    *("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
-    *("service_tier", "spaces_between_special_tokens", "store", "user"),
-)
 _OWN_FORMS = {"max_tokens", "logprobs", "detokenize", "structured_outputs"}
 """Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
 
@@ -110,9 +137,7 @@ _DESCRIPTIONS = {
 
 
 def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
-    """Name, type and default of what is ignored, and of parameters that HTTP has as they are."""
-    for name in _IGNORED:
-        yield name, Ignored, None
+    """Yield name, type and default of each parameter that HTTP has as `SamplingParams` has it."""
     for name, (default, own) in _SAMPLING.items():
         if own.kind is not None and name not in _OWN_FORMS:
             hint: Any = Annotated[own.kind, _bounds(name, _DESCRIPTIONS.get(name))]
@@ -406,13 +431,19 @@ def read(body: type[T], value: Any) -> T:
 
 
 def _known(body: type[Body], value: Any, path: str) -> Any:
-    """The value without nulls that stand for a default; ApiError for a field that is unknown."""
+    """Return the value without ignored fields and without nulls, which stand for a default.
+
+    Raises:
+        ApiError: a field is unknown.
+    """
     if not isinstance(value, dict):
         return value
-    fields, kept = _fields(body), {}
+    fields, ignored, kept = _fields(body), _ignored(body), {}
     for name, item in value.items():
+        if name in ignored:
+            continue
         if name not in fields and not (item is None and body.drops_unknown_nulls):
-            _refuse_unknown(name, path, list(fields))
+            _refuse_unknown(name, path, [*fields, *ignored])
         if item is None:
             continue
         inner, in_list, is_word = fields[name]
@@ -426,6 +457,12 @@ def _known(body: type[Body], value: Any, path: str) -> Any:
             item = _shortened(item)
         kept[name] = item
     return kept
+
+
+@cache
+def _ignored(body: type[Body]) -> frozenset[str]:
+    """Return the names of the fields that a body accepts and ignores."""
+    return frozenset(name for c in body.__mro__ for name in IGNORED_FIELDS.get(c.__name__, ()))
 
 
 def _shortened(item: Any) -> Any:
@@ -517,9 +554,11 @@ def components(*bodies: type[Body]) -> dict[str, Schema]:
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
     for name, schema in schemas.items():
-        others = {"type": "null"} if _body_named(name).drops_unknown_nulls else False
-        schema["additionalProperties"] = others
+        body = _body_named(name)
+        schema["additionalProperties"] = {"type": "null"} if body.drops_unknown_nulls else False
         fields = schema["properties"]
+        for field in sorted(_ignored(body)):
+            fields[field] = {"description": _NO_EFFECT, "default": None}
         for field, own in fields.items():
             if own.get("default") is not None:  # null stands for it
                 told = {key: own.pop(key) for key in ("default", "description") if key in own}

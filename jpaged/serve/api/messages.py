@@ -1,34 +1,34 @@
-"""Anthropic's Messages API: `/v1/messages` is a chat in other words, and so is what is counted.
+"""`/v1/messages`: Anthropic's Messages API, and its token count.
 
-A body becomes a `ChatRequest`, and what a chat tells of an answer becomes blocks and events.
+A body becomes a `ChatRequest`. Chat events become the content blocks and events of this API.
 """
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.answers import Chat, Encode
+from jpaged.serve.api.chat_events import Event, Item, Kind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
     ChosenFunction,
     ChosenTool,
-    Function,
     FunctionCall,
     FunctionName,
-    Ignored,
     Message,
     Name,
-    Tool,
     ToolCall,
     check_has,
+    function_tool,
+    text_of,
 )
 from jpaged.serve.api.fields import ChatRequest, Stop
+from jpaged.serve.api.generation import ChatGeneration, Encode, Json
 from jpaged.serve.api.response_format import JsonSchema, ResponseFormat, Schema
 from jpaged.serve.engine.client import News
 from jpaged.serve.errors import ApiError, bad_field, not_serving
@@ -75,8 +75,12 @@ _NAMES = {
 """Names of a chat's fields in this API."""
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-Json = dict[str, Any]
+_DELTAS: dict[Kind, tuple[str, str]] = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+"""By kind of item: the type of a delta, and the field of its text."""
 
 
 class TextBlock(Body, frozen=True, kw_only=True):
@@ -84,8 +88,6 @@ class TextBlock(Body, frozen=True, kw_only=True):
 
     type: Annotated[Literal["text"], Meta(description=TEXT_ONLY)]
     text: str
-    cache_control: Ignored = None
-    citations: Ignored = None
 
 
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=256)]
@@ -107,11 +109,6 @@ class Block(Body, frozen=True, kw_only=True):
     content: str | TextBlocks | None = None
     is_error: bool = False
     thinking: str | None = None
-    signature: Ignored = None
-    data: Ignored = None
-    caller: Ignored = None
-    cache_control: Ignored = None
-    citations: Ignored = None
 
 
 class Turn(Body, frozen=True, kw_only=True):
@@ -132,9 +129,6 @@ class CustomTool(Body, frozen=True, kw_only=True):
         "custom"
     )
     strict: bool | None = None
-    cache_control: Ignored = None
-    eager_input_streaming: Ignored = None
-    input_examples: Ignored = None
 
 
 class Choice(Body, frozen=True, kw_only=True):
@@ -149,8 +143,6 @@ class Thinking(Body, frozen=True, kw_only=True):
     """Whether the model is to think; it does as its template has it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored = None
-    display: Ignored = None
 
 
 class OutputFormat(Body, frozen=True, kw_only=True):
@@ -164,7 +156,6 @@ class OutputConfig(Body, frozen=True, kw_only=True):
     """What the answer is to be."""
 
     format: OutputFormat | None = None
-    effort: Ignored = None
 
 
 class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
@@ -177,9 +168,6 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     tool_choice: Choice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-    cache_control: Ignored = None
-    inference_geo: Ignored = None
-    speed: Ignored = None
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
@@ -199,7 +187,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
                 **self._sampling(),
                 messages=[Message(**message) for message in told],
                 response_format=self._format(),
-                tools=[_tool_of(tool) for tool in self.tools or ()] or None,
+                tools=[function_tool(tool, tool.input_schema) for tool in self.tools or ()] or None,
                 tool_choice=None if self.tool_choice is None else _choice_of(choice),
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
             )
@@ -209,7 +197,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     def _chat_messages(self) -> Iterator[tuple[str, Json]]:
         """Yield the chat's messages, each with the path of what it was made of."""
         if self.system:
-            yield "system", {"role": "system", "content": _text(self.system)}
+            yield "system", {"role": "system", "content": text_of(self.system)}
         for i, turn in enumerate(self.messages):
             path = f"messages[{i}]"
             yield from ((path, message) for message in _messages_of(turn, path))
@@ -246,23 +234,11 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
-    metadata: Ignored = None
-    service_tier: Ignored = None
 
     def _sampling(self) -> Json:
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         asked = {name: getattr(self, name) for name in names}
         return {**asked, "stop": self.stop_sequences or None}
-
-
-def _tool_of(tool: CustomTool) -> Tool:
-    own = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=own)
 
 
 def _choice_of(choice: Choice) -> Any:
@@ -304,18 +280,12 @@ def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
             own.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
         case "tool_result":
             check_has(block, path, "tool_use_id")
-            text = _text(block.content)
+            text = text_of(block.content)
             result = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
             results.append(result)
         case "thinking":
             check_has(block, path, "thinking")
             own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
-
-
-def _text(content: str | list[TextBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content)
 
 
 def error_body(error: ApiError) -> Json:
@@ -341,60 +311,26 @@ def _event(value: Json) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), json_bytes(value))
 
 
-class Content:
-    """The blocks of an answer and, as it grows, the events that tell of them."""
+def _rendered(event: Event) -> Json:
+    """Return the event of this API for a chat event."""
+    what, item, text = event
+    if what == "start":
+        block = _block(item, "")
+        return {"type": "content_block_start", "index": item.index, "content_block": block}
+    if what == "end":
+        return {"type": "content_block_stop", "index": item.index}
+    kind, name = _DELTAS[item.kind]
+    delta = {"type": kind, name: text}
+    return {"type": "content_block_delta", "index": item.index, "delta": delta}
 
-    def __init__(self) -> None:
-        self.blocks: list[Json] = []
-        self._open: tuple[str, list[str]] | None = None
 
-    def take(self, delta: Json) -> list[Json]:
-        """What a chat's delta adds."""
-        events: list[Json] = []
-        if text := delta.get("reasoning_content"):
-            events += self._grow("thinking", "thinking_delta", text)
-        if text := delta.get("content"):
-            events += self._grow("text", "text_delta", text)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                events += self.close()
-                own = {"id": call["id"], "name": call["function"]["name"], "input": {}}
-                events += self._begin("tool_use", own)
-            if arguments := call["function"]["arguments"]:
-                events += self._grow("tool_use", "input_json_delta", arguments)
-        return events
-
-    def close(self) -> list[Json]:
-        """The event that ends the block which grows."""
-        if self._open is None:
-            return []
-        (kind, pieces), self._open = self._open, None
-        block, text = self.blocks[-1], "".join(pieces)
-        if kind == "tool_use":
-            block["input"] = _object(text)
-        else:
-            block[kind] = text
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
-
-    def _begin(self, kind: str, fields: Json) -> list[Json]:
-        block: Json = {"type": kind, **fields}
-        self.blocks.append(block)
-        self._open = kind, []
-        index = len(self.blocks) - 1
-        return [{"type": "content_block_start", "index": index, "content_block": dict(block)}]
-
-    def _grow(self, kind: str, what: str, text: str) -> list[Json]:
-        events: list[Json] = []
-        if self._open is None or self._open[0] != kind:
-            events += self.close()
-            signed = {"signature": ""} if kind == "thinking" else {}
-            events += self._begin(kind, {kind: "", **signed})
-        if self._open is not None:
-            self._open[1].append(text)
-        name = {"tool_use": "partial_json"}.get(kind, kind)
-        delta = {"type": what, name: text}
-        event = {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
-        return [*events, event]
+def _block(item: Item, text: str) -> Json:
+    """Return the content block of an item that has come to a text."""
+    if (call := item.call) is not None:
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(text)}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
 
 
 def _object(text: str) -> Json:
@@ -406,16 +342,13 @@ def _object(text: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-class Messaging(Chat):
+class Messages(ChatGeneration):
     """One request of `/v1/messages`."""
 
     def __init__(self, serving: Any, asked: MessagesRequest, *about: Any):
         super().__init__(serving, asked.chat, *about)
         self._body_asked = asked
-        self._content = Content()
         self._has_begun = False
-        self._reason: str | None = None
-        self._stop: str | None = None
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The answer: one piece of JSON, or events.
@@ -430,16 +363,13 @@ class Messaging(Chat):
             raise error.renamed(self._body_asked.names) from None
 
     def _events(self, news: list[News], encode: Encode) -> bytes:
-        events: list[Json] = []
-        for each in news:
-            for place, delta in self._take(each):
-                events += self._grown(place, delta)
+        bodies = [_rendered(event) for event in self._chat_events(news)]
         if not self._has_begun:
             self._has_begun = True
             start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
             start["usage"] = {**start["usage"], "output_tokens": 0}
-            events.insert(0, {"type": "message_start", "message": start})
-        return b"".join(map(_event, events))
+            bodies.insert(0, {"type": "message_start", "message": start})
+        return b"".join(map(_event, bodies))
 
     def _last_events(self) -> bytes:
         self._check_whole()
@@ -448,42 +378,30 @@ class Messaging(Chat):
         last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
         return _event(last) + _event({"type": "message_stop"})
 
-    def _read(self, place: int, delta: TextDelta) -> None:
-        self._grown(place, delta)  # the blocks tell, not the events
-
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
         self._check_whole()
-        told = self._message()
-        return lambda encode: encode(told)
+        return self._message()
 
     def _check_whole(self) -> None:
         """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
-        if self._reason == "abort":
+        if self._answer(0).finish_reason == "abort":
             raise not_serving("the answer was cut short, for the server ends")
 
-    def _grown(self, place: int, delta: TextDelta) -> list[Json]:
-        events: list[Json] = []
-        parts = self._parts_of(place)
-        for part in parts.deltas(delta.text, is_last=delta.finished):
-            events += self._content.take(part)
-        if delta.finished:
-            self._reason = parts.finish_reason(delta.finish_reason)
-            if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
-                self._reason, self._stop = "stop_sequence", delta.stop_reason
-            events += self._content.close()
-        return events
-
     def _message(self) -> Json:
-        usage = self._usage()
+        """Return the message object. Its content is empty in a stream, which keeps no text."""
+        usage, answer = self._usage(), self._answer(0)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        reason = answer.finish_reason
+        if answer.stop_string is not None:
+            reason = "stop_sequence"
         return {
-            "id": self._head["id"],
+            "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._head["model"],
-            "content": list(self._content.blocks),
-            "stop_reason": _REASONS.get(self._reason or "", self._reason),
-            "stop_sequence": self._stop,
+            "model": self._model,
+            "content": [_block(item, item.text) for item in answer.items],
+            "stop_reason": _REASONS.get(reason or "", reason),
+            "stop_sequence": answer.stop_string,
             "usage": {
                 "input_tokens": usage["prompt_tokens"] - cached,
                 "cache_read_input_tokens": cached,

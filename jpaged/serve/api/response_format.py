@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from jpaged import StructuredOutputs, call_grammar
 from jpaged.errors import info_of
-from jpaged.serve.api.conversation import Body, ChosenTool, Ignored, Tool
+from jpaged.serve.api.conversation import Body, ChosenTool, Tool
 from jpaged.serve.errors import ApiError, bad_field
 
 _STRICT = "an answer obeys its schema also where this is false"
@@ -26,7 +26,6 @@ class JsonSchema(Body, frozen=True, kw_only=True):
 
     name: FormName
     schema: Schema | None = None
-    description: Ignored = None
     strict: Annotated[bool, Meta(description=_STRICT)] | None = None
 
 

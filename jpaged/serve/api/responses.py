@@ -1,34 +1,34 @@
-"""OpenAI's Responses API without memory: `/v1/responses` is a chat in other words.
+"""`/v1/responses`: OpenAI's Responses API, without stored conversations.
 
-A body becomes a `ChatRequest`, and what a chat tells of an answer becomes items and events.
+A body becomes a `ChatRequest`. Chat events become the items and events of this API.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.answers import Chat, Encode
+from jpaged.serve.api.chat_events import Event, Item, Kind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
     ChosenFunction,
     ChosenTool,
-    Function,
     FunctionCall,
     FunctionName,
-    Ignored,
     Message,
     Name,
-    Tool,
     ToolCall,
     check_has,
+    function_tool,
+    text_of,
 )
-from jpaged.serve.api.fields import ChatRequest
+from jpaged.serve.api.fields import ChatRequest, Echoed
+from jpaged.serve.api.generation import ChatGeneration, Encode, Json
 from jpaged.serve.api.response_format import FormName, JsonSchema, ResponseFormat, Schema
 from jpaged.serve.engine.client import News
 from jpaged.serve.errors import ApiError, bad_field
@@ -44,7 +44,18 @@ _NAMES = {
 }
 """Names of a chat's fields in this API."""
 
-Json = dict[str, Any]
+_ITEM_KINDS: dict[Kind, tuple[str, str]] = {
+    "content": ("msg", "message"),
+    "reasoning": ("rs", "reasoning"),
+    "tool_call": ("fc", "function_call"),
+}
+"""By kind of item: how its id begins, and its type."""
+
+_TEXT_KINDS: dict[Kind, str] = {
+    "content": "output_text",
+    "reasoning": "reasoning_text",
+    "tool_call": "function_call_arguments",
+}
 
 
 class Part(Body, frozen=True, kw_only=True):
@@ -56,8 +67,6 @@ class Part(Body, frozen=True, kw_only=True):
         Meta(description=TEXT_ONLY),
     ]
     text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
 
 
 Parts = Annotated[list[Part], Meta(max_length=256)]
@@ -76,11 +85,6 @@ class InputItem(Body, frozen=True, kw_only=True):
         None
     )
     output: str | Parts | None = None
-    summary: Ignored = None
-    encrypted_content: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
 
 
 class FunctionTool(Body, frozen=True, kw_only=True):
@@ -107,7 +111,7 @@ class TextFormat(Body, frozen=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: FormName | None = None
     schema: Schema | None = None
-    description: Ignored = None
+    description: Echoed = None
     strict: bool | None = None
 
 
@@ -115,23 +119,9 @@ class TextOptions(Body, frozen=True, kw_only=True):
     """What the answer's text is to be."""
 
     format: TextFormat | None = None
-    verbosity: Ignored = None
 
 
-class _Plain(Body, frozen=True, kw_only=True):
-    include: Ignored = None
-    metadata: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    user: Ignored = None
-    reasoning: Ignored = None
-    stream_options: Ignored = None
-    max_tool_calls: Ignored = None
-
-
-class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
+class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     """The fields of `/v1/responses`."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -150,6 +140,8 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
     background: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     previous_response_id: Annotated[None, Meta(description=_NO_MEMORY)] = None
     conversation: Annotated[None, Meta(description=_NO_MEMORY)] = None
+    metadata: Echoed = None
+    user: Echoed = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
@@ -165,18 +157,7 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
             choice = ChosenTool(type="function", function=ChosenFunction(name=choice.name))
-        tools = [
-            Tool(
-                type="function",
-                function=Function(
-                    name=tool.name,
-                    description=tool.description,
-                    parameters=tool.parameters,
-                    strict=tool.strict,
-                ),
-            )
-            for tool in self.tools or ()
-        ]
+        tools = [function_tool(tool, tool.parameters) for tool in self.tools or ()]
         try:
             return ChatRequest(
                 messages=told,
@@ -241,10 +222,10 @@ class _Conversation:
                 check_has(item, path, "role", "content")
                 if item.role == "assistant":
                     own = self._own(index, opens=True)
-                    own["content"] = (own["content"] or "") + _text(item.content)
+                    own["content"] = (own["content"] or "") + text_of(item.content)
                 else:
                     self._close()
-                    self._add(index, role=item.role, content=_text(item.content))
+                    self._add(index, role=item.role, content=text_of(item.content))
             case "function_call":
                 check_has(item, path, "call_id", "name", "arguments")
                 function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
@@ -253,10 +234,10 @@ class _Conversation:
             case "function_call_output":
                 check_has(item, path, "call_id", "output")
                 self._close()
-                text = _text(item.output)
+                text = text_of(item.output)
                 self._add(index, role="tool", content=text, tool_call_id=item.call_id)
             case "reasoning":
-                if text := _text(item.content):
+                if text := text_of(item.content):
                     self._own(index, opens=True)["reasoning_content"] = text
 
     def _own(self, index: int, *, opens: bool = False) -> Json:
@@ -278,112 +259,15 @@ class _Conversation:
         self._places.append(index)
 
 
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
-
-
-class Output:
-    """The items of an answer and, as it grows, the events that tell of them.
-
-    Args:
-        name: Of the response, in the items' ids.
-    """
-
-    def __init__(self, name: str):
-        self.items: list[Json] = []
-        self._name = name
-        self._open: tuple[str, Json, list[str]] | None = None
-
-    def take(self, delta: Json) -> list[Json]:
-        """What a chat's delta adds."""
-        events: list[Json] = []
-        if text := delta.get("reasoning_content"):
-            events += self._grow("reasoning", text)
-        if text := delta.get("content"):
-            events += self._grow("message", text)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                events += self.close()
-                function = call["function"]
-                own = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-                events += self._begin("function_call", own)
-            if arguments := call["function"]["arguments"]:
-                events += self._grow("function_call", arguments)
-        return events
-
-    def close(self, status: str = "completed") -> list[Json]:
-        """The events that end the item which grows."""
-        if self._open is None:
-            return []
-        kind, item, pieces = self._open
-        text, self._open, item["status"] = "".join(pieces), None, status
-        place, events = self._place(), []
-        if kind == "function_call":
-            item["arguments"] = text
-            done = {**place, "name": item["name"], "arguments": text}
-            events.append({"type": "response.function_call_arguments.done", **done})
-        else:
-            part = item["content"][0]
-            part["text"], place = text, {**place, "content_index": 0}
-            more = {"logprobs": []} if kind == "message" else {}
-            done = f"response.{part['type']}.done"
-            events.append({"type": done, **place, "text": text, **more})
-            events.append({"type": "response.content_part.done", **place, "part": part})
-        events.append({"type": "response.output_item.done", **self._index(), "item": item})
-        return events
-
-    def _begin(self, kind: str, fields: Json) -> list[Json]:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        name = f"{prefix}_{self._name}_{len(self.items)}"
-        item: Json = {"id": name, "type": kind, "status": "in_progress", **fields}
-        self.items.append(item)
-        self._open = kind, item, []
-        told = item if kind == "function_call" else {**item, "content": []}
-        events = [{"type": "response.output_item.added", **self._index(), "item": dict(told)}]
-        if kind != "function_call":
-            place = {**self._place(), "content_index": 0}
-            part = dict(item["content"][0])
-            events.append({"type": "response.content_part.added", **place, "part": part})
-        return events
-
-    def _grow(self, kind: str, text: str) -> list[Json]:
-        events: list[Json] = []
-        if self._open is None or self._open[0] != kind:
-            events += self.close()
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": []}
-                events += self._begin(kind, {"role": "assistant", "content": [part]})
-            else:
-                part = {"type": "reasoning_text", "text": ""}
-                events += self._begin(kind, {"summary": [], "content": [part]})
-        _, item, pieces = cast(tuple[str, Json, list[str]], self._open)
-        pieces.append(text)
-        if kind == "function_call":
-            what, more = "response.function_call_arguments.delta", {}
-        else:
-            what = f"response.{item['content'][0]['type']}.delta"
-            more = {"content_index": 0} | ({"logprobs": []} if kind == "message" else {})
-        return [*events, {"type": what, **self._place(), **more, "delta": text}]
-
-    def _index(self) -> Json:
-        return {"output_index": len(self.items) - 1}
-
-    def _place(self) -> Json:
-        return {"item_id": self.items[-1]["id"], **self._index()}
-
-
-class Responding(Chat):
+class Responses(ChatGeneration):
     """One request of `/v1/responses`."""
 
     def __init__(self, serving: Any, asked: ResponsesRequest, *about: Any):
         super().__init__(serving, asked.chat, *about)
         self._body_asked = asked
-        self._output = Output(self._head["id"].removeprefix("resp_"))
-        self._reason: str | None = None
         self._num_events = 0
-        self._num_thought = 0  # tokens that told of nothing but reasoning
+
+    keeps_streamed_text = True  # the last event has all items
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The answer: one piece of JSON, or events.
@@ -398,51 +282,78 @@ class Responding(Chat):
             raise error.renamed(self._body_asked.names) from None
 
     def _events(self, news: list[News], encode: Encode) -> bytes:
-        events: list[Json] = []
+        bodies: list[Json] = []
         if not self._num_events:
-            told = self._response("in_progress", None)
-            begun = ("response.created", "response.in_progress")
-            events += [{"type": kind, "response": told} for kind in begun]
-        for each in news:
-            for place, delta in self._take(each):
-                events += self._grown(place, delta)
-        return b"".join(map(self._named, events))
+            begun = self._response("in_progress", None)
+            kinds = ("response.created", "response.in_progress")
+            bodies += [{"type": kind, "response": begun} for kind in kinds]
+        for event in self._chat_events(news):
+            bodies += self._rendered(event)
+        return b"".join(map(self._numbered, bodies))
 
     def _last_events(self) -> bytes:
         status = self._status()
-        told = self._response(status, self._used())
-        return self._named({"type": f"response.{status}", "response": told})
+        whole = self._response(status, self._used())
+        return self._numbered({"type": f"response.{status}", "response": whole})
 
-    def _read(self, place: int, delta: TextDelta) -> None:
-        self._grown(place, delta)  # the items tell, not the events
+    def _body(self, answers: list[list[TextDelta]]) -> Json:
+        return self._response(self._status(), self._used())
 
-    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
-        told = self._response(self._status(), self._used())
-        return lambda encode: encode(told)
+    def _rendered(self, event: Event) -> list[Json]:
+        """Return the events of this API for a chat event."""
+        what, item, text = event
+        call = item.call
+        where: Json = {"output_index": item.index}
+        at: Json = {"item_id": self._item_id(item), **where}
+        at |= {} if call else {"content_index": 0}
+        logprobs = {"logprobs": []} if item.kind == "content" else {}
+        kind = f"response.{_TEXT_KINDS[item.kind]}"
+        if what == "text":
+            return [{"type": f"{kind}.delta", **at, **logprobs, "delta": text}]
+        if what == "start":
+            shown = self._item(item, "", "in_progress")
+            added = {"type": "response.output_item.added", **where, "item": shown}
+            if call:
+                return [added]
+            part = {"type": "response.content_part.added", **at, "part": shown["content"][0]}
+            return [{**added, "item": {**shown, "content": []}}, part]
+        shown = self._ended(item)
+        done = {"type": "response.output_item.done", **where, "item": shown}
+        if call:
+            arguments = {"name": call.name, "arguments": shown["arguments"]}
+            return [{"type": f"{kind}.done", **at, **arguments}, done]
+        part = shown["content"][0]
+        text_done = {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}
+        return [text_done, {"type": "response.content_part.done", **at, "part": part}, done]
 
-    def _grown(self, place: int, delta: TextDelta) -> list[Json]:
-        events: list[Json] = []
-        parts = self._parts_of(place).deltas(delta.text, is_last=delta.finished)
-        for part in parts:
-            events += self._output.take(part)
-        if parts and all("reasoning_content" in part for part in parts):
-            self._num_thought += len(delta.token_ids)
-        if delta.finished:
-            self._reason = delta.finish_reason
-            complete = delta.finish_reason == "stop"
-            events += self._output.close("completed" if complete else "incomplete")
-        return events
+    def _item_id(self, item: Item) -> str:
+        return f"{_ITEM_KINDS[item.kind][0]}_{self._id.removeprefix('resp_')}_{item.index}"
 
-    def _named(self, event: Json) -> bytes:
-        told = {**event, "sequence_number": self._num_events}
+    def _ended(self, item: Item) -> Json:
+        """Return an output item that has ended."""
+        return self._item(item, item.text, "completed" if item.is_complete else "incomplete")
+
+    def _item(self, item: Item, text: str, status: str) -> Json:
+        head = {"id": self._item_id(item), "type": _ITEM_KINDS[item.kind][1], "status": status}
+        if (call := item.call) is not None:
+            return {**head, "call_id": call.id, "name": call.name, "arguments": text}
+        part: Json = {"type": _TEXT_KINDS[item.kind], "text": text}
+        if item.kind == "reasoning":
+            return {**head, "summary": [], "content": [part]}
+        return {**head, "role": "assistant", "content": [{**part, "annotations": []}]}
+
+    def _numbered(self, body: Json) -> bytes:
+        """Return an event with the next sequence number."""
+        data = json_bytes({**body, "sequence_number": self._num_events})
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_bytes(told))
+        return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), data)
 
     def _status(self) -> str:
-        known = {"stop": "completed", "length": "incomplete"}
-        return known.get(self._reason or "", "failed")
+        known = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}
+        return known.get(self._answer(0).finish_reason or "", "failed")
 
     def _used(self) -> Json:
+        """Return the token counts under the names of this API."""
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -451,11 +362,12 @@ class Responding(Chat):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_thought},
+            "output_tokens_details": {"reasoning_tokens": self._answer(0).num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
     def _response(self, status: str, usage: Json | None) -> Json:
+        """Return the response object."""
         asked, error, details = self._body_asked, None, None
         if status == "incomplete":
             details = {"reason": "max_output_tokens"}
@@ -464,17 +376,17 @@ class Responding(Chat):
             error = {"code": "server_error", "message": message}
         form = asked.text.format if asked.text is not None else None
         return {
-            "id": self._head["id"],
+            "id": self._id,
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": self._created,
             "status": status,
             "error": error,
             "incomplete_details": details,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
-            "model": self._head["model"],
-            "output": list(self._output.items),
+            "model": self._model,
+            "output": [self._ended(item) for item in self._answer(0).items],
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},

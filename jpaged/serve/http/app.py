@@ -10,7 +10,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve.api.answers import Chat, Completion, Generation
+from jpaged.serve.api.chat import Chat
+from jpaged.serve.api.completions import Completions
 from jpaged.serve.api.conversation import Body, check_calls_are_found
 from jpaged.serve.api.fields import (
     ChatRequest,
@@ -24,12 +25,12 @@ from jpaged.serve.api.fields import (
 from jpaged.serve.api.messages import (
     ANTHROPIC_ERROR,
     CountTokensRequest,
+    Messages,
     MessagesRequest,
-    Messaging,
     anthropic_answer,
 )
 from jpaged.serve.api.messages import failure_event as messages_failure
-from jpaged.serve.api.responses import Responding, ResponsesRequest
+from jpaged.serve.api.responses import Responses, ResponsesRequest
 from jpaged.serve.api.responses import failure_event as responses_failure
 from jpaged.serve.dashboard.broadcast import dashboard_routes
 from jpaged.serve.engine.tokenizing_process import Order
@@ -237,24 +238,24 @@ class App:
             await _refusal(scope["path"], as_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, Completion, "cmpl-")
+        return await self._generate(request, CompletionRequest, Completions, "cmpl-")
 
     async def _chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, Chat, "chatcmpl-")
 
     async def _responses(self, request: Request) -> Response:
         how = {"failure": responses_failure}
-        return await self._generate(request, ResponsesRequest, Responding, "resp_", **how)
+        return await self._generate(request, ResponsesRequest, Responses, "resp_", **how)
 
     async def _messages(self, request: Request) -> Response:
         how = {"failure": messages_failure, "refusal": anthropic_answer}
-        return await self._generate(request, MessagesRequest, Messaging, "msg_", **how)
+        return await self._generate(request, MessagesRequest, Messages, "msg_", **how)
 
     async def _generate(
         self,
         request: Request,
         record: type[SamplingFields] | type[ResponsesRequest] | type[MessagesRequest],
-        generation: type[Generation] | type[Responding] | type[Messaging],
+        generation: type[Completions] | type[Chat] | type[Responses] | type[Messages],
         prefix: str,
         **how: Any,
     ) -> Response:
