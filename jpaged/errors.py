@@ -1,4 +1,4 @@
-"""Errors about options and fields of requests.
+"""Errors about options and fields of requests, and words for messages.
 
 An error keeps the field's path, the field's value and the names of other fields apart from its
 words. So an API or a command line that calls a field otherwise can print its own name.
@@ -120,3 +120,21 @@ def info_of(error: BaseException) -> ErrorInfo:
     if isinstance(error, RequestError):
         return error.info
     return ErrorInfo("", (str(error) or type(error).__name__,))
+
+
+def brief(value: object) -> str:
+    """A value as code, for errors: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def counted(number: int, noun: str, plural: str = "", *, form: str = "") -> str:
+    """Return the number and its noun, for messages: "1 block", "2 blocks".
+
+    Args:
+        number: How many there are.
+        noun: What is counted.
+        plural: The noun after other numbers than 1; empty: the noun with an s.
+        form: The number's format; "," writes 2,000.
+    """
+    return f"{number:{form}} {noun if number == 1 else plural or f'{noun}s'}"

@@ -362,21 +362,3 @@ def check_float(
         raise RequestError(
             name, "is out of range", value=str(value), remedy=f"it must be a number {what}"
         )
-
-
-def brief(value: object) -> str:
-    """A value as code, for errors: at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def counted(number: int, noun: str, plural: str = "", *, form: str = "") -> str:
-    """Return the number and its noun, for messages: "1 block", "2 blocks".
-
-    Args:
-        number: How many there are.
-        noun: What is counted.
-        plural: The noun after other numbers than 1; empty: the noun with an s.
-        form: The number's format; "," writes 2,000.
-    """
-    return f"{number:{form}} {noun if number == 1 else plural or f'{noun}s'}"

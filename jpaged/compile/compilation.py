@@ -16,8 +16,8 @@ from jpaged.compile.sizing import Sized, Sizing
 from jpaged.compile.store import prepare_jax, program_store, with_usable_cache
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EngineConfig
+from jpaged.errors import counted
 from jpaged.models.loader import ModelPlan
-from jpaged.options import counted
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend
 

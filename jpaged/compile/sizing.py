@@ -11,10 +11,10 @@ from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.config import EngineConfig, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
+from jpaged.errors import counted
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import own_bytes
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.options import counted
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_exchange
 from jpaged.runtime.programs import Shapes, SplitModel

@@ -11,8 +11,7 @@ from jpaged.core.groups import work_of
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
-from jpaged.errors import ErrorKind, RequestError
-from jpaged.options import counted
+from jpaged.errors import ErrorKind, RequestError, counted
 
 SEATS_PER_FREE_SEAT = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""

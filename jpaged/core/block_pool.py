@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jpaged.options import counted
+from jpaged.errors import counted
 
 NULL_BLOCK_ID = 0
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.core.beam import BeamSearch
-from jpaged.options import counted
+from jpaged.errors import counted
 
 
 class NoTokenError(ArithmeticError):

@@ -11,8 +11,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
-from jpaged.errors import RequestError, RequestTypeError
-from jpaged.options import brief, counted
+from jpaged.errors import RequestError, RequestTypeError, brief, counted
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.structured_outputs.mask_client import MaskProcess
 from jpaged.text.tokenizer import Tokenizer

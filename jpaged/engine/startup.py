@@ -21,7 +21,7 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
-from jpaged.errors import RequestError
+from jpaged.errors import RequestError, counted
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import FP8_DTYPE, ModelConfig, refuse_head_size
 from jpaged.models.formats import Plain
@@ -29,7 +29,6 @@ from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.options import counted
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel

@@ -29,6 +29,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jpaged.errors import counted
 from jpaged.models.checkpoint import (
     FILE_DTYPES,
     SUPPORTED_DTYPES,
@@ -46,7 +47,6 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.linear import part_sizes
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
-from jpaged.options import counted
 from pallas_kernels import FP8_LEAST, FP8_MAX, to_fp8
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

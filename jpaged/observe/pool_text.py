@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Protocol
 
+from jpaged.errors import counted
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
-from jpaged.options import counted
 
 WIDTH = 64
 MAX_LINES = 16

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jpaged.errors import RequestError, RequestTypeError
-from jpaged.options import brief
+from jpaged.errors import RequestError, RequestTypeError, brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
 from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, parse_json

@@ -8,8 +8,7 @@ from functools import reduce
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from jpaged.errors import ErrorKind, RequestError, RequestTypeError
-from jpaged.options import brief
+from jpaged.errors import ErrorKind, RequestError, RequestTypeError, brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.property_counts import PropertyCount
 from jpaged.structured_outputs.syntax import check_pattern, check_text

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jpaged.errors import RequestError
-from jpaged.options import brief
+from jpaged.errors import RequestError, brief
 from jpaged.structured_outputs import bounds
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")

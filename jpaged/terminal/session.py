@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpaged.options import counted
+from jpaged.errors import counted
 from jpaged.outputs import TextDelta
 from jpaged.sampling_params import SamplingParams
 

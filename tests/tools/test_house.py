@@ -7,6 +7,7 @@ import pytest
 from tools import house
 
 MAX_LOOSE_FILES, MAX_PRIVATE_ACCESSES = 8, 10
+MAX_FLOORS, MAX_STEP_FUNCTIONS, MAX_STEP_MODULES = 8, 60, 15
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,13 @@ def test_imports_for_type_checkers_make_no_circle(tmp_path: Path):
     assert house.circles(house.file_graph(found)) == []
 
 
-def test_a_decode_step_is_seen():
+def test_rooms_have_few_floors(imports: set[house.Import]):
+    assert house.num_floors(house.room_graph(imports, typed=True)) <= MAX_FLOORS
+
+
+def test_a_decode_step_calls_few_functions_of_few_modules():
     step = house.trace_step()
     assert {"jpaged.engine.loop", "jpaged.runtime.model_runner"} <= step.modules
     assert len(step.modules) <= len(step.functions) <= step.num_calls
+    assert len(step.functions) <= MAX_STEP_FUNCTIONS
+    assert len(step.modules) <= MAX_STEP_MODULES

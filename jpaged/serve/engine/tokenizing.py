@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, options
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, errors
 from jpaged.errors import ErrorInfo
 from jpaged.serve.engine.framing import framed, read
 from jpaged.serve.engine.messages import Ready
@@ -125,11 +125,11 @@ class Tokenizing:
         if not ids:
             raise bad_field(path, "has no tokens", remedy="give at least one")
         if len(ids) >= most:
-            raise self._too_long(path, options.counted(len(ids), "token"))
+            raise self._too_long(path, errors.counted(len(ids), "token"))
         if len(ids) > room:
             raise too_long(
                 "max_tokens",
-                f"and the {options.counted(len(ids), 'token')} of ",
+                f"and the {errors.counted(len(ids), 'token')} of ",
                 path,
                 f" are more than this model's maximum context length of {most} tokens",
                 value=f"{max_tokens}",
@@ -246,7 +246,7 @@ class Tokenizing:
         if done.refused is not None:
             raise bad_field(path, str(done.refused), shows_path=False)
         if done.is_longer:
-            raise self._too_long(path, f"more than {options.counted(order.most or 0, 'token')}")
+            raise self._too_long(path, f"more than {errors.counted(order.most or 0, 'token')}")
         return done
 
     def _known(self, token_ids: list[int], path: str) -> list[int]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from jpaged import options
+from jpaged import errors
 from jpaged.serve.errors import ApiError, bad_field, not_serving
 from jpaged.serve.options import Limits, host_name
 
@@ -192,7 +192,7 @@ class InFlight:
     def _check(self, client: str, num_sequences: int) -> None:
         share = self._limits.max_num_client_reqs
         if share is not None and self._of_client[client] >= share:
-            in_flight = options.counted(share, "request")
+            in_flight = errors.counted(share, "request")
             message = f"this client has {in_flight} in flight already: wait for one to end"
             raise ApiError(
                 429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from jpaged import Tokenizer, check_model, options
+from jpaged import Tokenizer, check_model, errors
 from jpaged.serve.engine.client import EngineClient, EngineProcess
 from jpaged.serve.engine.tokenizing import Tokenizing
 from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
@@ -170,7 +170,7 @@ class Life:
                 while serving.num_requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            say(f"aborting {options.counted(serving.num_requests, 'request')}")
+            say(f"aborting {errors.counted(serving.num_requests, 'request')}")
             serving.engine.cut_all()
         self._http.should_exit = True
         if self._process is not None and not self._process.client.is_ready:
