@@ -14,13 +14,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jpaged import Engine, RequestDelta
+from jpaged import Engine, RequestDelta, processes
 from jpaged.serve.dashboard.sampler import PoolSampler
-from jpaged.serve.engine.framing import Link
 from jpaged.serve.engine.messages import (
     Abort,
     AskPoolFrames,
@@ -52,7 +51,7 @@ _PARENT_CHECK = 1.0  # seconds
 class Worker:
     """Runs one engine for the process at the other end of a link."""
 
-    def __init__(self, engine: Engine, link: Link):
+    def __init__(self, engine: Engine, link: processes.Link):
         self._engine = engine
         self._link = link
         self._sampler = PoolSampler(engine)
@@ -191,7 +190,7 @@ def _description(engine: Engine) -> Ready:
 
 def serve_engine(sock: socket.socket) -> int:
     """The whole life of the engine's process, which gets its options first; its exit code."""
-    link = Link(sock)
+    link = processes.Link(sock)
     try:
         engine = Engine(**_options(link))
     except EOFError:
@@ -220,7 +219,7 @@ def why_not(error: Exception) -> str:
     return words
 
 
-def _options(link: Link) -> dict[str, Any]:
+def _options(link: processes.Link) -> dict[str, Any]:
     while True:
         message = link.receive(IDLE_BEAT)
         if message is not None and isinstance(command := command_of(message), Start):
@@ -234,15 +233,10 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def main(argv: Sequence[str]) -> int:
-    """`python -m jpaged.serve.engine.worker FD PARENT`: serve over the inherited socket."""
-    # Ctrl-C reaches the whole terminal, SIGTERM of some supervisors the whole group of processes;
-    # what becomes of the engine is for the parent to say.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(int(argv[2]),), daemon=True).start()
-    return serve_engine(socket.socket(fileno=int(argv[1])))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+def main(sock: socket.socket, parent: str) -> int:
+    """Serve over the channel until the process of number `parent` says otherwise, or is gone."""
+    # Some supervisors send SIGTERM to the whole group of processes; what becomes of the engine is
+    # for the parent to say.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(int(parent),), daemon=True).start()
+    return serve_engine(sock)
