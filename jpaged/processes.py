@@ -15,8 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,16 +28,15 @@ MAX_SIZE = 2**30
 _MAX_CHUNKS = 8
 """Chunks, of a MiB at most, that `Link.receive` reads in one call."""
 
-_BEFORE = """
-import json, os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
-sys.path[:] = json.loads(sys.argv.pop(1))
-"""
-
 _CHILD = """
+import importlib, json, os, signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
 os.dup2(2, 1)  # a program's own output is not for what libraries print here
-from jpaged.processes import run_child
-run_child(*sys.argv[1:])
+path, module, channel, *arguments = sys.argv[1:]
+sys.path[:] = json.loads(path)
+channel = socket.socket(fileno=int(channel))
+channel.set_inheritable(False)  # a program that this one starts would keep the channel open
+sys.exit(importlib.import_module(module).main(channel, *arguments))
 """
 
 
@@ -47,23 +45,11 @@ def has_python() -> bool:
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
-def python_command(code: str, *arguments: object) -> list[str]:
-    """Return the command line of a Python that runs `code`: it finds modules where this process
-    does, and is not interrupted by Ctrl-C."""
-    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    return [sys.executable, "-P", "-c", _BEFORE + code, path, *map(str, arguments)]
-
-
 def child_command(module: str, channel: int, *arguments: object) -> list[str]:
-    """Return the command line of a child, which inherits the descriptor `channel`."""
-    return python_command(_CHILD, module, channel, *arguments)
-
-
-def run_child(module: str, channel: str, *arguments: str) -> NoReturn:
-    """Run a module's `main` in the child, and exit with what it returns."""
-    sock = socket.socket(fileno=int(channel))
-    sock.set_inheritable(False)  # a program that the child starts would keep the channel open
-    sys.exit(import_module(module).main(sock, *arguments))
+    """Return the command line of a child, which inherits the descriptor `channel` and finds modules
+    where this process does."""
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    return [sys.executable, "-P", "-c", _CHILD, path, module, str(channel), *map(str, arguments)]
 
 
 def end_with_parent(sock: socket.socket) -> None:
@@ -87,11 +73,7 @@ def describe_exit(code: int) -> str:
 
 
 class Child:
-    """A child process, as its parent sees it.
-
-    Attributes:
-        process: The process.
-        sock: The parent's end of the channel.
+    """A child process, and the parent's end of the channel (`sock`).
 
     Args:
         module: The module whose `main` the child runs.
@@ -101,9 +83,6 @@ class Child:
             reach. The group is killed with the child.
         errors: Standard error of the child, as `subprocess.Popen` takes it.
         environment: Variables in addition to those of this process.
-
-    Raises:
-        OSError: the child cannot be started.
     """
 
     def __init__(
@@ -116,7 +95,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ):
         self._owner, self._leads_group = os.getpid(), leads_group
-        self.sock, theirs = socket.socketpair()
+        self.sock, theirs = socket_pair()
         with theirs:
             try:
                 self.process: subprocess.Popen[Any] = subprocess.Popen(
@@ -140,11 +119,8 @@ class Child:
             return None
 
     def kill(self) -> bool:
-        """Kill the child and wait for its end.
-
-        Returns:
-            False in a fork of the parent, which leaves the child alone.
-        """
+        """Kill the child and wait for its end; return False in a fork of the parent, which leaves
+        the child alone."""
         if os.getpid() != self._owner:
             return False
         if self.process.returncode is None:  # else another process may have its id by now
@@ -162,6 +138,14 @@ class Child:
         self.sock.close()
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that block, whatever `socket.setdefaulttimeout` was told."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(True)
+    theirs.setblocking(True)
+    return ours, theirs
+
+
 def framed(*parts: bytes) -> bytes:
     """Return a message as it travels; it is given in parts, which are joined."""
     return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
@@ -173,12 +157,8 @@ def send(sock: socket.socket, message: bytes) -> None:
 
 
 def receive(sock: socket.socket, files: list[int] | None = None) -> bytes | None:
-    """Return the next message of a socket that blocks; None once the peer has closed it.
-
-    Args:
-        sock: The socket.
-        files: Receives the descriptor that comes with the message, if one does. None if none can.
-    """
+    """Return the next message of a socket that blocks; None once the peer has closed it. A
+    descriptor that comes with the message is added to `files`."""
     try:
         if files is None:
             head = _receive(sock, LENGTH.size)
@@ -235,16 +215,15 @@ class Link:
         Raises:
             EOFError: the other side is gone.
         """
-        message = self._take()
-        if message is None:
-            writing = [self._sock] if self._outgoing else []
-            readable, writable, _ = select.select([self._sock], writing, [], timeout)
-            if writable:
-                self._flush()
-            if readable:
-                self._fill()
-            message = self._take()
-        return message
+        if (message := self._take()) is not None:
+            return message
+        writing = [self._sock] if self._outgoing else []
+        readable, writable, _ = select.select([self._sock], writing, [], timeout)
+        if writable:
+            self._flush()
+        if readable:
+            self._fill()
+        return self._take()
 
     def close(self) -> None:
         """Send what can be sent at once, and close the socket."""

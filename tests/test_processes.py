@@ -26,6 +26,16 @@ def main(sock, *arguments):
     return 3
 """
 
+SLOW = """
+import time
+from jpaged.processes import receive, send
+
+def main(sock):
+    time.sleep(0.1)
+    send(sock, b"ready")
+    return int(receive(sock) != b"done")
+"""
+
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
@@ -42,6 +52,25 @@ def test_child_gets_arguments_and_answers(child: Child):
         child.sock.settimeout(20)
         send(child.sock, message)
         assert receive(child.sock) == message
+
+
+def test_default_timeout_of_sockets_does_not_break_a_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A user's program may set it before it makes an engine."""
+    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        child = Child("slow")
+    finally:
+        socket.setdefaulttimeout(before)
+    assert receive(child.sock) == b"ready"
+    time.sleep(0.1)
+    send(child.sock, b"done")
+    assert child.exit_code(20) == 0
+    child.end()
 
 
 def test_closed_channel_ends_a_child_though_its_own_children_run(child: Child):

@@ -187,20 +187,14 @@ def main(sock: socket.socket) -> None:
     end_with_parent(sock)
     code = 0
     try:
-        order = _receive(sock, Order)
-        for name in compile_share(order, lambda: _receive(sock, RuntimeConfig)):
+        order = from_json(receive(sock) or b"", Order)  # at the end, this fails
+        for name in compile_share(order, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
     except Exception as error:
         code = 1
         with suppress(OSError):
             send(sock, to_json({"failed": f"{type(error).__name__}: {error}"}))
     os._exit(code)  # with no clearing up, which other threads would hold up
-
-
-def _receive(sock: socket.socket, kind: type[T]) -> T:
-    if (message := receive(sock)) is None:
-        raise EOFError("the parent has closed the channel")
-    return from_json(message, kind)
 
 
 def to_json(record: object) -> bytes:

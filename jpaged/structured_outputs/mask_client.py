@@ -342,7 +342,7 @@ class MaskProcess:
     @property
     def pid(self) -> int | None:
         """The process's id; None where there is none."""
-        return None if self._line is None else self._line.pid
+        return None if self._line is None else self._line.process.pid
 
     def _start(self) -> "_Line":
         if not has_python():
@@ -420,14 +420,18 @@ class MaskProcess:
         self._hear()
 
     def _hear(self) -> None:
-        """Note that the process has ended, if it has."""
+        """Note whether the process has told anything, or has ended."""
         if self._line is None:
             return
-        told = self._line.take_news()
-        if told is None:
-            self._lose(self._line.how_it_ended())
-        elif told:
-            self._silence, self._is_stalled = 0.0, False
+        try:
+            while self._line.sock.recv(1 << 16, socket.MSG_DONTWAIT):
+                self._silence, self._is_stalled = 0.0, False
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        code = self._line.exit_code(_EXIT_SECONDS)
+        self._lose("its socket was closed" if code is None else describe_exit(code))
 
     def _limit_silence(self) -> None:
         """Something is pending: end a process that has said nothing for too long."""
@@ -448,56 +452,35 @@ class MaskProcess:
         self._memory.counts[0] = self._num_sent
 
 
-class _Line:
-    """The process, the channel to it, and the thread that sends: it alone waits, for the device and
-    for a process that is slow to read. The thread closes the channel."""
+class _Line(Child):
+    """The process, and the thread that sends: it alone waits, for the device and for a process that
+    is slow to read. The thread closes the channel.
+
+    Attributes:
+        put: Have a message made and sent.
+    """
 
     def __init__(self, file: int):
-        self._child = Child(
-            "jpaged.structured_outputs.mask_worker",
-            file,
-            files=[file],
-            leads_group=True,  # Ctrl-C is the engine's
-        )
-        self.pid, self.sock = self._child.process.pid, self._child.sock
-        self._queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
+        module = "jpaged.structured_outputs.mask_worker"
+        super().__init__(module, file, files=[file], leads_group=True)  # Ctrl-C is the engine's
+        queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
+        self.put = queue.put
         try:
             if self.sock.fileno() >= MOST_FILES:
                 raise OSError(f"{MOST_FILES} files are open, and `select` takes no more")
             threading.Thread(
-                target=_send_all, args=(self.sock, self._queue), name="jpaged-masks", daemon=True
+                target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True
             ).start()
         except BaseException:  # an interrupt, too
-            self._queue.put(None)
-            self._child.end()
+            self.put(None)
+            self.end()
             raise
-
-    def put(self, message: Callable[[], bytes]) -> None:
-        """Have a message made and sent."""
-        self._queue.put(message)
-
-    def take_news(self) -> bool | None:
-        """Whether it told anything since the last time; None if it has ended."""
-        has_told = False
-        try:
-            while self.sock.recv(1 << 16, socket.MSG_DONTWAIT):
-                has_told = True
-        except BlockingIOError:
-            return has_told
-        except OSError:
-            pass
-        return None
-
-    def how_it_ended(self) -> str:
-        """Return how the process ended, which has closed its socket."""
-        code = self._child.exit_code(_EXIT_SECONDS)
-        return "its socket was closed" if code is None else describe_exit(code)
 
     def close(self) -> None:
         """End the process and the thread; in a fork of the engine's process, which has neither,
         close the fork's copy of the channel alone."""
-        if self._child.kill():
-            self._queue.put(None)
+        if self.kill():
+            self.put(None)
         else:
             self.sock.close()
 

@@ -45,9 +45,6 @@ _SEPARATE = 8192
 
 _LARGE_MESSAGE = 16 * 1024
 
-_EXIT_CHECK = 0.02
-"""Seconds between two checks of whether the engine's process has ended."""
-
 
 class News(NamedTuple):
     """What one of the requests of a run grew by."""
@@ -391,8 +388,4 @@ class EngineProcess:
         self._child.process.kill()
 
     async def _exit_code(self, seconds: float) -> int | None:
-        """Return the exit code; None if the process still runs after `seconds`."""
-        until = time.monotonic() + seconds
-        while (code := self._child.process.poll()) is None and time.monotonic() < until:
-            await asyncio.sleep(_EXIT_CHECK)
-        return code
+        return await asyncio.to_thread(self._child.exit_code, seconds)

@@ -445,7 +445,7 @@ class _Fork:
             reader, writer = await asyncio.open_unix_connection(sock=sock)
             try:
                 reply = await asyncio.wait_for(processes.read(reader), seconds)
-                return msgspec.msgpack.decode(reply, type=int)
+                return msgspec.msgpack.decode(reply, type=int | None)
             finally:
                 writer.close()
         except (OSError, EOFError):  # TimeoutError is an OSError

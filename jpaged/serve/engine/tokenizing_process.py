@@ -109,14 +109,8 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndFork(msgspec.Struct, frozen=True, tag=True):
-    """Command to the process: kill a fork."""
-
-    number: int
-
-
-class AskExitCode(msgspec.Struct, frozen=True, tag=True):
-    """Command to the process: wait until a fork has ended, and write its exit code, or minus the
-    signal that ended it, to the socket that comes with the message. None follows if it is unknown.
+    """Command to the process: kill a fork, unless it has ended. If a socket comes with the message,
+    the process sends there the exit code, or minus the signal that ended the fork; None if unknown.
     """
 
     number: int
@@ -173,17 +167,16 @@ class TokenizingProcess:
         return self._num_forks, self._send_with_line(Fork(self._num_forks, most_seconds))
 
     def ask_exit_code(self, number: int) -> socket.socket:
-        """Ask how a fork ended that closed its line, and return the socket to which the exit code
-        comes.
+        """Ask how a fork ended that closed its line; return the socket to which the answer comes.
 
         Raises:
             ConnectionError: the process has ended.
         """
-        return self._send_with_line(AskExitCode(number))
+        return self._send_with_line(EndFork(number))
 
-    def _send_with_line(self, command: Fork | AskExitCode) -> socket.socket:
+    def _send_with_line(self, command: Fork | EndFork) -> socket.socket:
         """Send a command with one end of a new socket pair, and return the other end."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = processes.socket_pair()
         with theirs:
             try:
                 message = processes.framed(_encode(command))
@@ -240,22 +233,20 @@ def main(control: socket.socket) -> int:
         processes.send(control, _encode(str(error)))
         return 1
     processes.send(control, _encode(None))
-    decoder = msgspec.msgpack.Decoder(Fork | EndFork | AskExitCode)
+    decoder = msgspec.msgpack.Decoder(Fork | EndFork)
     gc.collect()
     gc.freeze()  # or collecting would copy the pages that forks share
     pids: dict[int, int] = {}
     while (frame := processes.receive(control, files := list[int]())) is not None:
         match decoder.decode(frame):
             case EndFork(number):
+                code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-            case AskExitCode(number):
-                with socket.socket(fileno=files[0]) as asker:
-                    if pid := pids.pop(number, 0):
-                        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                        with suppress(OSError):
-                            processes.send(asker, _encode(code))
+                    os.kill(pid, signal.SIGKILL)  # of no effect on a fork that has ended
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                for file in files:
+                    with socket.socket(fileno=file) as asker, suppress(OSError):
+                        processes.send(asker, _encode(code))
             case Fork(number, most_seconds):
                 if pid := os.fork():
                     pids[number] = pid

@@ -188,25 +188,6 @@ def _description(engine: Engine) -> Ready:
     )
 
 
-def serve_engine(sock: socket.socket) -> int:
-    """The whole life of the engine's process, which gets its options first; its exit code."""
-    link = processes.Link(sock)
-    try:
-        engine = Engine(**_options(link))
-    except EOFError:
-        return 1
-    except Exception as error:
-        link.send(encode(Died(why_not(error))))
-        link.close()
-        return 1
-    try:
-        Worker(engine, link).run()
-    except Exception as error:
-        say(f"the engine failed: {error!r}")
-        return 1
-    return 0
-
-
 def why_not(error: Exception) -> str:
     """Why no engine was made, in one line; an unforeseen error also goes to the log."""
     words = str(error)
@@ -234,9 +215,24 @@ def _leave_with(parent: int) -> None:
 
 
 def main(sock: socket.socket, parent: str) -> int:
-    """Serve over the channel until the process of number `parent` says otherwise, or is gone."""
+    """Make an engine of the options that come first, and serve it until the parent, the process of
+    that number, says otherwise or is gone. Returns the exit code."""
     # Some supervisors send SIGTERM to the whole group of processes; what becomes of the engine is
     # for the parent to say.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_leave_with, args=(int(parent),), daemon=True).start()
-    return serve_engine(sock)
+    link = processes.Link(sock)
+    try:
+        engine = Engine(**_options(link))
+    except EOFError:
+        return 1
+    except Exception as error:
+        link.send(encode(Died(why_not(error))))
+        link.close()
+        return 1
+    try:
+        Worker(engine, link).run()
+    except Exception as error:
+        say(f"the engine failed: {error!r}")
+        return 1
+    return 0
