@@ -1,21 +1,67 @@
-"""How this process starts another Python, and how a child process ended."""
+"""Child processes: how one is started, the channel to it, and how it ends.
+
+A child is a Python that runs the `main` of a module. The first argument of `main` is the child's
+end of a socket pair, the channel. On a channel each message is its length, 4 bytes, big endian, and
+its bytes.
+"""
 
 import json
+import os
+import select
 import signal
+import socket
+import struct
+import subprocess
 import sys
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-_BEFORE = """
-import json, signal, sys
+if TYPE_CHECKING:
+    import asyncio
+
+LENGTH = struct.Struct("!I")
+
+MAX_SIZE = 2**30
+"""Bytes of the largest message that a `Link` receives."""
+
+_MAX_CHUNKS = 8
+"""Chunks, of a MiB at most, that `Link.receive` reads in one call."""
+
+_CHILD = """
+import importlib, json, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
-sys.path[:] = json.loads(sys.argv[1])
+os.dup2(2, 1)  # a program's own output is not for what libraries print here
+path, module, channel, *arguments = sys.argv[1:]
+sys.path[:] = json.loads(path)
+channel = socket.socket(fileno=int(channel))
+channel.set_inheritable(False)  # a program that this one starts would keep the channel open
+sys.exit(importlib.import_module(module).main(channel, *arguments))
 """
 
 
-def python_command(code: str) -> list[str]:
-    """The command line of a Python that runs `code`: it finds modules where this process does, and
-    is not interrupted by Ctrl-C."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    return [sys.executable, "-P", "-c", _BEFORE + code, json.dumps(path)]
+def has_python() -> bool:
+    """Whether there is a Python to start; a frozen program is the caller's own."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
+def child_command(module: str, channel: int, *arguments: object) -> list[str]:
+    """Return the command line of a child, which inherits the descriptor `channel` and finds modules
+    where this process does."""
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    return [sys.executable, "-P", "-c", _CHILD, path, module, str(channel), *map(str, arguments)]
+
+
+def end_with_parent(sock: socket.socket) -> None:
+    """Start a thread that ends this process once the parent has closed its end of the channel."""
+
+    def wait() -> None:
+        closed = select.poll()
+        closed.register(sock, 0)  # POLLHUP is always reported
+        closed.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def describe_exit(code: int) -> str:
@@ -26,6 +72,196 @@ def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}{hint}"
 
 
-def has_python() -> bool:
-    """Whether there is a Python to start; a frozen program is the caller's own."""
-    return bool(sys.executable) and not getattr(sys, "frozen", False)
+class Child:
+    """A child process, and the parent's end of the channel (`sock`).
+
+    Args:
+        module: The module whose `main` the child runs.
+        arguments: The arguments of `main` after the channel; they arrive as strings.
+        files: Descriptors that the child inherits under the same numbers.
+        leads_group: Whether the child leads a process group, which Ctrl-C in a terminal does not
+            reach. The group is killed with the child.
+        errors: Standard error of the child, as `subprocess.Popen` takes it.
+        environment: Variables in addition to those of this process.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: object,
+        files: Iterable[int] = (),
+        leads_group: bool = False,
+        errors: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self._owner, self._leads_group = os.getpid(), leads_group
+        self.sock, theirs = socket_pair()
+        with theirs:
+            try:
+                self.process: subprocess.Popen[Any] = subprocess.Popen(
+                    child_command(module, theirs.fileno(), *arguments),
+                    pass_fds=[theirs.fileno(), *files],
+                    stdin=subprocess.DEVNULL,
+                    stderr=errors,
+                    process_group=0 if leads_group else None,
+                    env={**os.environ, **(environment or {})},
+                )
+            except BaseException:  # an interrupt, too: without the channel the child ends
+                self.sock.close()
+                raise
+
+    def exit_code(self, seconds: float) -> int | None:
+        """Return the exit code, minus the signal that ended the child; None if the child still runs
+        after `seconds`."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> bool:
+        """Kill the child and wait for its end; return False in a fork of the parent, which leaves
+        the child alone."""
+        if os.getpid() != self._owner:
+            return False
+        if self.process.returncode is None:  # else another process may have its id by now
+            if self._leads_group:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.kill()
+            self.process.wait()
+        return True
+
+    def end(self) -> None:
+        """Kill the child and close the channel; in a fork of the parent, close the fork's copy of
+        the channel alone."""
+        self.kill()
+        self.sock.close()
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that block, whatever `socket.setdefaulttimeout` was told."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(True)
+    theirs.setblocking(True)
+    return ours, theirs
+
+
+def framed(*parts: bytes) -> bytes:
+    """Return a message as it travels; it is given in parts, which are joined."""
+    return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
+
+
+def send(sock: socket.socket, message: bytes) -> None:
+    """Send a message over a socket that blocks."""
+    sock.sendall(framed(message))
+
+
+def receive(sock: socket.socket, files: list[int] | None = None) -> bytes | None:
+    """Return the next message of a socket that blocks; None once the peer has closed it. A
+    descriptor that comes with the message is added to `files`."""
+    try:
+        if files is None:
+            head = _receive(sock, LENGTH.size)
+        else:
+            head, came, _, _ = socket.recv_fds(sock, LENGTH.size, 1, socket.MSG_WAITALL)
+            files += came
+        return _receive(sock, LENGTH.unpack(head)[0]) if head else None
+    except ConnectionError:  # the peer has closed it without reading what was sent
+        return None
+
+
+def _receive(sock: socket.socket, size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:  # a process that was stopped meanwhile gets less than it waits for
+        part = sock.recv(size - len(data), socket.MSG_WAITALL)
+        if not part:
+            return None
+        data += part
+    return data
+
+
+async def read(reader: "asyncio.StreamReader") -> bytes:
+    """Return the next message of a stream; asyncio.IncompleteReadError at the end."""
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(size)
+
+
+class Link:
+    """An end of a channel that sends and receives messages and never waits for its peer to read.
+
+    Args:
+        sock: The end; owned by the link from now on.
+    """
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(False)
+        self._sock = sock
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the peer keeps up: all that was sent so far is on its way."""
+        return not self._outgoing
+
+    def send(self, message: bytes) -> None:
+        """Send a message as soon as the peer takes it."""
+        self._outgoing += framed(message)
+        self._flush()
+
+    def receive(self, timeout: float) -> bytes | None:
+        """Return the next message; None if none has come within `timeout` seconds.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        if (message := self._take()) is not None:
+            return message
+        writing = [self._sock] if self._outgoing else []
+        readable, writable, _ = select.select([self._sock], writing, [], timeout)
+        if writable:
+            self._flush()
+        if readable:
+            self._fill()
+        return self._take()
+
+    def close(self) -> None:
+        """Send what can be sent at once, and close the socket."""
+        self._flush()
+        self._sock.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._sock.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the peer is gone; `receive` will find out
+            self._outgoing.clear()
+
+    def _fill(self) -> None:
+        """Read what has come, but at most `_MAX_CHUNKS` chunks: steps wait meanwhile."""
+        try:
+            for _ in range(_MAX_CHUNKS):
+                chunk = self._sock.recv(1 << 20)
+                if not chunk:
+                    raise EOFError("the other side is gone")
+                self._incoming += chunk
+        except BlockingIOError:
+            pass
+        except ConnectionError as error:
+            raise EOFError("the other side is gone") from error
+
+    def _take(self) -> bytes | None:
+        """Return the first message, once all of it has come."""
+        data, start = self._incoming, LENGTH.size
+        if len(data) < start:
+            return None
+        (size,) = LENGTH.unpack_from(data)
+        if size > MAX_SIZE:
+            raise EOFError(f"a message of {size} bytes: the other side is not jpaged")
+        if len(data) < start + size:
+            return None
+        message = bytes(data[start : start + size])
+        del data[: start + size]
+        return message

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
 from jpaged.compile.store import program_store
-from jpaged.compile.workers import CompilePool, make_orders, to_line
+from jpaged.compile.workers import CompilePool, make_orders, to_json
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.checkpoint import read_config
 from jpaged.models.loader import model_shapes
@@ -54,4 +54,4 @@ if __name__ == "__main__":
     started = Start(Path(sys.argv[1]))
     order = replace(started.orders[0], limits=started.runtime)
     for record in (order, started.runtime):
-        print(to_line(record))
+        print(to_json(record).decode())

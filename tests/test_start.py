@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.compile import compilation, workers
+from jpaged.compile import compilation
 from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.compilation import Compilation
 from jpaged.compile.gemm_autotuning import Record
@@ -161,7 +161,7 @@ def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
             if len(processes) == 2:
                 all_started.set()
 
-    monkeypatch.setattr(workers.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     load(monkeypatch, lambda: all_started.wait(60))
     config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, **OPTIONS)
     with pytest.raises(LoadingError):

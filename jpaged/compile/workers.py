@@ -11,8 +11,8 @@ import json
 import operator
 import os
 import signal
+import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ from jpaged.models.checkpoint import read_config
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
-from jpaged.processes import has_python, python_command
+from jpaged.processes import Child, end_with_parent, has_python, receive, send
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 
@@ -175,46 +175,36 @@ def _take_over(order: Order) -> None:
         import_module(module)
 
 
-def main(pipe: int) -> None:
-    """Compile what the parent orders, and tell it by `pipe` of each program that is done, which is
-    in both caches by then. Never returns.
+def main(sock: socket.socket) -> None:
+    """Compile what the parent orders, and report each program that is done, which is in both caches
+    by then. Never returns.
 
-    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers.
+    Two messages come: an `Order`, and later the runtime's numbers.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
     gc.disable()  # tracing makes millions of objects, and the process ends with them
-    lines: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    end_with_parent(sock)
     code = 0
-    with os.fdopen(pipe, "w", buffering=1) as told:
-        try:
-            order = from_line(lines.get(), Order)
-            for name in compile_share(order, lambda: from_line(lines.get(), RuntimeConfig)):
-                print(json.dumps({"compiled": repr(name)}), file=told)
-        except Exception as error:
-            code = 1
-            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=told)
-    os._exit(code)  # with no clearing up, which the thread that reads would hold up
-
-
-def _read(lines: SimpleQueue[str]) -> None:
-    """To the end of the input: the parent has no use for this process then, or is gone."""
     try:
-        for line in sys.stdin:
-            lines.put(line)
-    finally:  # whatever ends this, the main thread waits for a line that will not come
-        os._exit(1)
+        order = from_json(receive(sock) or b"", Order)  # at the end, this fails
+        for name in compile_share(order, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
+            send(sock, to_json({"compiled": repr(name)}))
+    except Exception as error:
+        code = 1
+        with suppress(OSError):
+            send(sock, to_json({"failed": f"{type(error).__name__}: {error}"}))
+    os._exit(code)  # with no clearing up, which other threads would hold up
 
 
-def to_line(record: Order | RuntimeConfig) -> str:
-    """As JSON in ASCII, which every codec has, with paths that are not UTF-8 too."""
-    return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index))
+def to_json(record: object) -> bytes:
+    """Return a record as JSON in ASCII, which holds paths that are not UTF-8 too."""
+    return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index)).encode()
 
 
-def from_line(line: str, kind: type[T]) -> T:
-    """What `to_line` was given."""
-    return msgspec.convert(json.loads(line), type=kind)
+def from_json(message: bytes, kind: type[T]) -> T:
+    """Return the record that `to_json` was given."""
+    return msgspec.convert(json.loads(message), type=kind)
 
 
 MAX_WORKERS = 16
@@ -224,14 +214,6 @@ _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
 _DEVICE_BYTES_A_MEASURER = 7 * 2**28
 """With the products it measures."""
-
-_WORKER = """
-import os
-pipe = os.dup(1)  # for what is told, and inherited by no compiler that XLA starts
-os.dup2(2, 1)  # what a module prints goes to standard error
-from jpaged.compile.workers import main
-main(pipe)
-"""
 
 
 def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
@@ -313,7 +295,7 @@ class CompilePool:
         *,
         verbose: bool = False,
     ):
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Child] = []
         self._orders, self._store, self._say = orders, store, say
         self._errors = None if verbose else subprocess.DEVNULL
         self._tried, self._starting, self._closed = False, threading.Lock(), False
@@ -326,12 +308,11 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         with self._starting:  # another thread may be at it; there are no more after this
             self._closed = True
-        for process in self.processes:
-            process.kill()
+        for child in self.processes:  # all of them, before one is waited for
+            child.process.kill()
         self._listeners.shutdown()
-        for process in self.processes:
-            with suppress(OSError), process:  # waits, and closes what leads there
-                pass
+        for child in self.processes:
+            child.end()
 
     def start(self, limits: RuntimeConfig) -> bool:
         """Begin with the programs that have no part in the pool; False if there are no workers."""
@@ -356,8 +337,8 @@ class CompilePool:
         """
         if not self._tried and self._is_cold(needed):
             self.start(runtime)
-        for process in self.processes:
-            _send(process, runtime)
+        for child in self.processes:
+            _send(child, runtime)
         waiting = {repr(recipe.name): recipe for recipe in needed}
         for name in self._names_told(needed):
             if name in waiting:
@@ -372,31 +353,19 @@ class CompilePool:
         return len(missing) > len(self._orders)
 
     def _start_one(self, order: Order) -> None:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            worker_command(),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=self._errors,
-            text=True,
-            errors="replace",
-        )
+        child = Child("jpaged.compile.workers", errors=self._errors)
         try:
-            self._listeners.submit(self._listen, order.share, process)
+            self._listeners.submit(self._listen, order.share, child)
         except RuntimeError:
-            with process:
-                process.kill()
+            child.end()
             raise
-        self.processes.append(process)
-        _send(process, order)
+        self.processes.append(child)
+        _send(child, order)
 
-    def _listen(self, share: int, process: subprocess.Popen[str]) -> None:
+    def _listen(self, share: int, child: Child) -> None:
         try:
-            for line in process.stdout or ():
-                with suppress(ValueError):  # cut short, or Python printed it before `_WORKER`
-                    told = json.loads(line)
-                    if isinstance(told, dict):
-                        self._told.put((share, told))
+            while (message := receive(child.sock)) is not None:
+                self._told.put((share, json.loads(message)))
         finally:
             self._told.put((share, None))
 
@@ -419,15 +388,9 @@ class CompilePool:
         return (repr(recipe.name) for recipe in share_of(needed, share, len(self._orders)))
 
 
-def worker_command() -> list[str]:
-    """A worker's command line."""
-    return python_command(_WORKER)
-
-
-def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:
-    line = to_line(record)
-    with suppress(OSError, ValueError):  # it has ended, and the listener says so
-        print(line, file=process.stdin, flush=True)
+def _send(child: Child, record: Order | RuntimeConfig) -> None:
+    with suppress(OSError):  # it has ended, and the listener says so
+        send(child.sock, to_json(record))
 
 
 def _processors() -> int:

@@ -2,18 +2,16 @@
 
 What runs Python in the engine's process takes Python's lock from the thread that launches steps:
 with 64 rows that cost more than the masks. So matchers and masks have a process of their own
-(`masks.py`), started with the first grammar that is asked for. Tokens go there over a socket, by a
-thread that waits for the device; the state of answers and their masks are in memory that both
+(`mask_worker.py`), started with the first grammar that is asked for. Tokens go there over a socket,
+by a thread that waits for the device; the state of answers and their masks are in memory that both
 share. Where that process ends, whatever ends it, requests with grammars fail, and the next one
 starts it again. Where it does not answer, as a stopped process does not, a step waits for it no
 longer than `longest_wait`; the engine goes on without these rows.
 """
 
 import heapq
-import os
 import select
 import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -28,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jpaged.processes import describe_exit, has_python, python_command
+from jpaged.processes import Child, describe_exit, has_python
 from jpaged.structured_outputs import StructuredOutputs
 from jpaged.structured_outputs.mask_worker import Kind, MaskMemory, Order, Settings, State, frame
 from jpaged.structured_outputs.matcher import GrammarError
@@ -58,7 +56,7 @@ _LOOK = 5e-5
 _SHORT_WAIT, _RARE_LOOK = 5e-3, 1e-3
 """After `_SHORT_WAIT` seconds of waiting, the checks are `_RARE_LOOK` seconds apart."""
 
-_MOST_FILES = 1024
+MOST_FILES = 1024
 """Open at once, for `select`: no other call waits for less than a millisecond."""
 
 _LONGEST_LOOK = 1.0
@@ -415,14 +413,18 @@ class MaskProcess:
         self._hear()
 
     def _hear(self) -> None:
-        """Note that the process has ended, if it has."""
+        """Note whether the process has told anything, or has ended."""
         if self._line is None:
             return
-        told = self._line.take_news()
-        if told is None:
-            self._lose(self._line.how_it_ended())
-        elif told:
-            self._silence, self._is_stalled = 0.0, False
+        try:
+            while self._line.sock.recv(1 << 16, socket.MSG_DONTWAIT):
+                self._silence, self._is_stalled = 0.0, False
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        code = self._line.exit_code(_EXIT_SECONDS)
+        self._lose("its socket was closed" if code is None else describe_exit(code))
 
     def _limit_silence(self) -> None:
         """Something is pending: end a process that has said nothing for too long."""
@@ -443,77 +445,48 @@ class MaskProcess:
         self._memory.counts[0] = self._num_sent
 
 
-class _Line:
-    """A process, the socket to it, and the thread that sends: it alone waits, for the device and
-    for a process that is slow to read."""
+class _Line(Child):
+    """The process, and the thread that sends: it alone waits, for the device and for a process that
+    is slow to read. The thread closes the channel.
+
+    Attributes:
+        put: Have a message made and sent.
+    """
 
     def __init__(self, file: int):
-        self._owner = os.getpid()
-        self.sock, theirs = socket.socketpair()
-        if self.sock.fileno() >= _MOST_FILES:
-            with self.sock, theirs:
-                raise OSError(f"{_MOST_FILES} files are open, and `select` takes no more")
-        self._queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
-        sending = threading.Thread(
-            target=_send_all, args=(self.sock, self._queue), name="jpaged-masks", daemon=True
-        )
-        sending.start()
-        with theirs:
-            start = "from jpaged.structured_outputs.mask_worker import main"
-            code = f"{start}\nmain({theirs.fileno()}, {file})"
-            try:
-                self.process = subprocess.Popen(
-                    python_command(code),
-                    pass_fds=[theirs.fileno(), file],
-                    stdin=subprocess.DEVNULL,
-                    process_group=0,  # Ctrl-C is the engine's
-                )
-            except BaseException:  # an interrupt, too: without the socket the process ends
-                self._queue.put(None)
-                raise
-
-    def put(self, message: Callable[[], bytes]) -> None:
-        """Have a message made and sent."""
-        self._queue.put(message)
-
-    def take_news(self) -> bool | None:
-        """Whether it told anything since the last time; None if it has ended."""
-        has_told = False
+        module = "jpaged.structured_outputs.mask_worker"
+        super().__init__(module, file, files=[file], leads_group=True)  # Ctrl-C is the engine's
+        queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
+        self.put = queue.put
         try:
-            while self.sock.recv(1 << 16, socket.MSG_DONTWAIT):
-                has_told = True
-        except BlockingIOError:
-            return has_told
-        except OSError:
-            pass
-        return None
-
-    def how_it_ended(self) -> str:
-        """Return how the process ended, which has closed its socket."""
-        try:
-            return describe_exit(self.process.wait(_EXIT_SECONDS))
-        except subprocess.TimeoutExpired:
-            return "its socket was closed"
+            if self.sock.fileno() >= MOST_FILES:
+                raise OSError(f"{MOST_FILES} files are open, and `select` takes no more")
+            threading.Thread(
+                target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True
+            ).start()
+        except BaseException:  # an interrupt, too
+            self.put(None)
+            self.end()
+            raise
 
     def close(self) -> None:
         """End the process and the thread; in a fork of the engine's process, which has neither,
-        only the fork's part in the socket."""
-        if os.getpid() != self._owner:
+        close the fork's copy of the channel alone."""
+        if self.kill():
+            self.put(None)
+        else:
             self.sock.close()
-            return
-        self._queue.put(None)
-        self.process.kill()
-        self.process.wait()
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None]) -> None:
     """Send what is in the queue, until None is; then close the socket."""
     with sock:
         while (message := queue.get()) is not None:
-            with suppress(OSError):  # the process has ended, which the engine will hear
+            try:
                 sock.sendall(message())
+            except OSError:  # the process has ended, which the engine will hear
+                with suppress(OSError):  # or it would take what follows a cut message for a message
+                    sock.shutdown(socket.SHUT_RDWR)
             message = None  # a step's arrays are not kept
 
 
@@ -523,4 +496,4 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
         found = tokens().tobytes()
     except BaseException:  # the engine learns it when it reads the step
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
-    return frame(Kind.TOKENS, where.tobytes() + found, where.shape[1])
+    return frame(Kind.TOKENS, where.tobytes(), found, count=where.shape[1])

@@ -1,7 +1,7 @@
 """What answers may go on with, made in a process of its own: this runs there (`main`).
 
 The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
-which sees it as `mask_process.MaskProcess`. llguidance takes 15 to 30 us for most masks. Some masks
+which sees it as `mask_client.MaskProcess`. llguidance takes 15 to 30 us for most masks. Some masks
 take 1 to 2 ms, a walk through the whole vocabulary: those of a string of bounded length that has
 room for fewer letters than a token may have. And a token may cost the matcher several milliseconds
 where a grammar is ambiguous. So masks are made together until some are measured to be slow; the
@@ -27,19 +27,20 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jpaged.errors import ErrorInfo, ErrorKind, info_of
+from jpaged.processes import end_with_parent, framed, receive
 from jpaged.structured_outputs import StructuredOutputs, bounds
 from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.matcher import GrammarError, Matcher, broken_matcher
 from jpaged.text.tokenizer import Tokenizer
 
-HEAD = struct.Struct("=BII")
-"""Of a message to the process: its `Kind`, how many answers it is of, and the bytes that follow."""
+_HEAD = struct.Struct("=II")
+"""The beginning of a message to the process: its `Kind`, and how many answers it is of."""
 
 _MOST_THREADS = 16
 """Maximum number of threads that make masks one by one."""
@@ -541,59 +542,60 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield items[i * len(items) // count : (i + 1) * len(items) // count]
 
 
-def frame(kind: Kind, content: bytes, count: int = 0) -> bytes:
-    """A message to the process, of so many answers."""
-    return HEAD.pack(kind, count, len(content)) + content
+def frame(kind: Kind, *content: bytes, count: int = 0) -> bytes:
+    """Return a message to the process, of `count` answers, as it travels."""
+    return framed(_HEAD.pack(kind, count), *content)
 
 
-def main(line: int, file: int) -> None:
-    """Do what the engine says over a socket, until it is gone. Never returns.
+def main(sock: socket.socket, file: str) -> None:
+    """Do what the engine says over the channel, until it closes. Never returns.
 
     The first message is the `Settings`, in JSON. Back comes a byte whenever something in the memory
     has changed.
+
+    Args:
+        sock: The channel.
+        file: The descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # a crash in a library prints the threads' stacks
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
-    os.dup2(2, 1)  # a program's own output is not for what libraries print here
+    end_with_parent(sock)  # also while a library is at work
     sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
     with suppress(OSError):  # where memory is short, rather this process than the engine's
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
-    sock = socket.socket(fileno=line)
 
     def tell() -> None:
         with suppress(OSError):  # the engine has gone, or has enough bytes to read
             sock.send(b"!", socket.MSG_DONTWAIT)
 
-    code = 0
     try:
-        _obey(sock.makefile("rb"), file, tell)
-    except (EOFError, ConnectionError):  # the engine has no use for this process, or is gone
-        pass
+        _obey(sock, int(file), tell)
     except BaseException:
         traceback.print_exc()
-        code = 1
     finally:
-        os._exit(code)  # threads may be at work
+        os._exit(1)  # threads may be at work
 
 
-def _obey(messages: BinaryIO, file: int, tell: Callable[[], None]) -> None:
+def _obey(sock: socket.socket, file: int, tell: Callable[[], None]) -> None:
     """Do what messages say, to their end."""
-    settings = msgspec.json.decode(_receive(messages)[-1], type=Settings)
+    if (message := receive(sock)) is None:
+        return
+    settings = msgspec.json.decode(memoryview(message)[_HEAD.size :], type=Settings)
     memory = MaskMemory(settings.places, settings.mask_width, file)
     submit = _compiler(settings)
     orders = msgspec.json.Decoder(Order)
     maker = MaskMaker(memory, tell, len(os.sched_getaffinity(0)))
     gc.collect()
     gc.freeze()  # the vocabulary is not walked through again
-    while True:
-        kind, count, content = _receive(messages)
+    while (message := receive(sock)) is not None:
+        kind, count = _HEAD.unpack_from(message)
         if kind == Kind.TOKENS:
-            found = np.frombuffer(content, np.int32)
+            found = np.frombuffer(message, np.int32, offset=_HEAD.size)
             maker.take(found[:count], found[2 * count :][found[count : 2 * count]])
         elif kind == Kind.END:
-            maker.end(np.frombuffer(content, np.int32))
+            maker.end(np.frombuffer(message, np.int32, offset=_HEAD.size))
         else:
-            it = orders.decode(content)
+            it = orders.decode(memoryview(message)[_HEAD.size :])
             maker.begin(it.places, submit(it.form, it.ending_ids, len(it.places)))
 
 
@@ -608,12 +610,3 @@ def _compiler(settings: Settings) -> Callable[..., Future[list[Matcher]]]:
         failed.set_exception(GrammarError("structured_outputs", problem, kind=ErrorKind.INTERNAL))
         return lambda *_: failed
     return Grammars(tokenizer, settings.vocab_size, settings.eos_token_ids).submit
-
-
-def _receive(messages: BinaryIO) -> tuple[int, int, bytes]:
-    """The next message: what it is, of how many answers; EOFError at the end."""
-    head = messages.read(HEAD.size)
-    if len(head) < HEAD.size:
-        raise EOFError
-    kind, count, size = HEAD.unpack(head)
-    return kind, count, messages.read(size)

@@ -18,16 +18,17 @@ import jax
 import pytest
 from start_helpers import FLOAT32, Start, names
 
-from jpaged.compile import workers
+from jpaged import processes
 from jpaged.compile.workers import (
     Order,
     choose_workers,
-    from_line,
+    from_json,
     make_orders,
     share_of,
-    to_line,
+    to_json,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.processes import Child, framed, receive, send
 
 GIB = 2**30
 
@@ -126,7 +127,7 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
 def test_a_checkpoint_lies_in_a_folder_of_any_name(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The name is not UTF-8, and the workers' standard streams are ASCII."""
+    """The name is not UTF-8, and Python's standard encoding is ASCII."""
     folder = tmp_path / "modèle-caf\udce9"
     folder.mkdir()
     shutil.copy(EMBEDDED_MODEL / "config.json", folder)
@@ -144,8 +145,8 @@ def test_a_checkpoint_lies_in_a_folder_of_any_name(
 def test_what_a_lost_worker_had_is_compiled_here(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
-        for process in pool.processes:
-            process.kill()
+        for child in pool.processes:
+            child.kill()
         found = names(pool.compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
 
@@ -177,22 +178,36 @@ def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
         running = pool.processes
-    assert [process.returncode for process in running] == [-9, -9]
+    assert [child.process.returncode for child in running] == [-9, -9]
 
 
-def worker_that_tells(lines: str) -> list[str]:
-    return [sys.executable, "-c", "import os, sys; os.write(1, os.fsencode(sys.argv[1]))", lines]
+FAKE_WORKER = """
+import socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+channel.sendall(bytes.fromhex(sys.argv[2]))
+while "waits" in sys.argv and channel.recv(1000):
+    pass
+"""
+
+
+def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
+    """Start fake workers, one of each list of arguments: what it sends, and whether it waits."""
+    left = iter(arguments)
+
+    def command(module: str, channel: int) -> list[str]:
+        return [sys.executable, "-c", FAKE_WORKER, str(channel), *next(left)]
+
+    monkeypatch.setattr(processes, "child_command", command)
 
 
 def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
-    lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
+    sent = b"".join(framed(to_json({"compiled": name})) for name in done)
+    sent += framed(to_json({"level": "info"})) + framed(to_json({"compiled": "cut"}))[:-3]
     told: list[int] = []
-    no_names = 'a banner\n\udcff\n7\n["compiled"]\n{"level": "info"}\n'
-    command = worker_that_tells(no_names + lines + '{"compi')
-    monkeypatch.setattr(workers, "worker_command", lambda: command)
+    start_fakes(monkeypatch, [sent.hex()], [sent.hex()])
     with start.pool() as pool:
         found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
     assert [repr(recipe.name) for recipe in found[:2]] == done
@@ -204,9 +219,7 @@ def test_the_share_of_a_worker_that_ended_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     """The others may take long: this one never says a word."""
-    silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    commands = iter([worker_that_tells(""), silent])
-    monkeypatch.setattr(workers, "worker_command", lambda: next(commands))
+    start_fakes(monkeypatch, [""], ["", "waits"])
     first = share_of(start.recipes, 0, 2)
     with start.pool() as pool:
         pool.start(start.runtime)
@@ -215,51 +228,50 @@ def test_the_share_of_a_worker_that_ended_is_not_waited_for(
 
 
 @pytest.fixture(scope="module")
-def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     script = Path(__file__).parent.with_name("start_helpers.py")
     told = subprocess.check_output([sys.executable, script, tmp_path_factory.mktemp("cache")])
-    return told.decode().splitlines(keepends=True)
+    return told.splitlines()
 
 
 @pytest.mark.parametrize(
-    "lines",
+    "num_messages",
     [
         pytest.param(0, id="no order"),
         pytest.param(1, marks=pytest.mark.full, id="no runtime"),
         pytest.param(2, id="at work"),
     ],
 )
-def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
+def test_a_worker_ends_when_its_channel_closes(num_messages: int, order_and_runtime: list[bytes]):
     """The engine's process may be gone for good, without a word."""
-    process = subprocess.run(
-        workers.worker_command(),
-        input="".join(order_and_runtime[:lines]),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (process.stdout, process.returncode) == ("", 1)
+    child = Child("jpaged.compile.workers")
+    for message in order_and_runtime[:num_messages]:
+        send(child.sock, message)
+    child.sock.close()
+    assert child.exit_code(60) == 1
 
 
-def test_a_worker_ends_with_input_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    process = subprocess.run(
-        workers.worker_command(), input=b"\xe9\n", capture_output=True, timeout=60, check=False
-    )
-    assert (process.stdout, process.returncode) == (b"", 1)
+def test_a_worker_ends_with_a_message_that_it_cannot_read():
+    child = Child("jpaged.compile.workers")
+    send(child.sock, b"\xe9")
+    assert b"UnicodeDecodeError" in (receive(child.sock) or b"")
+    assert child.exit_code(60) == 1
+    child.end()
 
 
-def test_what_a_module_prints_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_module_prints_goes_to_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     package = tmp_path / "jpaged"
     package.mkdir()
     (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    process = subprocess.run(
-        workers.worker_command(), input=b"", capture_output=True, timeout=60, check=False
-    )
-    assert process.stdout == b""
-    assert b"a banner" in process.stderr
+    child = Child("jpaged.compile.workers", errors=subprocess.PIPE)
+    assert child.process.stderr is not None
+    with child.process.stderr as errors:
+        assert b"a banner" in errors.read()
+    assert receive(child.sock) is None
+    child.end()
 
 
 def test_after_the_end_no_worker_is_started(start: Start):
@@ -347,4 +359,4 @@ def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
     for record in (replace(first, limits=start.runtime), start.runtime):
-        assert from_line(to_line(record), type(record)) == record
+        assert from_json(to_json(record), type(record)) == record

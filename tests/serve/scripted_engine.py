@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpaged import Engine, Logprob, RequestDelta, SamplingParams, TextDelta
+from jpaged.errors import ErrorInfo
 
 
 class ScriptedEngine:
@@ -22,7 +23,7 @@ class ScriptedEngine:
         self._engine: Any = engine
         self.script: deque[Sequence[Sequence[str]]] = deque()
         self.reasons: deque[str] = deque()
-        self.errors: deque[str] = deque()
+        self.errors: deque[ErrorInfo] = deque()
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self._open: dict[str, tuple[list[deque[str]], str, bool]] = {}
@@ -69,8 +70,11 @@ class ScriptedEngine:
                     why = None if own else reason
                     deltas.append(TextDelta(piece, (7,), why, logprobs=scores, index=i))
             is_over = not any(answers)
-            error = self.errors.popleft() if is_over and reason == "error" else None
-            self._deltas.append(RequestDelta(name, deltas, finished=is_over, error=error))
+            info = self.errors.popleft() if is_over and reason == "error" else None
+            error = None if info is None else str(info)
+            self._deltas.append(
+                RequestDelta(name, deltas, finished=is_over, error=error, error_info=info)
+            )
             if is_over:
                 del self._open[name]
 

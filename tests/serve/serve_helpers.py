@@ -17,8 +17,8 @@ import httpx
 from starlette.types import ASGIApp
 
 from jpaged import Engine
+from jpaged.processes import Link
 from jpaged.serve.engine.client import EngineClient
-from jpaged.serve.engine.framing import Link
 from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
 from jpaged.serve.engine.worker import Worker
 from jpaged.serve.http.app import make_app

@@ -20,6 +20,7 @@ import pytest
 from server_process import ARGUMENTS, STUB, ServerProcess
 from stub.stub_engine import BLOCKED_IN, BLOCKED_WHILE, START_SECONDS
 
+from jpaged.processes import child_command
 from jpaged.serve.engine.worker import why_not
 from jpaged.serve.http.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
@@ -398,9 +399,9 @@ def test_a_signal_before_there_is_anything_to_end(script: str, name: str):
 def test_an_engine_whose_server_has_died_before_it_began():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-m", "jpaged.serve.engine.worker", str(theirs.fileno())]
-        nobody = str(2**30)
-        engine = subprocess.run([*command, nobody], pass_fds=[theirs.fileno()], timeout=60)
+        nobody = 2**30
+        command = child_command("jpaged.serve.engine.worker", theirs.fileno(), nobody)
+        engine = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60)
     assert engine.returncode == 1
 
 

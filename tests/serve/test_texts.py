@@ -16,8 +16,8 @@ import pytest
 from serve_helpers import RawRequest, Server, bearer, kept_tokenizing_process
 
 import jpaged
+from jpaged import processes
 from jpaged.serve.engine import tokenizing
-from jpaged.serve.engine.framing import read
 from jpaged.serve.engine.tokenizing import MAX_SHORT, TokenizingWorkers
 from jpaged.serve.engine.tokenizing_process import (
     Done,
@@ -255,12 +255,14 @@ def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
 
+        read = processes.read
+
         async def misread(reader: asyncio.StreamReader) -> bytes:
             await read(reader)
             return msgspec.msgpack.encode(1)
 
         with monkeypatch.context() as patch:
-            patch.setattr(tokenizing, "read", misread)
+            patch.setattr(processes, "read", misread)
             with pytest.raises(msgspec.ValidationError):
                 await pool.do(Order("a"))
         async with asyncio.timeout(20):
@@ -299,6 +301,7 @@ def test_short_texts_first_and_long_ones_in_turn():
 
 PARENT = """
 import os, sys, time
+from jpaged.processes import receive, send
 from jpaged.serve.engine.tokenizing_process import *
 process = TokenizingProcess(TokenizingSettings(sys.argv[1], chat_template="{{ 10 ** 10 ** 9 }}"))
 process.wait_ready()

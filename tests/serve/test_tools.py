@@ -11,6 +11,7 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of, kept_tokenizing_process
 
 from jpaged import Engine
+from jpaged.errors import ErrorInfo, ErrorKind
 from jpaged.serve.http.lifecycle import start_serving
 from jpaged.serve.http.serving import Serving
 from jpaged.serve.options import ServeConfig
@@ -227,27 +228,30 @@ def test_one_call_at_most(talk: Run, scripted: ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("asked", "kind", "param"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "grammar", "tools"),
         (
             {"response_format": {"type": "json_object"}},
+            "json_object",
             "response_format.json_schema.schema",
         ),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
     ],
 )
 def test_a_form_that_fails_is_called_as_the_client_called_it(
-    talk: Run, scripted: ScriptedEngine, asked: dict[str, Any], param: str
+    talk: Run, scripted: ScriptedEngine, asked: dict[str, Any], kind: str, param: str
 ):
     async def scenario(server: Server) -> None:
-        for reason, status in (
-            ("structured_outputs.regex cannot be enforced: it takes too long", 400),
-            ("structured_outputs: the process has ended: retry", 503),
-            ("structured_outputs: no tokenizer in /home/retry: missing", 500),
+        path, name = f"structured_outputs.{kind}", "structured_outputs"
+        ended, lost = ErrorKind.UNAVAILABLE, ErrorKind.INTERNAL
+        for info, status in (
+            (ErrorInfo(path, ("cannot be enforced: it takes too long",)), 400),
+            (ErrorInfo(name, (": the process has ended",), remedy=("retry",), kind=ended), 503),
+            (ErrorInfo(name, (": no tokenizer in /home/retry: missing",), kind=lost), 500),
         ):
             scripted.say("", reason="error")
-            scripted.errors.append(reason)
+            scripted.errors.append(info)
             answer = await server.http.post(CHAT, json={"messages": [USER], **asked})
             assert answer.status_code == status, answer.text
             error = answer.json()["error"]

@@ -13,9 +13,9 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine, SamplingParams
+from jpaged.processes import Link, framed, receive, send
 from jpaged.serve.engine import worker
 from jpaged.serve.engine.client import EngineClient
-from jpaged.serve.engine.framing import Link, framed, receive, send
 from jpaged.serve.engine.messages import (
     Abort,
     Command,
@@ -45,7 +45,7 @@ class Line:
     def receive(self) -> Report:
         message = receive(self.sock)
         assert message is not None
-        return report_of(bytes(message))
+        return report_of(message)
 
     def deltas(self, request_id: str) -> Iterator[Any]:
         """The deltas of a request, to its end."""

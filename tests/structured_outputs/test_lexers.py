@@ -2,8 +2,10 @@
 
 import json
 import mmap
+import os
 import random
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +17,6 @@ import pytest
 from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE
 
 from jpaged import StructuredOutputs
-from jpaged.processes import python_command
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
@@ -223,7 +224,9 @@ def busy_answers(grammars: Grammars, count: int, length: int) -> Sequence[Matche
 def in_a_new_process(test: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a function of this module where nothing else takes memory, and return its result."""
     code = f"import json\nimport {__name__} as it\nprint(json.dumps(it.{test.__name__}()))"
-    found = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=around, capture_output=True, text=True, check=True)
     return json.loads(found.stdout.splitlines()[-1])
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE, matcher_of
 
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
+from jpaged.structured_outputs import mask_client
 from jpaged.structured_outputs.mask_client import Answer, MaskProcess
 from jpaged.structured_outputs.matcher import GrammarError
 
@@ -424,12 +424,12 @@ def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.M
         patch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(RuntimeError, match="structured_outputs: no process could be started"):
             process.submit(WORDS, ENDING)
-        with monkeypatch.context() as full:
-            full.setattr(socket.socket, "fileno", lambda self: 1024)
-            with pytest.raises(RuntimeError, match=r"started: .*1024 files are open"):
-                process.submit(WORDS, ENDING)
         patch.setattr(sys, "executable", "")
         with pytest.raises(RuntimeError, match="structured_outputs needs a Python"):
+            process.submit(WORDS, ENDING)
+    with monkeypatch.context() as patch:
+        patch.setattr(mask_client, "MOST_FILES", 3)
+        with pytest.raises(RuntimeError, match=r"started: .*3 files are open"):
             process.submit(WORDS, ENDING)
     begun(process)
 

@@ -12,15 +12,13 @@ Leaving the block aborts what is not over.
 import asyncio
 import os
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jpaged import EngineStats, RequestDelta, TextDelta, processes
-from jpaged.serve.engine.framing import framed, read
 from jpaged.serve.engine.messages import (
     Abort,
     AskPoolFrames,
@@ -295,7 +293,7 @@ class EngineClient:
         """Queue the command for sending; gives its size in bytes."""
         if self.death is not None:
             return 0
-        message = framed(encode(command))
+        message = processes.framed(encode(command))
         self._writer.write(message)
         return len(message)
 
@@ -303,7 +301,7 @@ class EngineClient:
         reason = "the engine's process is gone"
         try:
             while True:
-                report = report_of(await read(reader))
+                report = report_of(await processes.read(reader))
                 if isinstance(report, Died):
                     reason = report.reason
                     break
@@ -347,41 +345,29 @@ class EngineClient:
 
 
 class EngineProcess:
-    """A running `python -m jpaged.serve.engine.worker`, and the line to it.
+    """The process of `worker.py`, and the channel to it.
 
     Attributes:
         client: Speaks with the engine.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, client: EngineClient):
+    def __init__(self, child: processes.Child, client: EngineClient):
         self.client = client
-        self._process = process
+        self._child = child
         self._is_killed = False
 
     @classmethod
     async def start(cls, options: Mapping[str, Any]) -> "EngineProcess":
         """Start a process that makes `Engine(**options)`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "jpaged.serve.engine.worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                pass_fds=[theirs.fileno()],
-            )
-        return cls(process, await EngineClient.connect(ours, options))
+        child = processes.Child("jpaged.serve.engine.worker", os.getpid())
+        return cls(child, await EngineClient.connect(child.sock, options))
 
     async def stop(self, patience: float = 10.0) -> None:
         """End it: by asking, and after `patience` seconds by force."""
         await self.client.stop()
-        try:
-            await asyncio.wait_for(self._process.wait(), patience)
-        except TimeoutError:
+        if await self._exit_code(patience) is None:
             self.kill()
-            with suppress(TimeoutError):  # one that waits in a driver does not end
-                await asyncio.wait_for(self._process.wait(), patience)
+            await self._exit_code(patience)  # one that waits in a driver does not end
 
     def give_up(self, reason: str) -> None:
         """End it at once and fail what waits for it, though it may not be able to end."""
@@ -390,16 +376,15 @@ class EngineProcess:
 
     async def how_it_ended(self, patience: float = 2.0) -> str:
         """Return in brackets the signal that ended the process, unless `kill` sent it."""
-        try:
-            code = await asyncio.wait_for(self._process.wait(), patience)
-        except TimeoutError:
-            return ""
-        if code >= 0 or self._is_killed:
+        code = await self._exit_code(patience)
+        if code is None or code >= 0 or self._is_killed:
             return ""
         return f" ({processes.describe_exit(code)})"
 
     def kill(self) -> None:
         """End it at once."""
         self._is_killed = True
-        if self._process.returncode is None:
-            self._process.kill()
+        self._child.process.kill()
+
+    async def _exit_code(self, seconds: float) -> int | None:
+        return await asyncio.to_thread(self._child.exit_code, seconds)

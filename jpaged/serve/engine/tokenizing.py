@@ -17,11 +17,10 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, errors
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, errors, processes
 from jpaged.errors import ErrorInfo
-from jpaged.serve.engine.framing import framed, read
 from jpaged.serve.engine.messages import Ready
-from jpaged.serve.engine.tokenizing_process import MIB, Done, Order, TokenizingProcess, exit_code
+from jpaged.serve.engine.tokenizing_process import MIB, Done, Order, TokenizingProcess
 from jpaged.serve.errors import ApiError, bad_field, error_of, failed, not_serving, say, too_long
 
 _MOST_COUNTED = 65536
@@ -449,10 +448,11 @@ class _Fork:
             sock = self._process.ask_exit_code(self._number)
             reader, writer = await asyncio.open_unix_connection(sock=sock)
             try:
-                return exit_code(await asyncio.wait_for(reader.read(), seconds))
+                reply = await asyncio.wait_for(processes.read(reader), seconds)
+                return msgspec.msgpack.decode(reply, type=int | None)
             finally:
                 writer.close()
-        except OSError:  # TimeoutError is one
+        except (OSError, EOFError):  # TimeoutError is an OSError
             return None
 
     async def do(self, piece: _Piece, seconds: float) -> Done:
@@ -463,7 +463,7 @@ class _Fork:
             ConnectionError: the fork had ended before.
             EOFError: the fork ended meanwhile.
         """
-        self._writer.write(framed(piece.data))
+        self._writer.write(processes.framed(piece.data))
         reply = asyncio.create_task(self._reply())
         try:
             first = asyncio.FIRST_COMPLETED
@@ -482,4 +482,4 @@ class _Fork:
         self._process.end_fork(self._number)
 
     async def _reply(self) -> Done:
-        return _decoder.decode(await read(self._reader))
+        return _decoder.decode(await processes.read(self._reader))

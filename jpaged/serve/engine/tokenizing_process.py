@@ -1,4 +1,4 @@
-"""`python -m jpaged.serve.engine.tokenizing_process FD`: the process whose forks tokenise.
+"""The process whose forks tokenise.
 
 It loads the tokenizer once and forks whenever the server wants a fork, which takes milliseconds; so
 the server ends a fork as soon as its work is not wanted, or takes too long. It has no threads
@@ -11,9 +11,6 @@ import os
 import resource
 import signal
 import socket
-import struct
-import subprocess
-import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -23,19 +20,12 @@ from typing import Any
 import jinja2
 import msgspec
 
-from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, processes
 from jpaged.errors import ErrorInfo, ErrorKind, info_of
-from jpaged.serve.engine.framing import receive, send
 
 MIB = 2**20
 
-_NUMBER = struct.Struct("!Qd")
-"""A fork's number, and the CPU seconds that an order may take."""
-
-_EXIT_CODE = struct.Struct("!i")
-
-_ASKS_EXIT_CODE = -1.0
-"""Instead of CPU seconds: asks how the fork ended."""
+_encode = msgspec.msgpack.encode
 
 
 class TokenizingSettings(msgspec.Struct, frozen=True):
@@ -107,6 +97,26 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     failed: str | None = None
 
 
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Command to the process: make a fork, whose end of the line comes with the message.
+
+    Attributes:
+        number: Name of the fork.
+        most_seconds: CPU seconds that one order may take; 0 for no bound.
+    """
+
+    number: int
+    most_seconds: float
+
+
+class EndFork(msgspec.Struct, frozen=True, tag=True):
+    """Command to the process: kill a fork, unless it has ended. If a socket comes with the message,
+    the process sends there the exit code, or minus the signal that ended the fork; None if unknown.
+    """
+
+    number: int
+
+
 class TokenizingProcess:
     """The process, as the server sees it.
 
@@ -118,7 +128,6 @@ class TokenizingProcess:
     def __init__(self, settings: TokenizingSettings):
         self.settings = settings
         self.num_starts = 0
-        self._is_closed = True
         self._reviving = threading.Lock()
         self._num_forks = 0
         self._start()
@@ -126,7 +135,7 @@ class TokenizingProcess:
     @property
     def pid(self) -> int:
         """Its process id, and the group's of all forks."""
-        return self._process.pid
+        return self._child.process.pid
 
     def wait_ready(self) -> None:
         """Wait until it has loaded the tokenizer.
@@ -137,7 +146,7 @@ class TokenizingProcess:
         """
         if self._is_ready:
             return
-        frame = receive(self._control)
+        frame = processes.receive(self._child.sock)
         if frame is None:
             raise RuntimeError("the process that tokenises ended while it started")
         if (error := msgspec.msgpack.decode(frame)) is not None:
@@ -156,27 +165,23 @@ class TokenizingProcess:
             OSError: the system has no line for it.
         """
         self._num_forks += 1
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                number = _NUMBER.pack(self._num_forks, most_seconds)
-                socket.send_fds(self._control, [number], [theirs.fileno()])
-            except OSError as error:
-                ours.close()
-                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
-        return self._num_forks, ours
+        return self._num_forks, self._send_with_line(Fork(self._num_forks, most_seconds))
 
     def ask_exit_code(self, number: int) -> socket.socket:
-        """Ask how a fork ended that closed its line; `exit_code` decodes what the socket brings.
+        """Ask how a fork ended that closed its line; return the socket to which the answer comes.
 
         Raises:
             ConnectionError: the process has ended.
         """
-        ours, theirs = socket.socketpair()
+        return self._send_with_line(EndFork(number))
+
+    def _send_with_line(self, command: Fork | EndFork) -> socket.socket:
+        """Send a command with one end of a new socket pair, and return the other end."""
+        ours, theirs = processes.socket_pair()
         with theirs:
             try:
-                question = _NUMBER.pack(number, _ASKS_EXIT_CODE)
-                socket.send_fds(self._control, [question], [theirs.fileno()])
+                message = processes.framed(_encode(command))
+                socket.send_fds(self._child.sock, [message], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise ConnectionError(f"the process that tokenises has ended: {error}") from None
@@ -185,7 +190,7 @@ class TokenizingProcess:
     def end_fork(self, number: int) -> None:
         """End a fork at once, whatever it does."""
         with suppress(OSError):  # the process has ended, and is to be started anew
-            self._control.sendall(_NUMBER.pack(number, 0))
+            processes.send(self._child.sock, _encode(EndFork(number)))
 
     def revive(self, seen: int) -> None:
         """Start it anew, unless that was done since `num_starts` was `seen`, and wait for it.
@@ -201,98 +206,75 @@ class TokenizingProcess:
 
     def close(self) -> None:
         """End it and all forks."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._control.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._child.end()
 
     def _start(self) -> None:
-        control, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "jpaged.serve.engine.tokenizing_process",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is the server's; and all forks can be ended at once
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
-            )
-        send(control, msgspec.msgpack.encode(self.settings))
+        child = processes.Child(
+            "jpaged.serve.engine.tokenizing_process",
+            leads_group=True,  # Ctrl-C is the server's; and all forks can be ended at once
+            environment={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+        )
+        with suppress(OSError):  # it has ended, which `wait_ready` finds out
+            processes.send(child.sock, _encode(self.settings))
         # Only now: what the event loop sends meanwhile must not come before the settings.
-        self._process, self._control = process, control
-        self._is_ready = self._is_closed = False
+        self._child, self._is_ready = child, False
         self.num_starts += 1
 
 
-def exit_code(reply: bytes) -> int | None:
-    """Return the exit code of a fork, or minus the signal that ended it; None without a reply."""
-    return _EXIT_CODE.unpack(reply)[0] if len(reply) == _EXIT_CODE.size else None
-
-
-def main(fd: int) -> int:
+def main(control: socket.socket) -> int:
     """Load the tokenizer and fork as told; ends with the server."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # the server's, which drains first
-        signal.signal(each, signal.SIG_IGN)
-    control = socket.socket(fileno=fd)
-    frame = receive(control)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server's, which drains first
+    frame = processes.receive(control)
     if frame is None:
         return 1
     settings = msgspec.msgpack.decode(frame, type=TokenizingSettings)
     try:
         worker = OrderRunner(settings)
     except ValueError as error:
-        send(control, msgspec.msgpack.encode(str(error)))
+        processes.send(control, _encode(str(error)))
         return 1
-    send(control, msgspec.msgpack.encode(None))
+    processes.send(control, _encode(None))
+    decoder = msgspec.msgpack.Decoder(Fork | EndFork)
     gc.collect()
     gc.freeze()  # or collecting would copy the pages that forks share
-    forks: dict[int, int] = {}
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 1, socket.MSG_WAITALL)
-        if not data:
-            os.killpg(0, signal.SIGKILL)
-        number, most_seconds = _NUMBER.unpack(data)
-        if not fds:
-            if pid := forks.pop(number, 0):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        elif most_seconds == _ASKS_EXIT_CODE:
-            with socket.socket(fileno=fds[0]) as asker:
-                if pid := forks.pop(number, 0):
+    pids: dict[int, int] = {}
+    while (frame := processes.receive(control, files := list[int]())) is not None:
+        match decoder.decode(frame):
+            case EndFork(number):
+                code = None
+                if pid := pids.pop(number, 0):
+                    os.kill(pid, signal.SIGKILL)  # of no effect on a fork that has ended
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    with suppress(OSError):
-                        asker.sendall(_EXIT_CODE.pack(code))
-        elif pid := os.fork():
-            forks[number] = pid
-            os.close(fds[0])
-        else:
-            control.close()
-            try:
-                _limit_memory(settings.max_memory)
-                _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
-            except BrokenPipeError:  # its client has gone
-                pass
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+                for file in files:
+                    with socket.socket(fileno=file) as asker, suppress(OSError):
+                        processes.send(asker, _encode(code))
+            case Fork(number, most_seconds):
+                if pid := os.fork():
+                    pids[number] = pid
+                    os.close(files[0])
+                    continue
+                control.close()
+                try:
+                    _limit_memory(settings.max_memory)
+                    _obey(socket.socket(fileno=files[0]), worker, most_seconds)
+                except BrokenPipeError:  # its client has gone
+                    pass
+                except Exception:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
+    return 1
 
 
 def _obey(line: socket.socket, worker: "OrderRunner", most_seconds: float) -> None:
     """Run the orders that come over `line`, until it is closed."""
     decoder = msgspec.msgpack.Decoder(Order)
-    while (frame := receive(line)) is not None:
+    while (frame := processes.receive(line)) is not None:
         signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
         done = worker.do(decoder.decode(frame))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(line, msgspec.msgpack.encode(done))
+        processes.send(line, _encode(done))
         frame = done = None
 
 
@@ -389,7 +371,3 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(own["arguments"] or "{}")
         calls.append(call | {"function": own | {"arguments": arguments}})
     return message | {"tool_calls": calls}
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

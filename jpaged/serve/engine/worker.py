@@ -14,14 +14,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jpaged import Engine, RequestDelta
+from jpaged import Engine, RequestDelta, processes
 from jpaged.errors import ErrorInfo, ErrorKind, info_of
 from jpaged.serve.dashboard.sampler import PoolSampler
-from jpaged.serve.engine.framing import Link
 from jpaged.serve.engine.messages import (
     Abort,
     AskPoolFrames,
@@ -53,7 +52,7 @@ _PARENT_CHECK = 1.0  # seconds
 class Worker:
     """Runs one engine for the process at the other end of a link."""
 
-    def __init__(self, engine: Engine, link: Link):
+    def __init__(self, engine: Engine, link: processes.Link):
         self._engine = engine
         self._link = link
         self._sampler = PoolSampler(engine)
@@ -190,9 +189,40 @@ def _description(engine: Engine) -> Ready:
     )
 
 
-def serve_engine(sock: socket.socket) -> int:
-    """The whole life of the engine's process, which gets its options first; its exit code."""
-    link = Link(sock)
+def why_not(error: Exception) -> str:
+    """Why no engine was made, in one line; an unforeseen error also goes to the log."""
+    words = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in words:
+        remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
+        return f"the device's memory does not suffice: {remedy} ({words})"
+    if not (words and isinstance(error, (ValueError, RuntimeError, OSError))):
+        traceback.print_exception(error, file=sys.stderr)
+        return f"{type(error).__name__}: {words}"
+    return words
+
+
+def _options(link: processes.Link) -> dict[str, Any]:
+    while True:
+        message = link.receive(IDLE_BEAT)
+        if message is not None and isinstance(command := command_of(message), Start):
+            return command.options
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its parent is gone, whatever it does at the moment."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK)
+    os._exit(1)
+
+
+def main(sock: socket.socket, parent: str) -> int:
+    """Make an engine of the options that come first, and serve it until the parent, the process of
+    that number, says otherwise or is gone. Returns the exit code."""
+    # Some supervisors send SIGTERM to the whole group of processes; what becomes of the engine is
+    # for the parent to say.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(int(parent),), daemon=True).start()
+    link = processes.Link(sock)
     try:
         engine = Engine(**_options(link))
     except EOFError:
@@ -207,43 +237,3 @@ def serve_engine(sock: socket.socket) -> int:
         say(f"the engine failed: {error!r}")
         return 1
     return 0
-
-
-def why_not(error: Exception) -> str:
-    """Why no engine was made, in one line; an unforeseen error also goes to the log."""
-    words = str(error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in words:
-        remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
-        return f"the device's memory does not suffice: {remedy} ({words})"
-    if not (words and isinstance(error, (ValueError, RuntimeError, OSError))):
-        traceback.print_exception(error, file=sys.stderr)
-        return f"{type(error).__name__}: {words}"
-    return words
-
-
-def _options(link: Link) -> dict[str, Any]:
-    while True:
-        message = link.receive(IDLE_BEAT)
-        if message is not None and isinstance(command := command_of(message), Start):
-            return command.options
-
-
-def _leave_with(parent: int) -> None:
-    """End this process when its parent is gone, whatever it does at the moment."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK)
-    os._exit(1)
-
-
-def main(argv: Sequence[str]) -> int:
-    """`python -m jpaged.serve.engine.worker FD PARENT`: serve over the inherited socket."""
-    # Ctrl-C reaches the whole terminal, SIGTERM of some supervisors the whole group of processes;
-    # what becomes of the engine is for the parent to say.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(int(argv[2]),), daemon=True).start()
-    return serve_engine(socket.socket(fileno=int(argv[1])))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
