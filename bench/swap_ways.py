@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.runtime.steps import KVState
+from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.swap import (
     gather_blocks_step,
     scatter_blocks_step,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.models.sharding import mesh_of, own_bytes
-from jpaged.runtime.steps import KVState
+from jpaged.runtime.kv_cache import KVState
 from pallas_kernels import LayerKV
 
 MAX_CHUNK_BYTES = 256 * 2**20

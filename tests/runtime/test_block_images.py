@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jpaged.compile.recipes import Recipe, swap_recipes
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.runtime import swap
-from jpaged.runtime.steps import KVState, fork_rows_step
+from jpaged.runtime.kv_cache import KVState
+from jpaged.runtime.steps import fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,
     BlockImages,
