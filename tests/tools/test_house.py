@@ -1,5 +1,6 @@
 """The house stays as it is meant to be: no circle, nothing that looks upwards, few files loose."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,10 @@ def test_a_decode_step_is_seen():
     step = house.trace_step()
     assert {"jpaged.engine.loop", "jpaged.runtime.model_runner"} <= step.modules
     assert len(step.modules) <= len(step.functions) <= step.num_calls
+
+
+def test_benchmarks_import_nothing_from_tools():
+    """Tools import benchmarks."""
+    imported = re.compile(r"^\s*(?:from|import) tools\b", re.MULTILINE)
+    files = (house.ROOT / "bench").rglob("*.py")
+    assert [file.name for file in files if imported.search(file.read_text("utf-8"))] == []
