@@ -29,7 +29,7 @@ from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel, sampler_
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import NUM_FACTS, Backend
+from pallas_kernels import NUM_FACTS, TOKEN_COLUMN, Backend
 
 SHAPE = "qwen3-0.6b"
 BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
@@ -164,7 +164,7 @@ def _prefill(shape: tuple[int, int], leaves: Any, *, state: Any, **inputs: Any) 
 
 def _sampled(seqs: int) -> Sampled:
     scores = np.zeros((seqs, NUM_FACTS + 2 * MAX_LOGPROBS), np.int32)
-    scores[:, 0] = TOKEN
+    scores[:, TOKEN_COLUMN] = TOKEN
     return Sampled(jnp.full(seqs, TOKEN, jnp.int32), jnp.asarray(scores))
 
 

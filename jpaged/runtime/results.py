@@ -13,7 +13,7 @@ from jpaged.core.request import Candidates, Request
 from jpaged.runtime.peer_memory import await_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import NUM_FACTS
+from pallas_kernels import LOGPROB_COLUMN, NUM_FACTS, RANK_COLUMN, TOKEN_COLUMN
 
 LAUNCHES_AHEAD = 16
 """Of many small programs in a row, so many are launched before an earlier one has ended where
@@ -34,12 +34,12 @@ class TokenScores:
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [C], of the tokens themselves."""
-        return self.packed[:, 1].view(np.float32)
+        return self.packed[:, LOGPROB_COLUMN].view(np.float32)
 
     @property
     def ranks(self) -> np.ndarray:
         """int32 [C], 1 is the most likely."""
-        return self.packed[:, 2]
+        return self.packed[:, RANK_COLUMN]
 
     @property
     def top_token_ids(self) -> np.ndarray:
@@ -123,7 +123,7 @@ class StepHandle:
         """Wait for the tokens of the step's rows, in the device's order: int32 [rows]. For other
         threads, and for one device."""
         tokens = np.asarray(self.sampled)[self.index]
-        return tokens if tokens.ndim == 1 else tokens[:, 0]
+        return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]
 
     def read(self) -> StepResult:
         """Wait for the step and give its results.
@@ -136,9 +136,9 @@ class StepHandle:
         if self.is_shared:
             await_devices(self.sampled)
         tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
-        if tokens.ndim == 2:  # the scores [B, W], whose first column are the tokens
+        if tokens.ndim == 2:  # the scores [B, W]
             scores = TokenScores(tokens)
-            tokens = np.ascontiguousarray(tokens[:, 0])
+            tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
         if self.check is not None and (tokens < 0).any():
             self.check()
         prompts = {

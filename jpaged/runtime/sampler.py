@@ -16,6 +16,7 @@ from jpaged.core.plan import NO_TOKEN
 from jpaged.models.sharding import all_gather, all_max, own_start
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import (
+    TOKEN_COLUMN,
     Adjustments,
     Backend,
     adjusted_logits,
@@ -26,8 +27,10 @@ from pallas_kernels import (
 )
 from pallas_kernels.scores.adjustments import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
 
+# Columns of a packed row.
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_ROW = struct.Struct("=6f2I3i")  # the floats, the seed's halves, whole numbers
+_SEED, _TOP_K, _MIN_TOKENS, _KIND = slice(6, 8), 8, 9, 10
+_ROW = struct.Struct("=6f2I3i")  # in the order of these columns
 
 ROW_WIDTH = _ROW.size // 4
 """Columns of a packed row, W."""
@@ -40,7 +43,7 @@ leave where it is (`allocation_guard`)."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
-_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's last column
+_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's kind
 
 
 class SamplingRows(NamedTuple):
@@ -115,15 +118,15 @@ PADDING_PARAMS = encode_row(SamplingParams(temperature=0.0), 0)
 
 def decode_rows(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
     """Unpacks `encode_row`'s rows on the device; `position` as in `SamplingRows`."""
-    floats = jax.lax.bitcast_convert_type(packed[:, :6], jnp.float32)
+    floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOATS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOATS)},
-        seed=jax.lax.bitcast_convert_type(packed[:, 6:8], jnp.uint32),
-        top_k=packed[:, 8],
-        min_tokens=packed[:, 9],
-        adjusts=(packed[:, 10] & _ROW_ADJUSTS) != 0,
-        biased=(packed[:, 10] & _ROW_BIASED) != 0,
-        scored=(packed[:, 10] & _ROW_SCORED) != 0,
+        seed=jax.lax.bitcast_convert_type(packed[:, _SEED], jnp.uint32),
+        top_k=packed[:, _TOP_K],
+        min_tokens=packed[:, _MIN_TOKENS],
+        adjusts=(packed[:, _KIND] & _ROW_ADJUSTS) != 0,
+        biased=(packed[:, _KIND] & _ROW_BIASED) != 0,
+        scored=(packed[:, _KIND] & _ROW_SCORED) != 0,
         position=position,
     )
 
@@ -347,7 +350,7 @@ def sample(
     options = {"count": max_logprobs, "backend": backend}
     if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
         scores = call(partial(greedy_scores, **options), logits, adjustments, rows.scored)
-        return Sampled(scores[:, 0], scores)
+        return Sampled(scores[:, TOKEN_COLUMN], scores)
     best, height = _choose(logits, rows, adjustments, level, backend, call, is_split)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if SamplerLevel.LOGPROBS not in level:
