@@ -83,7 +83,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
     for _ in range(repeats + 2):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        images = [way.out(state.pool, chunk) for chunk in ids]
+        images = [way.out(state, chunk) for chunk in ids]
         images = [way.settle(image) for image in images]
         between = time.perf_counter()
         for chunk, image in zip(ids, images, strict=True):

@@ -11,13 +11,15 @@ padding row.
 A token of -1 stands for the row's last sampled token, which only the device knows yet.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jpaged.core.plan import ScheduledSequence
+from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.sampler import (
     PADDING_PARAMS,
     ROW_WIDTH,
@@ -31,13 +33,13 @@ LAST_TOKEN = -1
 
 
 class DecodeColumn:
-    """Columns of a packed decode step."""
+    """Columns of a packed decode step, in the order of `DecodeBatch`."""
 
     TOKEN, ROW, SEQ_LEN, BLOCK_INDEX, BLOCK_ID, COUNTED = range(6)
 
 
 class PrefillColumn:
-    """Columns of a ragged step's packed rows."""
+    """Columns of a ragged step's packed rows, in the order of `PrefillBatch`."""
 
     ROW, QUERY_LEN, SEQ_LEN, COUNTED = range(4)
 
@@ -70,14 +72,14 @@ class PrefillBatch(NamedTuple):
     block_tables: Int32[Array, "B M"]
 
 
-def decode_packed_shape(batch_size: int) -> tuple[int, int]:
-    """Shape of a packed decode step."""
-    return batch_size, _HEADER + ROW_WIDTH
+def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
+    """Return the batch size of a plan's decode step; None if it needs a ragged step."""
+    return buckets.decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
-def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: int) -> tuple[int]:
-    """Shape of a packed ragged step."""
-    return (num_tokens + batch_size * (_HEADER + ROW_WIDTH + max_blocks_per_seq),)
+def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
+    """Return the tokens and the sequences of a plan's ragged step."""
+    return buckets.prefill_shape(plan.num_tokens, len(plan.scheduled))
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
@@ -91,7 +93,7 @@ def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
 
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
-    rows: np.ndarray,
+    rows: np.ndarray | tuple[()],
     *,
     sampling_table: np.ndarray,
     num_rows: int,
@@ -129,22 +131,39 @@ def pack_decode(
     return packed
 
 
+def pack_burst(
+    scheduled: Sequence[tuple[ScheduledSequence, ...]],
+    rows: Sequence[np.ndarray],
+    *,
+    num_steps: int,
+    sampling_table: np.ndarray,
+    num_rows: int,
+    max_blocks: int,
+) -> np.ndarray:
+    """Pack the steps of a burst, each as `pack_decode` does; steps that are not given are padding.
+
+    Returns:
+        int32 [num_steps, num_rows, 6 + W].
+    """
+    options: dict[str, Any] = {
+        "sampling_table": sampling_table,
+        "num_rows": num_rows,
+        "max_blocks": max_blocks,
+    }
+    packed = [pack_decode(*step, **options) for step in zip(scheduled, rows, strict=True)]
+    padding = [pack_decode((), (), **options)] * (num_steps - len(packed))
+    return np.stack(packed + padding)
+
+
 def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
     """Take a packed decode step apart, on the device."""
-    return DecodeBatch(
-        tokens=packed[:, DecodeColumn.TOKEN],
-        rows=packed[:, DecodeColumn.ROW],
-        seq_lens=packed[:, DecodeColumn.SEQ_LEN],
-        block_indices=packed[:, DecodeColumn.BLOCK_INDEX],
-        block_ids=packed[:, DecodeColumn.BLOCK_ID],
-        counted=packed[:, DecodeColumn.COUNTED] != 0,
-        sampling=packed[:, _SAMPLING],
-    )
+    *columns, counted = (packed[:, column] for column in range(_HEADER))
+    return DecodeBatch._make([*columns, counted != 0, packed[:, _SAMPLING]])
 
 
 def pack_prefill(
     scheduled: tuple[ScheduledSequence, ...],
-    rows: np.ndarray,
+    rows: np.ndarray | tuple[()],
     *,
     sampling_table: np.ndarray,
     num_tokens: int,
@@ -156,7 +175,8 @@ def pack_prefill(
     Returns:
         int32 [num_tokens + batch_size * (6 + W + max_blocks)].
     """
-    packed = np.zeros(prefill_packed_shape(num_tokens, batch_size, max_blocks), np.int32)
+    per_seq = _HEADER + ROW_WIDTH + max_blocks
+    packed = np.zeros(num_tokens + batch_size * per_seq, np.int32)
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
     per_seq[:, PrefillColumn.ROW] = len(sampling_table) - 1
     at = 0
@@ -177,15 +197,8 @@ def pack_prefill(
 def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int) -> PrefillBatch:
     """Take a packed ragged step apart, on the device."""
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    return PrefillBatch(
-        tokens=tokens,
-        rows=per_seq[:, PrefillColumn.ROW],
-        query_lens=per_seq[:, PrefillColumn.QUERY_LEN],
-        seq_lens=per_seq[:, PrefillColumn.SEQ_LEN],
-        counted=per_seq[:, PrefillColumn.COUNTED] != 0,
-        sampling=per_seq[:, _SAMPLING],
-        block_tables=tables,
-    )
+    *columns, counted = (per_seq[:, column] for column in range(PrefillColumn.COUNTED + 1))
+    return PrefillBatch._make([tokens, *columns, counted != 0, per_seq[:, _SAMPLING], tables])
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:

@@ -97,7 +97,7 @@ PromptScores = dict[int, tuple[int, list[jax.Array]]]
 """seq_id -> how many of its prompt tokens a step scores, and their scores by chunks."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
@@ -151,7 +151,7 @@ class StepHandle:
 def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Callable[[Request], SamplingParams],
-    score: Callable[..., jax.Array],
+    score: Callable[..., dict[str, jax.Array]],
     wait: Callable[[Any], Any] | None = None,
 ) -> PromptScores:
     """Launch the scoring of the prompt tokens that a ragged step predicts: those right after its
@@ -160,8 +160,8 @@ def score_prompts(
     Args:
         scheduled: The step's sequences in the order in which their tokens are flattened.
         sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
-        score: `jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states; called with
-            `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+        score: Launches `prompt_logprobs_step` for the step's hidden states; called with `indices`
+            and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
         wait: Waits for what several devices compute; None: there is one.
     """
     scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
@@ -177,7 +177,7 @@ def score_prompts(
             for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
                 if wait is not None and len(launched) >= LAUNCHES_AHEAD:
                     wait(launched[-LAUNCHES_AHEAD])
-                launched.append(score(indices=i, targets=t))
+                launched.append(score(indices=i, targets=t)["scores"])
             scored[sequence.seq_id] = count, launched[first:]
         offset += num_tokens
     return scored

@@ -194,35 +194,36 @@ def pack_marks(
             facts = padding
 
 
-def load_rows(state: SamplingState, packed: Int32[Array, "X"]) -> SamplingState:
+def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingState:
     """Starts rows anew for sequences that are admitted, for the first time or again.
 
     Only sequences whose parameters adjust the logits need it: no other one's row is read.
 
     Args:
-        state: donate it, and the update is in place.
-        packed: as `pack_marks` makes it: N rows and their prompts' lengths; E rows, tokens and
+        sampling: donate it, and the update is in place.
+        marks: as `pack_marks` makes it: N rows and their prompts' lengths; E rows, tokens and
             marks. A token of V is dropped.
     """
-    V = state.words.shape[1]
-    rows, prompt_lens = packed[: 2 * LOADED_ROWS].reshape(2, LOADED_ROWS)
-    owners, tokens, marks = packed[2 * LOADED_ROWS :].reshape(3, LOADED_TOKENS)
+    V = sampling.words.shape[1]
+    rows, prompt_lens = marks[: 2 * LOADED_ROWS].reshape(2, LOADED_ROWS)
+    owners, tokens, kinds = marks[2 * LOADED_ROWS :].reshape(3, LOADED_TOKENS)
     owners = jnp.where(tokens < V, owners, 0)
-    words = state.words.at[rows].set(0)
+    words = sampling.words.at[rows].set(0)
     # V lies outside the row, where a scatter drops it; -1 would wrap round to the last token.
-    prompt = jnp.where(marks == IN_PROMPT, tokens, V)
-    others = jnp.where(marks == IN_PROMPT, V, tokens)
+    prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
+    others = jnp.where(kinds == IN_PROMPT, V, tokens)
     words = words.at[owners, prompt].set(IN_PROMPT, mode="drop")
-    words = words.at[owners, others].add(marks, mode="drop")
-    return state._replace(words=words, prompt_lens=state.prompt_lens.at[rows].set(prompt_lens))
+    words = words.at[owners, others].add(kinds, mode="drop")
+    prompt_lens = sampling.prompt_lens.at[rows].set(prompt_lens)
+    return sampling._replace(words=words, prompt_lens=prompt_lens)
 
 
 def load_bias(
-    state: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
+    sampling: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
 ) -> SamplingState:
     """Gives row `row` its biases, as `bias_row` makes them; donate the state. Only a sequence with
     biases needs it."""
-    return state._replace(logit_bias=state.logit_bias.at[row].set(bias))
+    return sampling._replace(logit_bias=sampling.logit_bias.at[row].set(bias))
 
 
 def record_tokens(
