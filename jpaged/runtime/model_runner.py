@@ -244,7 +244,7 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until all that was launched is done, images included."""
         self._images.wait()
-        self._wait(self._held)
+        self._wait((self._held["state"], self._held["last_tokens"]))
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
@@ -288,7 +288,7 @@ class ModelRunner:
         self._launch(kind, **inputs)
         self._num_small_launches += 1
         if self._of_devices["is_shared"] and not self._num_small_launches % LAUNCHES_AHEAD:
-            self._wait(self._held)
+            self._wait(self._held[PROGRAMS[kind].results[0]])
 
     def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""

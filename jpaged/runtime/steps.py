@@ -519,13 +519,7 @@ PROGRAMS: Mapping[str, StepProgram] = {
             lambda config, _: config.buckets.prefill_tokens,
             lambda _: ("head", PROMPT_LOGPROBS_CHUNK),
         ),
-        StepProgram(
-            "mask",
-            mask_step,
-            ("logits",),
-            ("num_rows",),
-            _logits_rows,
-        ),
+        StepProgram("mask", mask_step, ("logits",), ("num_rows",), _logits_rows),
         StepProgram(
             "sample",
             sample_step,

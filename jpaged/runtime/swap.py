@@ -133,8 +133,7 @@ class Arrival(NamedTuple):
 class BlockImages:
     """Images of swapped-out blocks by their ids, and the chunks between device and host.
 
-    Its methods are given `launch` (`ModelRunner.launch_program`), since a reference to the runner
-    would be a cycle.
+    Methods are given the runner's `launch`: a reference to the runner would be a cycle.
 
     Args:
         pool: The pool's arrays, or their shapes.
