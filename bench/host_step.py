@@ -39,7 +39,6 @@ from bench.null_device import SHAPE, Clock, make_engine, runtime_of
 from bench.records import print_table, record
 from jpaged import SamplingParams
 from jpaged.engine import engine as engine_module
-from jpaged.runtime import model_runner
 from jpaged.runtime.results import StepHandle
 
 # A step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
@@ -63,8 +62,7 @@ def measure(
 ) -> dict[str, float]:
     """Median microseconds a step, by part."""
     clock, warm = Clock(), 20
-    original = model_runner.pack_decode, StepHandle.read
-    model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
+    original = StepHandle.read
     StepHandle.read = clock.timed("consume", StepHandle.read)
     try:
         engine = make_engine(runtime_of(num_seqs), clock)
@@ -81,7 +79,7 @@ def measure(
             steps.append(clock.take())
         del streams
     finally:
-        model_runner.pack_decode, StepHandle.read = original
+        StepHandle.read = original
     parts = {part: [1e6 * step.get(part, 0.0) for step in steps] for part in steps[0]}
     totals = [1e6 * sum(step.values()) for step in steps]
     return {

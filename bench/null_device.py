@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,12 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.registry import read_model_config
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel, sampler_levels
+from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.steps import PROGRAMS
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import NUM_FACTS, Backend
+from pallas_kernels import NUM_FACTS, TOKEN_COLUMN, Backend
 
 SHAPE = "qwen3-0.6b"
 BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
@@ -123,56 +125,39 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     tiny, dtype = tiny_model(), np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
     shapes = Shapes.of(tiny, runtime, dtype)
-    runner = ModelRunner(split, shapes, runtime, null_programs(runtime, clock))
+    runner = ModelRunner(split, shapes, runtime, null_programs(runtime, shapes, clock))
     runner.launch = clock.timed("launch", runner.launch)
     rows = runner._rows
     for name in ("rows", "level", "assign", "release"):
         setattr(rows, name, clock.timed("rows", getattr(rows, name)))
+    runner._packers = {name: clock.timed("pack", it) for name, it in runner._packers.items()}
     return runner
 
 
-def null_programs(runtime: RuntimeConfig, clock: "Clock") -> Programs:
+def null_programs(runtime: RuntimeConfig, shapes: Shapes, clock: Clock) -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
-    buckets, programs = runtime.buckets, dict[Name, Callable[..., Any]]()
-
-    def stub(kind: str, key: Any, run: Callable, size: Any) -> None:
-        programs[kind, key] = clock.timed("dispatch", partial(run, size))
-
-    for seqs in buckets.decode_seqs:
-        stub("decode", seqs, _decode, buckets.logits_rows(seqs))
-    for shape in buckets.prefill_shapes:
-        stub("prefill", shape, _prefill, shape)
-        programs["prompt_logprobs", shape[0]] = _keep
-    for seqs in buckets.sample_seqs:
-        sampled = _sampled(seqs)
-        programs["mask", seqs] = _keep
-        for level in sampler_levels(runtime):
-            stub("sample", (seqs, level), _sample, sampled)
-    for kind in ("load_rows", "load_bias", "copy_blocks", "fork_rows"):
-        programs[kind, None] = _keep
+    programs = dict[Name, Callable[..., Any]]()
+    sampled = {rows: _sampled(rows) for rows in runtime.buckets.sample_seqs}
+    for step in PROGRAMS.values():
+        for key in step.keys(runtime, shapes):
+            sizes = step.sizes(runtime, key)
+            num_rows, num_tokens = sizes.get("num_rows"), sizes.get("num_tokens")
+            made = dict.fromkeys(step.results) | {
+                "logits": SimpleNamespace(shape=(num_rows,)),
+                "hidden": SimpleNamespace(shape=(num_tokens,)),
+                "sampled": sampled.get(num_rows or 0),
+            }
+            run = partial(_run, itemgetter(*step.results), made)
+            programs[step.name, key] = clock.timed("dispatch", run)
     return programs
 
 
-def _decode(seqs: int, leaves: Any, *, state: Any, **inputs: Any) -> tuple:
-    return SimpleNamespace(shape=(seqs,)), None, state
-
-
-def _prefill(shape: tuple[int, int], leaves: Any, *, state: Any, **inputs: Any) -> tuple:
-    tokens, seqs = shape
-    return SimpleNamespace(shape=(seqs,)), SimpleNamespace(shape=(tokens,)), None, state
+def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **given: Any) -> Any:
+    """Return what was made for the results, or was given by their names."""
+    return results(made | given)
 
 
 def _sampled(seqs: int) -> Sampled:
     scores = np.zeros((seqs, NUM_FACTS + 2 * MAX_LOGPROBS), np.int32)
-    scores[:, 0] = TOKEN
+    scores[:, TOKEN_COLUMN] = TOKEN
     return Sampled(jnp.full(seqs, TOKEN, jnp.int32), jnp.asarray(scores))
-
-
-def _sample(
-    sampled: Sampled, logits: Any, inputs: Any, *, last_tokens: Any, sampling: Any
-) -> tuple:
-    return sampled, last_tokens, sampling
-
-
-def _keep(state: Any, *inputs: Any) -> Any:
-    return state

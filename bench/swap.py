@@ -36,11 +36,10 @@ from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.kv_cache import make_pool
+from jpaged.runtime.kv_cache import KVState, make_pool
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.steps import KVState
 from jpaged.runtime.swap import (
     chunk_sizes,
     cut,
@@ -84,7 +83,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
     for _ in range(repeats + 2):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        images = [way.out(state.pool, chunk) for chunk in ids]
+        images = [way.out(state, chunk) for chunk in ids]
         images = [way.settle(image) for image in images]
         between = time.perf_counter()
         for chunk, image in zip(ids, images, strict=True):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.runtime.steps import KVState
+from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.swap import (
     gather_blocks_step,
     scatter_blocks_step,
@@ -28,9 +28,9 @@ class Way:
         self.device = jax.local_devices()[0]
         self.pinned = SingleDeviceSharding(self.device, memory_kind="pinned_host")
 
-    def out(self, pool: Any, ids: np.ndarray) -> Any:
+    def out(self, state: KVState, ids: np.ndarray) -> Any:
         """Start the way out of one chunk."""
-        return to_host(self.gather(pool, ids))
+        return to_host(self.gather(state, ids))
 
     def settle(self, image: Any) -> Any:
         """Wait for a chunk to be on the host."""
@@ -55,8 +55,8 @@ class OutShardings(Way):
 
         self.scatter = jax.jit(scatter, donate_argnums=0)
 
-    def out(self, pool: Any, ids: np.ndarray) -> Any:
-        return self.gather(pool, ids)
+    def out(self, state: KVState, ids: np.ndarray) -> Any:
+        return self.gather(state, ids)
 
     def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
         return self.scatter(state, ids, image)[0]
@@ -71,17 +71,17 @@ class Reused(Way):
         super().__init__(state, sizes)
         self.spare: dict[int, list[Any]] = {}
 
-        def gather(pool, ids, spare):
+        def gather(state, ids, spare):
             del spare  # its memory is what is wanted
-            return gather_blocks_step(pool, ids)
+            return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)
 
-    def out(self, pool: Any, ids: np.ndarray) -> Any:
+    def out(self, state: KVState, ids: np.ndarray) -> Any:
         spares = self.spare.setdefault(len(ids), [])
         if not spares:
-            spares.append(to_host(gather_blocks_step(pool, jnp.asarray(ids))))
-        return self.gather(pool, ids, spares.pop())
+            spares.append(to_host(gather_blocks_step(state, jnp.asarray(ids))))
+        return self.gather(state, ids, spares.pop())
 
     def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
         state = super().back(state, ids, image)
@@ -94,8 +94,8 @@ class Numpy(Way):
 
     name = "copy_to_host_async"
 
-    def out(self, pool: Any, ids: np.ndarray) -> Any:
-        image = self.gather(pool, ids)
+    def out(self, state: KVState, ids: np.ndarray) -> Any:
+        image = self.gather(state, ids)
         image.copy_to_host_async()
         return image
 
@@ -114,10 +114,10 @@ class Plain(Way):
     def __init__(self, state: KVState, sizes: Sequence[int]):
         super().__init__(state, sizes)
         self.gathered = {
-            size: gather_blocks_step(state.pool, jnp.zeros(size, jnp.int32)) for size in sizes
+            size: gather_blocks_step(state, jnp.zeros(size, jnp.int32)) for size in sizes
         }
 
-    def out(self, pool: Any, ids: np.ndarray) -> Any:
+    def out(self, state: KVState, ids: np.ndarray) -> Any:
         return to_host(self.gathered[len(ids)])
 
     def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:

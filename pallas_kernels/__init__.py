@@ -35,7 +35,10 @@ from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange
 from pallas_kernels.norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 from pallas_kernels.scores import (
+    LOGPROB_COLUMN,
     NUM_FACTS,
+    RANK_COLUMN,
+    TOKEN_COLUMN,
     Adjustments,
     adjusted_logits,
     first_maximum,
@@ -66,7 +69,10 @@ __all__ = [
     "FP8_LEAST",
     "FP8_MAX",
     "FP8_PAIR",
+    "LOGPROB_COLUMN",
     "NUM_FACTS",
+    "RANK_COLUMN",
+    "TOKEN_COLUMN",
     "Adjustments",
     "Backend",
     "HeadNorms",

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(sock, *arguments):
 
 SLOW = """
 import time
+import warnings
 from jpaged.processes import receive, send
 
 def main(sock):
@@ -95,7 +97,10 @@ def test_killing_a_child_kills_its_group_once(child: Child):
 
 def test_fork_of_the_parent_leaves_the_child_alone(child: Child):
     receive(child.sock)
-    if (fork := os.fork()) == 0:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the fork has no use for
+        fork = os.fork()
+    if fork == 0:
         child.end()
         os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0

@@ -97,10 +97,8 @@ class UnrecordedCompiler(Compiler):
         _, rows = recipe.products or ("none", 0)
         if rows < MEASURED_FROM:
             return lowered.compile({**recipe.options, **NOTHING_MEASURED})
-        kind, key = recipe.name
-        logits_rows = key[1] if kind == "prefill" else recipe.keywords["packed"].shape[-2]
         self._measure("layer", rows)
-        self._measure("head", logits_rows)
+        self._measure("head", recipe.logits_rows)
         return lowered.compile({**recipe.options, **CUBLAS_MEASURED})
 
     def _measure(self, part: str, rows: int) -> None:

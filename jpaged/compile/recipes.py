@@ -1,53 +1,29 @@
 """What each program of an engine is compiled from: a step, and the shapes of its arguments."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
 from uuid import uuid4
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import export
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jpaged.models.sharding import AXIS, mesh_of, on_every_device, over, sharding_of
-from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
-from jpaged.runtime.kv_cache import HEADS_AXIS, KVState
-from jpaged.runtime.programs import (
-    BLOCK_COPIES_CHUNK,
-    BURST_LEVELS,
-    PROMPT_LOGPROBS_CHUNK,
-    Name,
-    Shapes,
-    SplitModel,
-    int32,
-    sampler_levels,
-)
+from jpaged.models.sharding import mesh_of, on_every_device, over
+from jpaged.runtime.kv_cache import KVState
+from jpaged.runtime.programs import Name, Shapes, SplitModel, int32
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import (
-    EVERYTHING,
-    LOADED_ROWS,
-    LOADED_TOKENS,
-    ROW_WIDTH,
-    Sampled,
-    SamplerLevel,
-    SamplingState,
-    load_bias,
-    load_rows,
-)
+from jpaged.runtime.sampler import EVERYTHING, ROW_WIDTH, Sampled, SamplingState
 from jpaged.runtime.steps import (
+    INPUTS,
+    PROGRAMS,
+    PlanProgram,
     SampleInputs,
-    copy_blocks_step,
-    decode_burst_step,
-    decode_step,
-    fork_rows_step,
-    mask_step,
-    prefill_step,
-    prompt_logprobs_step,
-    sample_step,
+    Sizes,
+    StepProgram,
 )
-from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
@@ -67,16 +43,14 @@ another stream, but the step waits for each of them anyway, and changing streams
 ON_EACH = PartitionSpec()
 """How results lie that every device has."""
 
-WITH_POOL = KVState._make((PartitionSpec(*[None] * HEADS_AXIS, AXIS), ON_EACH))
-"""How the pool and the block tables lie."""
-
 
 @dataclass(frozen=True)
 class Recipe:
     """What a program is compiled from: a step, and the shapes of its arguments.
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
-    have the same matrix products. One that does not need the pool is the same whatever its size.
+    have the same matrix products, but for the head's, of `logits_rows` rows. A program that does
+    not need the pool is the same whatever the size of the pool.
     `options` are XLA's compiler options, by name; whoever compiles it passes them on.
 
     Where several devices share the model, the shapes are of the arrays over all of them; the
@@ -89,6 +63,7 @@ class Recipe:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     donate: tuple[str, ...] = ()
     products: tuple[str, int] | None = None
+    logits_rows: int = 0
     needs_pool: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -198,7 +173,7 @@ for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState):
 
 
 class Recipes:
-    """Everything that an engine compiles.
+    """Everything that an engine compiles: `PROGRAMS` with the shapes of its arguments.
 
     Args:
         split: The model.
@@ -216,144 +191,72 @@ class Recipes:
     ):
         self._split, self._shapes, self._config = split, shapes, config
         self._leaves = tuple(map(_placed_shape, split.leaves))
-        self._mesh = split.mesh
-        self._backend = {"backend": config.backend}
-        is_split = shapes.splits_vocabulary
-        self._levels = sampler_levels(config, splits_vocabulary=is_split)
-        self._split_vocabulary = {"is_split": is_split}
-        self._logits_lie = PartitionSpec(None, AXIS) if is_split else ON_EACH
-        self._shared = {"shared": shared or SharedCalls(config.backend)}
+        self._sampling_table = np.zeros((config.num_rows, ROW_WIDTH), np.int32)
+        self._options = {
+            "backend": config.backend,
+            "shared": shared or SharedCalls(config.backend),
+            "is_split": shapes.splits_vocabulary,
+            "max_logprobs": MAX_LOGPROBS,
+        }
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Of programs with the same products, the one that has the most to measure comes first; a
-        decode step before its bursts, and the smallest before all: the Mosaic kernel it may have is
-        compiled only while nothing else is."""
-        buckets, shapes, config = self._config.buckets, self._shapes, self._config
-        smallest, *larger = buckets.decode_seqs
-        for seqs in (smallest, *reversed(larger)):
-            yield self._decode(seqs, buckets.logits_rows(seqs))
-            if seqs in buckets.burst_seqs:
-                for level in BURST_LEVELS:
-                    yield self._decode_burst(seqs, level)
-        most = buckets.prefill_seqs[-1]
-        for shape in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
-            yield self._prefill(*shape)
-        yield from self.without_pool()
-        state, kv, rows = shapes.sampling, shapes.kv, int32(config.num_rows)
-        loaded = int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS)
-        bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
-        pairs = int32(BLOCK_COPIES_CHUNK)
-        copy_blocks = partial(copy_blocks_step, **self._backend)
-        for name, step, arguments, results in (
-            ("load_rows", load_rows, (state, loaded), ON_EACH),
-            ("load_bias", load_bias, (state, int32(), bias), ON_EACH),
-            ("copy_blocks", copy_blocks, (kv, pairs, pairs), WITH_POOL),
-            ("fork_rows", fork_rows_step, (kv, rows, rows), WITH_POOL),
-        ):
-            recipe = Recipe((name, None), step, arguments, donate=("state",))
-            yield recipe.on(self._mesh, results)
-        for size in chunk_sizes(kv.pool, config.num_host_blocks):
-            yield from swap_recipes(kv, size)
+        return self._of(PROGRAMS.values())
+
+    def __getitem__(self, name: Name) -> Recipe:
+        kind, key = name
+        step, config, held = PROGRAMS[kind], self._config, self._shapes.held
+        sizes = step.sizes(config, key)
+        keywords = {name: held[name] for name in step.held(held, sizes)}
+        keywords |= {name: self._shape(name, sizes) for name in step.inputs}
+        if isinstance(step, PlanProgram):
+            packed = step.packer(config, self._sampling_table, key)((), ())
+            keywords["packed"] = int32(*packed.shape)
+        bound = {name: it for name, it in (self._options | sizes).items() if name in step.arguments}
+        function, arguments = partial(step.function, **bound), ()
+        if "model" in step.arguments:
+            function, arguments = self._split.bind(step.function, **bound), (self._leaves,)
+        recipe = Recipe(
+            name,
+            function,
+            arguments,
+            keywords,
+            donate=tuple(result for result in step.results if result in step.arguments),
+            # The compiler measures none for a CPU.
+            products=None if config.backend is Backend.XLA else step.products(sizes),
+            logits_rows=sizes.get("num_rows", 0),
+            needs_pool=step.needs_pool,
+        )
+        if self._split.mesh is None:
+            return recipe
+        lie = [
+            _specs(keywords[name] if name in keywords else self._shape(name, sizes))
+            for name in step.results
+        ]
+        return recipe.on(self._split.mesh, tuple(lie) if len(lie) > 1 else lie[0])
 
     def without_pool(self) -> Iterator[Recipe]:
         """Those that are the same whatever the pool's size."""
-        for tokens in self._config.buckets.prefill_tokens:
-            yield self._prompt_logprobs(tokens)
-        for seqs in self._config.buckets.sample_seqs:
-            yield self._mask(seqs)
-            for level in reversed(self._levels):
-                yield self._sample(seqs, level)
+        return self._of(step for step in PROGRAMS.values() if not step.needs_pool)
 
     def largest(self) -> tuple[Recipe, Recipe]:
         """The forward and the sampling program that take the most memory on top of what stays. The
         pool's size does not enter it, so any `num_blocks` gives the same answer."""
         buckets = self._config.buckets
-        prefill = self._prefill(*max(buckets.prefill_shapes))
-        return prefill, self._sample(max(buckets.decode_seqs), EVERYTHING)
+        prefill, sample = max(buckets.prefill_shapes), (max(buckets.decode_seqs), EVERYTHING)
+        return self["prefill", prefill], self["sample", sample]
 
-    def _decode(self, seqs: int, rows: int) -> Recipe:
-        step = self._split.bind(decode_step, batch_size=seqs, **self._backend)
-        recipe = self._forward(("decode", seqs), step, decode_packed_shape(rows), seqs)
-        return recipe.on(self._mesh, (self._logits_lie, ON_EACH, WITH_POOL))
+    def _of(self, steps: Iterable[StepProgram]) -> Iterator[Recipe]:
+        return (
+            self[step.name, key] for step in steps for key in step.keys(self._config, self._shapes)
+        )
 
-    def _decode_burst(self, seqs: int, level: SamplerLevel) -> Recipe:
-        step = self._split.bind(decode_burst_step, **self._sampling(level))
-        packed = self._config.num_scheduler_steps, *decode_packed_shape(seqs)
-        burst = self._forward(("decode_burst", (seqs, level)), step, packed, seqs)
-        keywords = {**burst.keywords, "sampling": self._state_at(level)}
-        burst = replace(burst, keywords=keywords, donate=("state", "last_tokens", "sampling"))
-        return burst.on(self._mesh, (ON_EACH, ON_EACH, ON_EACH, WITH_POOL))
-
-    def _prefill(self, tokens: int, seqs: int) -> Recipe:
-        options = {**self._backend, **self._shared}
-        step = self._split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
-        packed = prefill_packed_shape(tokens, seqs, self._config.max_blocks_per_seq)
-        recipe = self._forward(("prefill", (tokens, seqs)), step, packed, tokens)
-        return recipe.on(self._mesh, (self._logits_lie, ON_EACH, ON_EACH, WITH_POOL))
-
-    def _forward(self, name: Name, step: Callable, packed: tuple[int, ...], rows: int) -> Recipe:
-        """A program of all layers, whose products have `rows` rows."""
-        kv, last_tokens = self._shapes.kv, self._shapes.last_tokens
-        keywords = {"state": kv, "last_tokens": last_tokens, "packed": int32(*packed)}
-        if self._shapes.peers is not None:
-            keywords["peers"] = self._shapes.peers
-        products = self._products("layers", rows)
-        return Recipe(name, step, (self._leaves,), keywords, ("state",), products)
-
-    def _prompt_logprobs(self, tokens: int) -> Recipe:
-        options = {"max_logprobs": MAX_LOGPROBS, **self._backend}
-        step = self._split.bind(prompt_logprobs_step, **options)
-        width, chunk = self._shapes.hidden, int32(PROMPT_LOGPROBS_CHUNK)
-        hidden = jax.ShapeDtypeStruct((tokens, *width.shape), width.dtype)
-        keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
-        products = self._products("head", PROMPT_LOGPROBS_CHUNK)
-        name = "prompt_logprobs", tokens
-        recipe = Recipe(name, step, (self._leaves,), keywords, products=products, needs_pool=False)
-        return recipe.on(self._mesh)
-
-    def _sample(self, seqs: int, level: SamplerLevel) -> Recipe:
-        step = partial(sample_step, **self._sampling(level))
-        counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
-        inputs = SampleInputs._make([int32(seqs), counted, int32(seqs, ROW_WIDTH), int32(seqs)])
-        logits, state = self._logits(seqs), self._state_at(level)
-        keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
-        name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
-        recipe = Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
-        return recipe.on(self._mesh)
-
-    def _mask(self, seqs: int) -> Recipe:
-        step = partial(mask_step, **self._split_vocabulary)
-        arguments = self._logits(seqs), int32(seqs, self._config.mask_width)
-        name, donate = ("mask", seqs), ("logits",)
-        recipe = Recipe(name, step, arguments, donate=donate, needs_pool=False)
-        return recipe.on(self._mesh, self._logits_lie)
-
-    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
-        """What a forward program leaves for the sampling of so many rows."""
-        lie = None if self._mesh is None else NamedSharding(self._mesh, self._logits_lie)
-        return jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32, sharding=lie)
-
-    def _products(self, part: str, rows: int) -> tuple[str, int] | None:
-        """Nothing where the compiler measures nothing."""
-        return None if self._config.backend is Backend.XLA else (part, rows)
-
-    def _sampling(self, level: SamplerLevel) -> dict[str, Any]:
-        options = {**self._backend, **self._shared, **self._split_vocabulary}
-        return {"level": level, "max_logprobs": MAX_LOGPROBS, **options}
-
-    def _state_at(self, level: SamplerLevel) -> SamplingState | None:
-        return self._shapes.sampling if SamplerLevel.ADJUSTED in level else None
+    def _shape(self, name: str, sizes: Sizes) -> Any:
+        """The shape of an input or result; None if it lies whole on every device."""
+        return INPUTS[name](self._config, self._shapes, sizes) if name in INPUTS else None
 
 
-def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
-    """`gather_blocks_step` and `scatter_blocks_step` for `size` blocks."""
-    ids, mesh, lies = int32(size), mesh_of(state), ON_EACH
-    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
-    if mesh is not None:  # one axis more than the pool's: its arrays
-        sharding = sharding_of(mesh, HEADS_AXIS + 1)
-        blocks = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=sharding)
-        lies = sharding.spec
-    gather = Recipe(("gather_blocks", size), gather_blocks_step, (state.pool, ids))
-    name, arguments = ("scatter_blocks", size), (state, ids, blocks)
-    scatter = Recipe(name, scatter_blocks_step, arguments, donate=("state",))
-    return gather.on(mesh, lies), scatter.on(mesh, (WITH_POOL, ON_EACH))
+def _specs(tree: Any) -> Any:
+    """How results lie on the devices: as an argument of the same name, else whole on each."""
+    if tree is None:
+        return ON_EACH
+    return jax.tree.map(lambda it: it.sharding.spec if it.sharding is not None else ON_EACH, tree)

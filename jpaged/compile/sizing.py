@@ -19,6 +19,7 @@ from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_exchange
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
+from jpaged.runtime.steps import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
 from pallas_kernels import Backend, select_backend
 
@@ -130,8 +131,9 @@ class Sizing:
     @property
     def step_rows(self) -> set[int]:
         """Rows that the products of steps have."""
-        buckets = self._limits.buckets
-        return {*buckets.decode_seqs, *buckets.prefill_tokens}
+        limits, shapes = self._limits, self._draft_shapes
+        keys = [(step, key) for step in PLAN_PROGRAMS for key in step.keys(limits, shapes)]
+        return {step.sizes(limits, key)["num_tokens"] for step, key in keys}
 
     def workspace(
         self,

@@ -39,22 +39,12 @@ from jpaged.models.sharding import make_mesh
 from jpaged.processes import Child, end_with_parent, has_python, receive, send
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
+from jpaged.runtime.steps import PROGRAMS
 
 T = TypeVar("T")
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
-
-_SECONDS = {
-    "decode": (5.5, 0.0),
-    "decode_burst": (8.0, 0.0),
-    "prefill": (5.0, 4.5),
-    "sample": (1.0, 0.0),
-}
-"""What a processor takes to compile a program of a kind, and once more what those that stay
-together have in common (Qwen3-0.6B, H200: docs/startup.md). Shares are made equal by it."""
-
-_SECONDS_OF_OTHERS = 0.5, 0.0
 
 
 @dataclass(frozen=True)
@@ -118,8 +108,7 @@ def share_of(made: Iterable[Recipe], share: int, of: int) -> list[Recipe]:
 
 
 def _seconds(group: list[Recipe]) -> float:
-    kind, _ = group[0].name
-    each, shared = _SECONDS.get(kind, _SECONDS_OF_OTHERS)
+    each, shared = PROGRAMS[group[0].name[0]].compile_seconds
     return each * len(group) + shared
 
 

@@ -20,7 +20,7 @@ from jpaged.structured_outputs.mask_client import Answer, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import NUM_FACTS
+from pallas_kernels import LOGPROB_COLUMN, NUM_FACTS, RANK_COLUMN, TOKEN_COLUMN
 
 
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
@@ -76,16 +76,16 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         return made if len(made) == num else made[:num]
 
     def _make(self, scores: np.ndarray) -> list[dict[int, Logprob]]:
-        token_ids = [[row[0], *row[NUM_FACTS::2]] for row in scores.tolist()]
+        token_ids = [[row[TOKEN_COLUMN], *row[NUM_FACTS::2]] for row in scores.tolist()]
         floats = scores.view(np.float32).tolist()
-        logprobs = [[row[1], *row[NUM_FACTS + 1 :: 2]] for row in floats]
+        logprobs = [[row[LOGPROB_COLUMN], *row[NUM_FACTS + 1 :: 2]] for row in floats]
         texts: dict[int, str] = {}
         if self._tokenizer is not None:
             for token_id in {token_id for row in token_ids for token_id in row}:
                 texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         entries = []
         for (own, *likeliest), (own_logprob, *others), rank in zip(
-            token_ids, logprobs, scores[:, 2].tolist(), strict=True
+            token_ids, logprobs, scores[:, RANK_COLUMN].tolist(), strict=True
         ):
             found = {own: Logprob(own_logprob, rank, texts.get(own))}
             for place, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):

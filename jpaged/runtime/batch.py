@@ -4,23 +4,22 @@ The host fills it with numpy; the jitted steps take it apart with `unpack_decode
 `unpack_prefill`, whose slices are static. Floats travel as their bits. A padded entry points at the
 padding row.
 
-    decode  [B, 6 + W]   one row a sequence:
-            token | row | seq_len | block_index | block_id | counted | W sampling parameters
-    prefill [T + B * (6 + W + M)]   flat:
-            T tokens, then B rows of
-            row | query_len | seq_len | counted | (2 unused) | W sampling parameters,
-            then B block tables of M entries
+    decode  [B, 6 + W]   one row a sequence: `DecodeColumn`, then W sampling parameters
+    prefill [T + B * (6 + W + M)]   flat: T tokens, then B rows of `PrefillColumn` (2 columns are
+            unused) and W sampling parameters, then B block tables of M entries
 
 A token of -1 stands for the row's last sampled token, which only the device knows yet.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jpaged.core.plan import ScheduledSequence
+from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.sampler import (
     PADDING_PARAMS,
     ROW_WIDTH,
@@ -31,7 +30,22 @@ from jpaged.runtime.sampler import (
 from jpaged.sampling_params import SamplingParams
 
 LAST_TOKEN = -1
+
+
+class DecodeColumn:
+    """Columns of a packed decode step, in the order of `DecodeBatch`."""
+
+    TOKEN, ROW, SEQ_LEN, BLOCK_INDEX, BLOCK_ID, COUNTED = range(6)
+
+
+class PrefillColumn:
+    """Columns of a ragged step's packed rows, in the order of `PrefillBatch`."""
+
+    ROW, QUERY_LEN, SEQ_LEN, COUNTED = range(4)
+
+
 _HEADER = 6
+_SAMPLING = slice(_HEADER, None)  # the columns of sampling parameters
 
 
 class DecodeBatch(NamedTuple):
@@ -58,14 +72,14 @@ class PrefillBatch(NamedTuple):
     block_tables: Int32[Array, "B M"]
 
 
-def decode_packed_shape(batch_size: int) -> tuple[int, int]:
-    """Shape of a packed decode step."""
-    return batch_size, _HEADER + ROW_WIDTH
+def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
+    """Return the batch size of a plan's decode step; None if it needs a ragged step."""
+    return buckets.decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
-def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: int) -> tuple[int]:
-    """Shape of a packed ragged step."""
-    return (num_tokens + batch_size * (_HEADER + ROW_WIDTH + max_blocks_per_seq),)
+def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
+    """Return the tokens and the sequences of a plan's ragged step."""
+    return buckets.prefill_shape(plan.num_tokens, len(plan.scheduled))
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
@@ -79,7 +93,7 @@ def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
 
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
-    rows: np.ndarray,
+    rows: np.ndarray | tuple[()],
     *,
     sampling_table: np.ndarray,
     num_rows: int,
@@ -99,8 +113,8 @@ def pack_decode(
         int32 [num_rows, 6 + W].
     """
     packed = np.zeros((num_rows, _HEADER + ROW_WIDTH), np.int32)
-    packed[:, 1] = len(sampling_table) - 1  # the padding's row
-    packed[:, 3] = max_blocks
+    packed[:, DecodeColumn.ROW] = len(sampling_table) - 1  # the padding's row
+    packed[:, DecodeColumn.BLOCK_INDEX] = max_blocks
     n = len(scheduled)
     tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
     for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
@@ -108,24 +122,48 @@ def pack_decode(
         if start < len(sequence.token_ids):
             tokens[i] = sequence.token_ids[start]
         if block_updates:
-            packed[i, 3:5] = block_updates[0]
-    packed[:n, 0], packed[:n, 1], packed[:n, 2], packed[:n, 5] = tokens, rows, seq_lens, counted
-    packed[:, _HEADER:] = sampling_table[packed[:, 1]]
+            packed[i, DecodeColumn.BLOCK_INDEX], packed[i, DecodeColumn.BLOCK_ID] = block_updates[0]
+    packed[:n, DecodeColumn.TOKEN] = tokens
+    packed[:n, DecodeColumn.ROW] = rows
+    packed[:n, DecodeColumn.SEQ_LEN] = seq_lens
+    packed[:n, DecodeColumn.COUNTED] = counted
+    packed[:, _SAMPLING] = sampling_table[packed[:, DecodeColumn.ROW]]
     return packed
+
+
+def pack_burst(
+    scheduled: Sequence[tuple[ScheduledSequence, ...]],
+    rows: Sequence[np.ndarray],
+    *,
+    num_steps: int,
+    sampling_table: np.ndarray,
+    num_rows: int,
+    max_blocks: int,
+) -> np.ndarray:
+    """Pack the steps of a burst, each as `pack_decode` does; steps that are not given are padding.
+
+    Returns:
+        int32 [num_steps, num_rows, 6 + W].
+    """
+    options: dict[str, Any] = {
+        "sampling_table": sampling_table,
+        "num_rows": num_rows,
+        "max_blocks": max_blocks,
+    }
+    packed = [pack_decode(*step, **options) for step in zip(scheduled, rows, strict=True)]
+    padding = [pack_decode((), (), **options)] * (num_steps - len(packed))
+    return np.stack(packed + padding)
 
 
 def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
     """Take a packed decode step apart, on the device."""
-    columns = [packed[:, i] for i in range(_HEADER)]
-    token, row, seq_len, block_index, block_id, counted = columns
-    return DecodeBatch(
-        token, row, seq_len, block_index, block_id, counted != 0, packed[:, _HEADER:]
-    )
+    *columns, counted = (packed[:, column] for column in range(_HEADER))
+    return DecodeBatch._make([*columns, counted != 0, packed[:, _SAMPLING]])
 
 
 def pack_prefill(
     scheduled: tuple[ScheduledSequence, ...],
-    rows: np.ndarray,
+    rows: np.ndarray | tuple[()],
     *,
     sampling_table: np.ndarray,
     num_tokens: int,
@@ -137,26 +175,30 @@ def pack_prefill(
     Returns:
         int32 [num_tokens + batch_size * (6 + W + max_blocks)].
     """
-    packed = np.zeros(prefill_packed_shape(num_tokens, batch_size, max_blocks), np.int32)
+    per_seq = _HEADER + ROW_WIDTH + max_blocks
+    packed = np.zeros(num_tokens + batch_size * per_seq, np.int32)
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    per_seq[:, 0] = len(sampling_table) - 1
+    per_seq[:, PrefillColumn.ROW] = len(sampling_table) - 1
     at = 0
     for i, item in enumerate(scheduled):
         n, sequence = item.num_scheduled_tokens, item.sequence
         known = sequence.token_ids[item.start : item.start + n]
         tokens[at : at + n] = known if known else LAST_TOKEN
-        per_seq[i, :4] = rows[i], n, item.start + n, item.samples
+        per_seq[i, PrefillColumn.ROW] = rows[i]
+        per_seq[i, PrefillColumn.QUERY_LEN] = n
+        per_seq[i, PrefillColumn.SEQ_LEN] = item.start + n
+        per_seq[i, PrefillColumn.COUNTED] = item.samples
         tables[i, : len(sequence.block_table)] = sequence.block_table
         at += n
-    per_seq[:, _HEADER:] = sampling_table[per_seq[:, 0]]
+    per_seq[:, _SAMPLING] = sampling_table[per_seq[:, PrefillColumn.ROW]]
     return packed
 
 
 def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int) -> PrefillBatch:
     """Take a packed ragged step apart, on the device."""
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    row, query_len, seq_len, counted = (per_seq[:, i] for i in range(4))
-    return PrefillBatch(tokens, row, query_len, seq_len, counted != 0, per_seq[:, _HEADER:], tables)
+    *columns, counted = (per_seq[:, column] for column in range(PrefillColumn.COUNTED + 1))
+    return PrefillBatch._make([tokens, *columns, counted != 0, per_seq[:, _SAMPLING], tables])
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:

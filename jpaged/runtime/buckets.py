@@ -65,6 +65,11 @@ class Buckets:
         """Rows of the logits that a decode step of a bucket leaves."""
         return round_up(self.sample_seqs, num_seqs)
 
+    @cached_property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """For each number of sequences, the batch size of their decode step."""
+        return tuple(round_up(self.decode_seqs, n) for n in range(self.decode_seqs[-1] + 1))
+
     @property
     def prefill_tokens(self) -> tuple[int, ...]:
         """Total tokens of prefill steps."""

@@ -1,8 +1,8 @@
 """Runs a plan on the device: rows, packing, launching, reading. Features go elsewhere.
 
 The runner launches programs in plan order and does not wait (where devices share a model, now and
-then: `_pace`); `StepHandle.read` does. It owns the device's arrays and the host's view of which
-sequence has which row.
+then: `_launch_small`); `StepHandle.read` does. It owns the device's arrays and the host's view of
+which sequence has which row.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +17,7 @@ import numpy as np
 from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
-from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
+from jpaged.runtime.batch import RowTable
 from jpaged.runtime.buckets import round_up
 from jpaged.runtime.peer_memory import PeerMemory, await_devices
 from jpaged.runtime.programs import (
@@ -26,7 +26,6 @@ from jpaged.runtime.programs import (
     Programs,
     Shapes,
     SplitModel,
-    of_kind,
     sampler_levels,
 )
 from jpaged.runtime.results import (
@@ -37,6 +36,7 @@ from jpaged.runtime.results import (
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import EVERYTHING, RowMarks, Sampled, SamplerLevel, bias_row, pack_marks
+from jpaged.runtime.steps import PLAN_PROGRAMS, PROGRAMS
 from jpaged.runtime.swap import BlockImages
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
@@ -48,7 +48,7 @@ Scheduled = tuple[ScheduledSequence, ...]
 _NO_PLACES = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class UnsampledStep:
     """A step whose layers are launched and whose tokens are not chosen yet.
 
@@ -97,13 +97,8 @@ class ModelRunner:
         programs: Programs,
         eos_token_ids: Collection[int] = (),
     ):
-        self._leaves = split.leaves
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
-        # For each number of sequences the bucket of their decode step, and the rows of its logits.
-        seqs = self._buckets.decode_seqs
-        sizes = [round_up(seqs, n) for n in range(seqs[-1] + 1)]
-        self._decode_sizes = [(size, self._buckets.logits_rows(size)) for size in sizes]
         self._levels = sampler_levels(config, splits_vocabulary=shapes.splits_vocabulary)
         # For each level that rows may need the compiled one that serves it.
         self._served_by = {
@@ -113,34 +108,44 @@ class ModelRunner:
         self.programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
-        padding = {"sampling_table": self._rows.sampling, "max_blocks": config.max_blocks_per_seq}
-        self._pack_decode = partial(pack_decode, **padding)
-        self._pack_prefill = partial(pack_prefill, **padding)
+        self._packers = {
+            (step.name, key): step.packer(config, self._rows.sampling, key)
+            for step in PLAN_PROGRAMS
+            for key in step.keys(config, shapes)
+        }
         self._faults: list[Fault] = []  # of the plan being launched
         self._num_small_launches = 0  # for the plan being launched
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
-        state = shapes.kv, shapes.last_tokens, shapes.sampling
+        held = {name: shape for name, shape in shapes.held.items() if name != "peers"}
         zeros = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
-            out_shardings=jax.tree.map(lambda s: s.sharding, state),
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held),
+            out_shardings=jax.tree.map(lambda s: s.sharding, held),
         )
-        self._kv, self._last_tokens, self._sampling_state = zeros()
+        self._held: dict[str, Any] = zeros()  # what stays on the device, by steps' names for it
         mesh, has_peers = split.mesh, shapes.peers is not None
         self._peers = PeerMemory(mesh) if mesh is not None and has_peers else None
-        # What forward programs have beyond what they have on a single device.
-        self._more = {} if self._peers is None else {"peers": self._peers.headers}
+        if self._peers is not None:
+            self._held["peers"] = self._peers.headers
+        # For each program: the model if it takes it, and names of the arrays that stay.
+        self._taken = {
+            (step.name, key): (
+                (split.leaves,) if "model" in step.arguments else (),
+                step.held(self._held, step.sizes(config, key)),
+            )
+            for step in PROGRAMS.values()
+            for key in step.keys(config, shapes)
+        }
         check = None if self._peers is None else self._peers.check
         self._of_devices = {"check": check, "is_shared": mesh is not None}
         self._wait = jax.block_until_ready if mesh is None else await_devices
-        gather, scatter = (of_kind(programs, f"{kind}_blocks") for kind in ("gather", "scatter"))
-        self._images = BlockImages(gather, scatter, self._wait)
+        self._images = BlockImages(shapes.kv.pool, config.num_host_blocks, self._wait)
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any (but
-        see `_pace`).
+        see `_launch_small`).
 
         Args:
             plan: The scheduler's plan; launched in the order they were made.
@@ -156,24 +161,27 @@ class ModelRunner:
         for image_id in plan.dropped:
             self._images.drop(image_id)
         for order in plan.swap_outs:
-            self._images.swap_out(self._kv.pool, order)
+            self._images.swap_out(self._launch, order)
         if plan.block_copies:
             self._move("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
         # What comes back travels while the step runs.
         arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else None
         if not plan.scheduled:
             return UnsampledStep(plan, (), 0, _NO_PLACES, SamplerLevel.GREEDY, arrivals=arrivals)
-        places, scheduled, rows = self._in_order(plan)
-        level, hidden, scores = self._rows.level(rows), None, {}
-        if plan.is_decode:
-            logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
-        else:
-            shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
-            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
+        for step in PLAN_PROGRAMS:
+            if (key := step.key_of(self._buckets, plan)) is not None:
+                break
+        scheduled, places = plan.scheduled, np.arange(len(plan.scheduled))
+        if step.order is not None:
+            order = step.order(scheduled)
+            scheduled, places = tuple([scheduled[i] for i in order.tolist()]), np.argsort(order)
+        rows = self._rows.rows(scheduled)
+        level, scores = self._rows.level(rows), {}
+        packed = self._packers[step.name, key](scheduled, rows)
+        found = self._launch(step.name, key, packed=packed)
+        logits, inputs, hidden = found["logits"], found["inputs"], found.get("hidden")
         if hidden is not None:
-            score = partial(
-                self.programs["prompt_logprobs", hidden.shape[0]], self._leaves, hidden=hidden
-            )
+            score = partial(self._launch, "prompt_logprobs", hidden.shape[0], hidden=hidden)
             wait = self._wait if self._of_devices["is_shared"] else None
             scores = score_prompts(scheduled, sampling, score, wait)
         return UnsampledStep(
@@ -192,10 +200,13 @@ class ModelRunner:
         if step.logits is not None:
             logits = step.logits
             if allowed is not None:
-                logits = self.programs["mask", step.num_rows](logits, allowed)
-            sampled = _on_its_way(self._sample(logits, step.inputs, step.level), step.level)
+                masked = self._launch("mask", step.num_rows, logits=logits, allowed=allowed)
+                logits = masked["logits"]
+            key = step.num_rows, self._served_by[step.level]
+            found = self._launch("sample", key, logits=logits, inputs=step.inputs)
+            sampled = _on_its_way(found["sampled"], step.level)
         if step.arrivals is not None:
-            self._kv = self._images.place(self._kv, step.arrivals)
+            self._images.place(self._launch, step.arrivals)
         faults, self._faults = tuple(self._faults), []
         return StepHandle(
             step.plan, sampled, step.scores, step.places, faults=faults, **self._of_devices
@@ -216,55 +227,68 @@ class ModelRunner:
 
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         """`launch` a burst's plans, all of which fit it, as one program."""
-        packed, places, level = [], [], SamplerLevel.GREEDY
+        rows, level = [], SamplerLevel.GREEDY
         size = round_up(self._buckets.burst_seqs, max(len(plan.scheduled) for plan in plans))
         for plan in plans:
             self._update_rows(plan, sampling)
-            place, scheduled, rows = self._in_order(plan)
-            level |= self._rows.level(rows)
-            packed.append(self._pack_decode(scheduled, rows, num_rows=size))
-            places.append(place)
-        sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
-        steps = enumerate(zip(plans, places, strict=True))
+            rows.append(self._rows.rows(plan.scheduled))
+            level |= self._rows.level(rows[-1])
+        name = "decode_burst", (size, next(own for own in BURST_LEVELS if own.covers(level)))
+        packed = self._packers[name]([plan.scheduled for plan in plans], rows)
+        sampled = _on_its_way(self._launch(*name, packed=packed)["sampled"], level)
         return [
-            StepHandle(plan, sampled, {}, place, (i,), **self._of_devices)
-            for i, (plan, place) in steps
+            StepHandle(plan, sampled, {}, np.arange(len(own)), (i,), **self._of_devices)
+            for i, (plan, own) in enumerate(zip(plans, rows, strict=True))
         ]
-
-    def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
-        """Where the device has each of the plan's sequences; they as it has them; their rows."""
-        scheduled, places = plan.scheduled, np.arange(len(plan.scheduled))
-        if not plan.is_decode:
-            order = device_order(scheduled)
-            scheduled, places = tuple([scheduled[i] for i in order.tolist()]), np.argsort(order)
-        return places, scheduled, self._rows.rows(scheduled)
 
     def wait(self) -> None:
         """Wait until all that was launched is done, images included."""
         self._images.wait()
-        self._wait((self._kv, self._last_tokens))
+        self._wait((self._held["state"], self._held["last_tokens"]))
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
-        none = (), np.zeros(0, np.int32)
         for _ in range(2):
-            for size in of_kind(self.programs, "decode"):
-                num_rows = self._buckets.logits_rows(size)
-                logits, inputs = self._run_decode(*none, size, num_rows)
-                everything = np.full((num_rows, self._config.mask_width), -1, np.int32)
-                logits = self.programs["mask", num_rows](logits, everything)
+            sampled: set[int] = set()
+            for (kind, key), pack in self._packers.items():
+                # One at a time: the memory account counts the steps of the loop, not a queue.
+                self._wait(found := self._launch(kind, key, packed=pack((), ())))
+                if "logits" not in found or (rows := found["logits"].shape[0]) in sampled:
+                    continue
+                sampled.add(rows)
+                everything = np.full((rows, self._config.mask_width), -1, np.int32)
+                masked = self._launch("mask", rows, logits=found["logits"], allowed=everything)
                 for level in self._levels:
-                    # One at a time: the memory account counts the steps of the loop, not a queue.
-                    self._wait(self._sample(logits, inputs, level))
-            for size, level in of_kind(self.programs, "decode_burst"):
-                padding = self._pack_decode(*none, num_rows=size)
-                self._wait(self._run_burst(np.stack([padding] * self.burst_steps), level))
-            for shape in of_kind(self.programs, "prefill"):
-                logits, _, inputs = self._run_prefill(*none, *shape)
-                self._wait(self._sample(logits, inputs, SamplerLevel.GREEDY))
-        self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
+                    given = {"logits": masked["logits"], "inputs": found["inputs"]}
+                    self._wait(self._launch("sample", (rows, level), **given))
+        self._images.warm_up(self._launch)
         if self._peers is not None:
             self._peers.check()
+
+    def _launch(self, kind: str, key: Any = None, **inputs: Any) -> dict[str, Any]:
+        """Call a compiled program, with the arrays that stay on the device as its arguments and
+        their successors among its results.
+
+        Returns:
+            The other results, by their names in `PROGRAMS`.
+        """
+        held, (model, taken) = self._held, self._taken[kind, key]
+        for name in taken:
+            inputs[name] = held[name]
+        results, names = self.programs[kind, key](*model, **inputs), PROGRAMS[kind].results
+        found = dict(zip(names, results if len(names) > 1 else (results,), strict=True))
+        for name in taken:
+            if name in found:
+                held[name] = found.pop(name)
+        return found
+
+    def _launch_small(self, kind: str, **inputs: Any) -> None:
+        """Launch a small program of the plan, and where devices share a model wait now and then for
+        what it makes."""
+        self._launch(kind, **inputs)
+        self._num_small_launches += 1
+        if self._of_devices["is_shared"] and not self._num_small_launches % LAUNCHES_AHEAD:
+            self._wait(self._held[PROGRAMS[kind].results[0]])
 
     def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
@@ -272,8 +296,7 @@ class ModelRunner:
         for at in range(0, len(moves), size):
             filled = np.full((2, size), null, np.int32)
             filled[:, : len(moves) - at] = moves[at : at + size].T
-            self._kv = self.programs[kind, None](self._kv, *filled)
-            self._pace(self._kv)
+            self._launch_small(kind, **dict(zip(PROGRAMS[kind].inputs, filled, strict=True)))
 
     def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
@@ -286,18 +309,8 @@ class ModelRunner:
                     self._give_row(item.sequence, sampling)
         if self._new_marks:
             marks, self._new_marks = self._new_marks, {}
-            load_rows = self.programs["load_rows", None]
-            chunks = pack_marks(marks, self._config.padding_row, self._config.vocab_size)
-            for packed in chunks:
-                self._sampling_state = load_rows(self._sampling_state, packed)
-                self._pace(self._sampling_state)
-
-    def _pace(self, state: Any) -> None:
-        """Count a small program of the plan, and where devices share a model wait now and then for
-        what it makes."""
-        self._num_small_launches += 1
-        if self._of_devices["is_shared"] and not self._num_small_launches % LAUNCHES_AHEAD:
-            self._wait(state)
+            for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
+                self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -325,54 +338,8 @@ class ModelRunner:
         if marks is not None:
             self._new_marks[row] = marks
         if bias is not None:
-            load_bias = self.programs["load_bias", None]
-            self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
-            self._pace(self._sampling_state)
+            self._launch_small("load_bias", row=np.int32(row), bias=bias)
         return row
-
-    def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
-        level = next(own for own in BURST_LEVELS if own.covers(level))
-        adjusted = SamplerLevel.ADJUSTED in level
-        program = self.programs["decode_burst", (packed.shape[1], level)]
-        sampled, self._last_tokens, state, self._kv = program(
-            self._leaves,
-            state=self._kv,
-            last_tokens=self._last_tokens,
-            sampling=self._sampling_state if adjusted else None,
-            packed=packed,
-            **self._more,
-        )
-        if adjusted:
-            self._sampling_state = state
-        return sampled
-
-    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
-        packed = self._pack_decode(scheduled, rows, num_rows=num_rows)
-        logits, inputs, self._kv = self.programs["decode", size](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
-        )
-        return logits, inputs
-
-    def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
-        packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
-        logits, hidden, inputs, self._kv = self.programs["prefill", (tokens, size)](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
-        )
-        return logits, hidden, inputs
-
-    def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
-        level = self._served_by[level]
-        adjusted = SamplerLevel.ADJUSTED in level
-        program = self.programs["sample", (logits.shape[0], level)]
-        sampled, self._last_tokens, state = program(
-            logits,
-            inputs,
-            last_tokens=self._last_tokens,
-            sampling=self._sampling_state if adjusted else None,
-        )
-        if adjusted:
-            self._sampling_state = state
-        return sampled
 
 
 def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Any:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.sharding import mesh_of, over, own_shape
+from jpaged.models.sharding import mesh_of, over, own_shape, sharding_of
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
 from jpaged.runtime.peer_memory import header_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -21,6 +21,7 @@ from jpaged.runtime.sampler import (
     SamplingState,
     init_state,
 )
+from jpaged.runtime.swap import gather_blocks_step
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit next to the pool."""
@@ -119,6 +120,29 @@ class Shapes:
             splits_vocabulary=model.table_rows < model.vocab_size,
         )
 
+    @property
+    def held(self) -> dict[str, Any]:
+        """What stays on the device between steps, by the names that steps have for it."""
+        held = {"state": self.kv, "last_tokens": self.last_tokens, "sampling": self.sampling}
+        return held if self.peers is None else {**held, "peers": self.peers}
+
+    def logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        """What a step leaves for its sampling."""
+        mesh = mesh_of(self.kv) if self.splits_vocabulary else None
+        lie = None if mesh is None else sharding_of(mesh, 1)
+        shape = num_rows, self.sampling.words.shape[1]
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lie)
+
+    def blocks(self, num_blocks: int) -> jax.ShapeDtypeStruct:
+        """Blocks gathered from the pool."""
+        blocks, mesh = (
+            jax.eval_shape(gather_blocks_step, self.kv, int32(num_blocks)),
+            mesh_of(self.kv),
+        )
+        # One axis more than the pool's: its arrays.
+        lie = None if mesh is None else sharding_of(mesh, HEADS_AXIS + 1)
+        return jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=lie)
+
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:
     """The shape of an array of int32."""
@@ -143,9 +167,4 @@ Name = tuple[str, Any]
 """A program's kind and its key among those, mostly the shape of what it computes; None of one."""
 
 Programs = Mapping[Name, Any]
-"""Compiled programs; `jpaged.runtime.steps` says what each kind does."""
-
-
-def of_kind(programs: Programs, kind: str) -> dict[Any, Any]:
-    """The programs of a kind, by their keys."""
-    return {key: program for (own, key), program in programs.items() if own == kind}
+"""Compiled programs; `jpaged.runtime.steps.PROGRAMS` says what each kind does."""

@@ -13,7 +13,7 @@ from jpaged.core.request import Candidates, Request
 from jpaged.runtime.peer_memory import await_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import NUM_FACTS
+from pallas_kernels import LOGPROB_COLUMN, NUM_FACTS, RANK_COLUMN, TOKEN_COLUMN
 
 LAUNCHES_AHEAD = 16
 """Of many small programs in a row, so many are launched before an earlier one has ended where
@@ -34,12 +34,12 @@ class TokenScores:
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [C], of the tokens themselves."""
-        return self.packed[:, 1].view(np.float32)
+        return self.packed[:, LOGPROB_COLUMN].view(np.float32)
 
     @property
     def ranks(self) -> np.ndarray:
         """int32 [C], 1 is the most likely."""
-        return self.packed[:, 2]
+        return self.packed[:, RANK_COLUMN]
 
     @property
     def top_token_ids(self) -> np.ndarray:
@@ -97,7 +97,7 @@ PromptScores = dict[int, tuple[int, list[jax.Array]]]
 """seq_id -> how many of its prompt tokens a step scores, and their scores by chunks."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
@@ -123,7 +123,7 @@ class StepHandle:
         """Wait for the tokens of the step's rows, in the device's order: int32 [rows]. For other
         threads, and for one device."""
         tokens = np.asarray(self.sampled)[self.index]
-        return tokens if tokens.ndim == 1 else tokens[:, 0]
+        return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]
 
     def read(self) -> StepResult:
         """Wait for the step and give its results.
@@ -136,9 +136,9 @@ class StepHandle:
         if self.is_shared:
             await_devices(self.sampled)
         tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
-        if tokens.ndim == 2:  # the scores [B, W], whose first column are the tokens
+        if tokens.ndim == 2:  # the scores [B, W]
             scores = TokenScores(tokens)
-            tokens = np.ascontiguousarray(tokens[:, 0])
+            tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
         if self.check is not None and (tokens < 0).any():
             self.check()
         prompts = {
@@ -151,7 +151,7 @@ class StepHandle:
 def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Callable[[Request], SamplingParams],
-    score: Callable[..., jax.Array],
+    score: Callable[..., dict[str, jax.Array]],
     wait: Callable[[Any], Any] | None = None,
 ) -> PromptScores:
     """Launch the scoring of the prompt tokens that a ragged step predicts: those right after its
@@ -160,8 +160,8 @@ def score_prompts(
     Args:
         scheduled: The step's sequences in the order in which their tokens are flattened.
         sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
-        score: `jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states; called with
-            `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+        score: Launches `prompt_logprobs_step` for the step's hidden states; called with `indices`
+            and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
         wait: Waits for what several devices compute; None: there is one.
     """
     scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
@@ -177,7 +177,7 @@ def score_prompts(
             for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
                 if wait is not None and len(launched) >= LAUNCHES_AHEAD:
                     wait(launched[-LAUNCHES_AHEAD])
-                launched.append(score(indices=i, targets=t))
+                launched.append(score(indices=i, targets=t)["scores"])
             scored[sequence.seq_id] = count, launched[first:]
         offset += num_tokens
     return scored

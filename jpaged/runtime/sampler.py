@@ -16,6 +16,7 @@ from jpaged.core.plan import NO_TOKEN
 from jpaged.models.sharding import all_gather, all_max, own_start
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import (
+    TOKEN_COLUMN,
     Adjustments,
     Backend,
     adjusted_logits,
@@ -26,8 +27,10 @@ from pallas_kernels import (
 )
 from pallas_kernels.scores.adjustments import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
 
+# Columns of a packed row.
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_ROW = struct.Struct("=6f2I3i")  # the floats, the seed's halves, whole numbers
+_SEED, _TOP_K, _MIN_TOKENS, _KIND = slice(6, 8), 8, 9, 10
+_ROW = struct.Struct("=6f2I3i")  # in the order of these columns
 
 ROW_WIDTH = _ROW.size // 4
 """Columns of a packed row, W."""
@@ -40,7 +43,7 @@ leave where it is (`allocation_guard`)."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
-_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's last column
+_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's kind
 
 
 class SamplingRows(NamedTuple):
@@ -115,15 +118,15 @@ PADDING_PARAMS = encode_row(SamplingParams(temperature=0.0), 0)
 
 def decode_rows(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
     """Unpacks `encode_row`'s rows on the device; `position` as in `SamplingRows`."""
-    floats = jax.lax.bitcast_convert_type(packed[:, :6], jnp.float32)
+    floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOATS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOATS)},
-        seed=jax.lax.bitcast_convert_type(packed[:, 6:8], jnp.uint32),
-        top_k=packed[:, 8],
-        min_tokens=packed[:, 9],
-        adjusts=(packed[:, 10] & _ROW_ADJUSTS) != 0,
-        biased=(packed[:, 10] & _ROW_BIASED) != 0,
-        scored=(packed[:, 10] & _ROW_SCORED) != 0,
+        seed=jax.lax.bitcast_convert_type(packed[:, _SEED], jnp.uint32),
+        top_k=packed[:, _TOP_K],
+        min_tokens=packed[:, _MIN_TOKENS],
+        adjusts=(packed[:, _KIND] & _ROW_ADJUSTS) != 0,
+        biased=(packed[:, _KIND] & _ROW_BIASED) != 0,
+        scored=(packed[:, _KIND] & _ROW_SCORED) != 0,
         position=position,
     )
 
@@ -191,35 +194,36 @@ def pack_marks(
             facts = padding
 
 
-def load_rows(state: SamplingState, packed: Int32[Array, "X"]) -> SamplingState:
+def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingState:
     """Starts rows anew for sequences that are admitted, for the first time or again.
 
     Only sequences whose parameters adjust the logits need it: no other one's row is read.
 
     Args:
-        state: donate it, and the update is in place.
-        packed: as `pack_marks` makes it: N rows and their prompts' lengths; E rows, tokens and
+        sampling: donate it, and the update is in place.
+        marks: as `pack_marks` makes it: N rows and their prompts' lengths; E rows, tokens and
             marks. A token of V is dropped.
     """
-    V = state.words.shape[1]
-    rows, prompt_lens = packed[: 2 * LOADED_ROWS].reshape(2, LOADED_ROWS)
-    owners, tokens, marks = packed[2 * LOADED_ROWS :].reshape(3, LOADED_TOKENS)
+    V = sampling.words.shape[1]
+    rows, prompt_lens = marks[: 2 * LOADED_ROWS].reshape(2, LOADED_ROWS)
+    owners, tokens, kinds = marks[2 * LOADED_ROWS :].reshape(3, LOADED_TOKENS)
     owners = jnp.where(tokens < V, owners, 0)
-    words = state.words.at[rows].set(0)
+    words = sampling.words.at[rows].set(0)
     # V lies outside the row, where a scatter drops it; -1 would wrap round to the last token.
-    prompt = jnp.where(marks == IN_PROMPT, tokens, V)
-    others = jnp.where(marks == IN_PROMPT, V, tokens)
+    prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
+    others = jnp.where(kinds == IN_PROMPT, V, tokens)
     words = words.at[owners, prompt].set(IN_PROMPT, mode="drop")
-    words = words.at[owners, others].add(marks, mode="drop")
-    return state._replace(words=words, prompt_lens=state.prompt_lens.at[rows].set(prompt_lens))
+    words = words.at[owners, others].add(kinds, mode="drop")
+    prompt_lens = sampling.prompt_lens.at[rows].set(prompt_lens)
+    return sampling._replace(words=words, prompt_lens=prompt_lens)
 
 
 def load_bias(
-    state: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
+    sampling: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
 ) -> SamplingState:
     """Gives row `row` its biases, as `bias_row` makes them; donate the state. Only a sequence with
     biases needs it."""
-    return state._replace(logit_bias=state.logit_bias.at[row].set(bias))
+    return sampling._replace(logit_bias=sampling.logit_bias.at[row].set(bias))
 
 
 def record_tokens(
@@ -347,7 +351,7 @@ def sample(
     options = {"count": max_logprobs, "backend": backend}
     if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
         scores = call(partial(greedy_scores, **options), logits, adjustments, rows.scored)
-        return Sampled(scores[:, 0], scores)
+        return Sampled(scores[:, TOKEN_COLUMN], scores)
     best, height = _choose(logits, rows, adjustments, level, backend, call, is_split)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if SamplerLevel.LOGPROBS not in level:

@@ -1,31 +1,87 @@
-"""The jitted step functions: pure, every input an argument, the big arrays donated.
+"""The step functions, and `PROGRAMS`, the table from which they are compiled and launched.
 
-A step is two programs launched back to back: a forward (`decode_step` or `prefill_step`), which
-leaves the logits on the device, and `sample_step`, which reads them there. Apart, the unrolled
-model compiles once a shape and not once a shape and sampling level (docs/decisions/0003).
+A step function is pure: every input is an argument, and the big arrays are donated. A step is two
+programs launched back to back: a forward (`decode_step` or `prefill_step`), which leaves the logits
+on the device, and `sample_step`, which reads them there. Apart, the unrolled model compiles once a
+shape and not once a shape and sampling level (docs/decisions/0003).
+
+An argument means the same in every step:
+
+    model           the model with its parameters
+    state           the KV pool and the block tables
+    last_tokens     the token that each device row sampled last
+    sampling        the rows' tokens and biases; None at a level without `ADJUSTED`
+    packed          the batch, as `jpaged.runtime.batch` packs it
+    logits, inputs  from the forward program; of the device's part of the vocabulary if `is_split`
+    peers           what the device knows of those that share the model with it, if they sum through
+                    each other's memory (`pallas_kernels.exchange_header`)
+
+and static:
+
+    batch_size      sequences of the bucket (B)
+    num_tokens      tokens of the bucket (T)
+    backend         the implementation of the kernels
+    level           how much sampling does
+    max_logprobs    most probable tokens that are listed at a level with `LOGPROBS`
+    shared          calls what several programs have in common (`jpaged.compile.recipes`)
+    is_split        whether devices split the vocabulary
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from inspect import signature
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from jpaged.models.sharding import all_gather, own_start
-from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
+from jpaged.runtime.batch import (
+    DecodeBatch,
+    decode_key,
+    device_order,
+    pack_burst,
+    pack_decode,
+    pack_prefill,
+    prefill_key,
+    query_start_loc,
+    unpack_decode,
+    unpack_prefill,
+)
+from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.fused_layers import run_layers_fused
 from jpaged.runtime.kv_cache import KVState
+from jpaged.runtime.programs import (
+    BLOCK_COPIES_CHUNK,
+    BURST_LEVELS,
+    PROMPT_LOGPROBS_CHUNK,
+    Shapes,
+    int32,
+    sampler_levels,
+)
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
+    EVERYTHING,
+    LOADED_ROWS,
+    LOADED_TOKENS,
+    ROW_WIDTH,
     Sampled,
     SamplerLevel,
     SamplingState,
     decode_rows,
+    load_bias,
+    load_rows,
     record_tokens,
     sample,
 )
+from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from pallas_kernels import Backend, copy_blocks, token_scores
 
 
@@ -56,22 +112,13 @@ def decode_step(
     backend: Backend,
     peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
-    """One token of every sequence.
+    """Compute one token of every sequence.
 
-    Args:
-        model: The model with its parameters.
-        state: The KV pool and the block tables (donate it).
-        last_tokens: The token each row sampled last.
-        packed: The batch (`jpaged.runtime.batch.pack_decode`), padded to as many rows as the
-            logits are to have (G).
-        batch_size: How many of these may be sequences (B), static; the others are padding.
-        backend: The kernels' implementation.
-        peers: What the device knows of those that share the model with it, if they sum through each
-            other's memory (`pallas_kernels.exchange_header`).
+    `packed` is padded to as many rows as the logits are to have (G); at most `batch_size` of these
+    are sequences.
 
     Returns:
-        The logits that follow each sequence's token (of the device's part of the vocabulary where
-        devices split it), what sampling needs, and the new state.
+        The logits that follow each sequence's token, what sampling needs, and the new state.
     """
     padded = unpack_decode(packed)
     batch = DecodeBatch._make(column[:batch_size] for column in padded)
@@ -108,18 +155,11 @@ def prefill_step(
     shared: Callable | None = None,
     peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
-    """Any number of tokens of every sequence, flattened; decode rows may ride along.
-
-    Args:
-        model, state, last_tokens, backend, peers: As for `decode_step`.
-        packed: The batch (`jpaged.runtime.batch.pack_prefill`).
-        num_tokens: Tokens of the bucket (T), static.
-        batch_size: Sequences of the bucket (B), static.
-        shared: Calls what other steps have as well (`jpaged.compile.recipes`), static.
+    """Compute any number of tokens of every sequence, flattened; decode rows may ride along.
 
     Returns:
-        The logits after each sequence's last token, as of `decode_step`, all tokens' hidden states
-        (for `prompt_logprobs_step`), what sampling needs, and the new state.
+        The logits that follow each sequence's last token, all tokens' hidden states (for
+        `prompt_logprobs_step`), what sampling needs, and the new state.
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
@@ -146,8 +186,8 @@ def decode_burst_step(
     model: Decoder,
     state: KVState,
     last_tokens: Int32[Array, "R"],
-    sampling: SamplingState | None,
     packed: Int32[Array, "U B C"],
+    sampling: SamplingState | None = None,
     *,
     level: SamplerLevel,
     backend: Backend,
@@ -156,14 +196,9 @@ def decode_burst_step(
     is_split: bool = False,
     peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None, KVState]:
-    """Several decode steps one after the other, each sampled: one launch for the host.
+    """Compute several decode steps one after the other, each sampled: one launch for the host.
 
-    Args:
-        model, backend, peers: As for `decode_step`.
-        state, last_tokens: As for `decode_step` (donate both).
-        sampling, level, max_logprobs, is_split: As for `sample_step` (donate the first).
-        packed: The steps' batches, in order; each takes the tokens that the one before sampled.
-        shared: As for `prefill_step`, static.
+    `packed` has the steps' batches in order; each takes the tokens that the one before sampled.
 
     Returns:
         What each step sampled ([U, B] and [U, B, W]), the last tokens and the new states.
@@ -188,11 +223,8 @@ def mask_step(
 ) -> Float32[Array, "B V"]:
     """Forbid tokens between a forward and its sampling: -inf where a row's bit is not set.
 
-    Args:
-        logits: From the forward program (donate it).
-        allowed: As many bits as there are tokens, 32 a word: token `32 w + j` is bit `j` of word
-            `w`. All are set in a row without a grammar.
-        is_split: As for `sample_step`, static.
+    `allowed` has as many bits as there are tokens, 32 a word: token `32 w + j` is bit `j` of word
+    `w`. All are set in a row without a grammar.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
     is_allowed, width = (bits & 1).reshape(logits.shape[0], -1), logits.shape[1]
@@ -207,7 +239,7 @@ def sample_step(
     logits: Float32[Array, "B V"],
     inputs: SampleInputs,
     last_tokens: Int32[Array, "R"],
-    sampling: SamplingState | None,
+    sampling: SamplingState | None = None,
     *,
     level: SamplerLevel,
     backend: Backend,
@@ -215,20 +247,7 @@ def sample_step(
     shared: Callable | None = None,
     is_split: bool = False,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
-    """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded.
-
-    Args:
-        logits: From the forward program.
-        inputs: From the forward program.
-        last_tokens: The token each row sampled last (donate it).
-        sampling: The rows' tokens and biases (donate it); None where `level` is without `ADJUSTED`.
-        level: How much sampling does, static.
-        backend: The kernels' implementation, static.
-        max_logprobs: Most probable tokens listed at a level with `LOGPROBS`, static.
-        shared: As for `prefill_step`, static.
-        is_split: Whether devices split the vocabulary, so that each has the logits of its own part,
-            static.
-    """
+    """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded."""
     rows = decode_rows(inputs.encoded, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"shared": shared, "is_split": is_split}
@@ -248,18 +267,12 @@ def prompt_logprobs_step(
     max_logprobs: int,
     backend: Backend,
 ) -> Int32[Array, "C W"]:
-    """How likely the model found some of the prompt's own tokens.
+    """Return how likely the model found some of the prompt's own tokens (`token_scores` packs it).
 
     Args:
-        model: The model with its parameters.
         hidden: A prefill step's hidden states.
         indices: Positions in `hidden`.
         targets: The token that followed each of them in the prompt.
-        max_logprobs: Most probable tokens listed, static.
-        backend: The kernels' implementation, static.
-
-    Returns:
-        Their scores, as `pallas_kernels.token_scores` packs them.
     """
     wanted = jnp.ones(targets.shape, jnp.bool_)
     logits = model.logits(hidden[indices])
@@ -271,14 +284,14 @@ def prompt_logprobs_step(
 def copy_blocks_step(
     state: KVState, source: Int32[Array, "C"], target: Int32[Array, "C"], *, backend: Backend
 ) -> KVState:
-    """Copy blocks `source[i]` to `target[i]` in all layers (donate the state)."""
+    """Copy blocks `source[i]` to `target[i]` in all layers."""
     return state._replace(pool=copy_blocks(state.pool, source, target, backend=backend))
 
 
 def fork_rows_step(
     state: KVState, parents: Int32[Array, "C"], children: Int32[Array, "C"]
 ) -> KVState:
-    """Copy the block tables of rows `parents[i]` to rows `children[i]` (donate the state).
+    """Copy the block tables of rows `parents[i]` to rows `children[i]`.
 
     All are read before any is written. Padding pairs are (padding row, padding row).
     """
@@ -309,3 +322,223 @@ def _token_positions(
     from_end = starts[owner + 1] - index
     positions = jnp.where(real, seq_lens[owner] - from_end, 0)
     return owner, positions, real
+
+
+Sizes = Mapping[str, Any]
+
+INPUTS: Mapping[str, Callable[[RuntimeConfig, Shapes, Sizes], Any]] = {
+    "logits": lambda config, shapes, sizes: shapes.logits(sizes["num_rows"]),
+    "inputs": lambda config, shapes, sizes: _sample_inputs(sizes["num_rows"]),
+    "allowed": lambda config, shapes, sizes: int32(sizes["num_rows"], config.mask_width),
+    "hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
+        (sizes["num_tokens"], *shapes.hidden.shape), shapes.hidden.dtype
+    ),
+    "indices": lambda config, shapes, sizes: int32(PROMPT_LOGPROBS_CHUNK),
+    "targets": lambda config, shapes, sizes: int32(PROMPT_LOGPROBS_CHUNK),
+    "marks": lambda config, shapes, sizes: int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS),
+    "row": lambda config, shapes, sizes: int32(),
+    "bias": lambda config, shapes, sizes: jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32),
+    "source": lambda config, shapes, sizes: int32(BLOCK_COPIES_CHUNK),
+    "target": lambda config, shapes, sizes: int32(BLOCK_COPIES_CHUNK),
+    "parents": lambda config, shapes, sizes: int32(config.num_rows),
+    "children": lambda config, shapes, sizes: int32(config.num_rows),
+    "block_ids": lambda config, shapes, sizes: int32(sizes["num_blocks"]),
+    "blocks": lambda config, shapes, sizes: shapes.blocks(sizes["num_blocks"]),
+}
+"""Shapes of what a launch gives, by the names that step functions have for it; all but `packed`."""
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A step function, and all that compiling, warming up and launching its programs needs.
+
+    The function's arguments are found by their names: the runner holds the model and the arrays of
+    `Shapes.held`; sizes, and options such as `backend`, are bound when a program is traced; a
+    launch gives `INPUTS`.
+
+    Attributes:
+        name: With a key, the name of a compiled program.
+        function: The step function.
+        results: Names of what it returns. A result with the name of an argument takes the memory of
+            that argument, which is donated.
+        key: Names of the sizes that a key consists of.
+        keys: Return the keys of all programs, in the order of compiling.
+        products: Return the part of the model whose matrix products a program has, and their rows.
+        compile_seconds: What a processor takes to compile one of the programs, and once more what
+            those that differ only in the last part of their keys have in common (Qwen3-0.6B, H200:
+            docs/startup.md).
+    """
+
+    name: str
+    function: Callable[..., Any]
+    results: tuple[str, ...]
+    key: tuple[str, ...] = ()
+    keys: Callable[[RuntimeConfig, Shapes], Iterable[Any]] = lambda *_: (None,)
+    products: Callable[[Sizes], tuple[str, int] | None] = lambda _: None
+    compile_seconds: tuple[float, float] = 0.5, 0.0
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the function's arguments."""
+        return tuple(signature(self.function).parameters)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arguments that a launch gives, but for `packed`."""
+        return tuple(name for name in self.arguments if name in INPUTS)
+
+    def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
+        """Return what a key says, by names that step functions and packing functions have for it;
+        for a batch, the rows of its logits and, unless the key says otherwise, its tokens too."""
+        sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
+        if "batch_size" in sizes:
+            sizes.setdefault("num_rows", config.buckets.logits_rows(sizes["batch_size"]))
+            sizes.setdefault("num_tokens", sizes["batch_size"])
+        return sizes
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether its programs depend on the size of the pool."""
+        return "state" in self.arguments
+
+    def held(self, names: Iterable[str], sizes: Sizes) -> tuple[str, ...]:
+        """Return which of the arrays that stay on the device, given by name, a program takes."""
+        adjusts = SamplerLevel.ADJUSTED in sizes.get("level", EVERYTHING)
+        taken = [name for name in names if name in self.arguments]
+        return tuple(name for name in taken if adjusts or name != "sampling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProgram(StepProgram):
+    """A step that computes plans.
+
+    Attributes:
+        pack: Packs sequences and their device rows into the step's argument `packed`; without
+            sequences, padding.
+        key_of: Return the key of the program for a plan; None if the step does not compute it.
+        order: Return the order in which the step has a plan's sequences; None for the plan's own.
+    """
+
+    pack: Callable[..., np.ndarray]
+    key_of: Callable[[Buckets, StepPlan], Any] = lambda *_: None
+    order: Callable[[tuple[ScheduledSequence, ...]], np.ndarray] | None = None
+    products: Callable[[Sizes], tuple[str, int]] = lambda sizes: ("layers", sizes["num_tokens"])
+
+    def packer(
+        self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
+    ) -> Callable[..., np.ndarray]:
+        """Return `pack` for the program with a key."""
+        given = {
+            "sampling_table": sampling_table,
+            "max_blocks": config.max_blocks_per_seq,
+            "num_steps": config.num_scheduler_steps,
+            **self.sizes(config, key),
+        }
+        wanted = signature(self.pack).parameters
+        return partial(self.pack, **{name: it for name, it in given.items() if name in wanted})
+
+
+def _sample_inputs(num_rows: int) -> SampleInputs:
+    counted = jax.ShapeDtypeStruct((num_rows,), jnp.bool_)
+    rows, encoded = int32(num_rows), int32(num_rows, ROW_WIDTH)
+    return SampleInputs._make([rows, counted, encoded, rows])
+
+
+def _decode_keys(config: RuntimeConfig, _: Shapes) -> list[int]:
+    """The smallest first: the Mosaic kernel that it may have is compiled only while nothing else
+    is. Then from the largest on, which has the most to measure."""
+    smallest, *larger = config.buckets.decode_seqs
+    return [smallest, *reversed(larger)]
+
+
+def _burst_keys(config: RuntimeConfig, shapes: Shapes) -> list[tuple[int, SamplerLevel]]:
+    sizes = [size for size in _decode_keys(config, shapes) if size in config.buckets.burst_seqs]
+    return [(size, level) for size in sizes for level in BURST_LEVELS]
+
+
+def _prefill_keys(config: RuntimeConfig, _: Shapes) -> list[tuple[int, int]]:
+    most = config.buckets.prefill_seqs[-1]
+    return sorted(config.buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0]))
+
+
+def _sample_keys(config: RuntimeConfig, shapes: Shapes) -> list[tuple[int, SamplerLevel]]:
+    levels = sampler_levels(config, splits_vocabulary=shapes.splits_vocabulary)
+    rows = _logits_rows(config, shapes)
+    return [(num_rows, level) for num_rows in rows for level in reversed(levels)]
+
+
+def _logits_rows(config: RuntimeConfig, shapes: Shapes) -> list[int]:
+    """Rows of the logits that steps leave."""
+    steps = [step for step in PLAN_PROGRAMS if "logits" in step.results]
+    keys = [(step, key) for step in steps for key in step.keys(config, shapes)]
+    return sorted({step.sizes(config, key)["num_rows"] for step, key in keys})
+
+
+def _swap_keys(config: RuntimeConfig, shapes: Shapes) -> tuple[int, ...]:
+    return chunk_sizes(shapes.kv.pool, config.num_host_blocks)
+
+
+PROGRAMS: Mapping[str, StepProgram] = {
+    program.name: program
+    for program in (
+        PlanProgram(
+            "decode",
+            decode_step,
+            ("logits", "inputs", "state"),
+            ("batch_size",),
+            _decode_keys,
+            compile_seconds=(5.5, 0.0),
+            pack=pack_decode,
+            key_of=decode_key,
+        ),
+        PlanProgram(
+            "decode_burst",
+            decode_burst_step,
+            ("sampled", "last_tokens", "sampling", "state"),
+            ("batch_size", "level"),
+            _burst_keys,
+            compile_seconds=(8.0, 0.0),
+            pack=pack_burst,
+        ),
+        PlanProgram(
+            "prefill",
+            prefill_step,
+            ("logits", "hidden", "inputs", "state"),
+            ("num_tokens", "batch_size"),
+            _prefill_keys,
+            compile_seconds=(5.0, 4.5),
+            pack=pack_prefill,
+            key_of=prefill_key,
+            order=device_order,
+        ),
+        StepProgram(
+            "prompt_logprobs",
+            prompt_logprobs_step,
+            ("scores",),
+            ("num_tokens",),
+            lambda config, _: config.buckets.prefill_tokens,
+            lambda _: ("head", PROMPT_LOGPROBS_CHUNK),
+        ),
+        StepProgram("mask", mask_step, ("logits",), ("num_rows",), _logits_rows),
+        StepProgram(
+            "sample",
+            sample_step,
+            ("sampled", "last_tokens", "sampling"),
+            ("num_rows", "level"),
+            _sample_keys,
+            compile_seconds=(1.0, 0.0),
+        ),
+        StepProgram("load_rows", load_rows, ("sampling",)),
+        StepProgram("load_bias", load_bias, ("sampling",)),
+        StepProgram("copy_blocks", copy_blocks_step, ("state",)),
+        StepProgram("fork_rows", fork_rows_step, ("state",)),
+        StepProgram("gather_blocks", gather_blocks_step, ("blocks",), ("num_blocks",), _swap_keys),
+        StepProgram(
+            "scatter_blocks", scatter_blocks_step, ("state", "done"), ("num_blocks",), _swap_keys
+        ),
+    )
+}
+"""All that an engine compiles, in this order. A decode step comes before its bursts. Of programs
+with the same matrix products, the one that has the most to measure comes first."""
+
+PLAN_PROGRAMS = tuple(step for step in PROGRAMS.values() if isinstance(step, PlanProgram))

@@ -10,7 +10,7 @@ lie on the device at once: the memory account has room for these.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.models.sharding import mesh_of, own_bytes
-from jpaged.runtime.steps import KVState
+from jpaged.runtime.kv_cache import KVState
 from pallas_kernels import LayerKV
 
 MAX_CHUNK_BYTES = 256 * 2**20
@@ -32,11 +32,9 @@ MAX_STAGED_CHUNKS = 4
 """Chunks on the device, between pool and host, at once."""
 
 
-def gather_blocks_step(
-    pool: tuple[LayerKV, ...], block_ids: Int32[Array, "C"]
-) -> Shaped[Array, "A C S K H"]:
-    """Blocks of all A arrays of the pool (K and V by layer), as one array."""
-    return jnp.stack([array[block_ids] for array in jax.tree.leaves(pool)])
+def gather_blocks_step(state: KVState, block_ids: Int32[Array, "C"]) -> Shaped[Array, "A C S K H"]:
+    """Return blocks of all A arrays of the pool (K and V by layer), as one array."""
+    return jnp.stack([array[block_ids] for array in jax.tree.leaves(state.pool)])
 
 
 def scatter_blocks_step(
@@ -111,6 +109,10 @@ def to_device(blocks: jax.Array) -> jax.Array:
     return jax.device_put(blocks, blocks.sharding.with_memory_kind("device"))
 
 
+Launch = Callable[..., dict[str, Any]]
+"""Launches a program by its kind, key and inputs, and returns its results by their names."""
+
+
 class Chunk(NamedTuple):
     """Entries of an image from `first` on, in host memory: [A, size, S, K, H]."""
 
@@ -131,19 +133,24 @@ class Arrival(NamedTuple):
 class BlockImages:
     """Images of swapped-out blocks by their ids, and the chunks between device and host.
 
+    Methods are given the runner's `launch`: a reference to the runner would be a cycle.
+
     Args:
-        gather: `gather_blocks_step` compiled, by chunk size.
-        scatter: `scatter_blocks_step` compiled, by chunk size.
+        pool: The pool's arrays, or their shapes.
+        num_host_blocks: Most blocks in host memory; 0 where nothing is swapped.
         wait: Waits until arrays are computed.
     """
 
     def __init__(
         self,
-        gather: Mapping[int, Any],
-        scatter: Mapping[int, Any],
+        pool: tuple[LayerKV, ...],
+        num_host_blocks: int,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ):
-        self._gather, self._scatter, self._wait = gather, scatter, wait
+        mesh = mesh_of(pool)
+        self._sizes, self._num_host_blocks = chunk_sizes(pool, num_host_blocks), num_host_blocks
+        self._host_bytes = num_host_blocks * pool_block_bytes(pool) * (mesh.size if mesh else 1)
+        self._num_blocks, self._wait = pool[0].k.shape[0], wait
         self._images: dict[int, list[Chunk]] = {}
         self._moving: deque[Any] = deque()
 
@@ -154,22 +161,22 @@ class BlockImages:
         """Forget an image; its memory is free once its transfer is done."""
         del self._images[image_id]
 
-    def swap_out(self, pool: tuple[LayerKV, ...], order: SwapOut) -> None:
+    def swap_out(self, launch: Launch, order: SwapOut) -> None:
         """Copy blocks as they are at this point of the launch order to a new image.
 
         Raises:
             ValueError: swapping is off (the engine has no host blocks), or the image exists.
         """
-        if not self._gather or order.image_id in self._images:
-            reason = "exists" if self._gather else "has no place: num_host_blocks is 0"
+        if not self._sizes or order.image_id in self._images:
+            reason = "exists" if self._sizes else "has no place: num_host_blocks is 0"
             raise ValueError(f"image {order.image_id} {reason}")
         chunks, first = [], 0
-        for size in cut(len(order.block_ids), self._gather.keys()):
+        for size in cut(len(order.block_ids), self._sizes):
             ids = np.zeros(size, np.int32)
             part = order.block_ids[first : first + size]
             ids[: len(part)] = part
             self._make_room()
-            blocks = to_host(self._gather[size](pool, ids))
+            blocks = to_host(launch("gather_blocks", size, block_ids=ids)["blocks"])
             self._moving.append(blocks)
             chunks.append(Chunk(first, size, blocks))
             first += size
@@ -186,26 +193,25 @@ class BlockImages:
                 arrivals.append(Arrival(ids, blocks, is_staged))
         return arrivals
 
-    def place(self, state: KVState, arrivals: deque[Arrival]) -> KVState:
+    def place(self, launch: Launch, arrivals: deque[Arrival]) -> None:
         """Write fetched blocks to their places in the pool, at this point of the launch order; of
         `arrivals` nothing is left, so that no chunk stays on the device."""
-        num_blocks = state.pool[0].k.shape[0]
         while arrivals:
             ids, blocks, is_staged = arrivals.popleft()
             if not is_staged:
                 self._make_room()
                 blocks = to_device(blocks)
-            beyond = np.arange(num_blocks, num_blocks + len(ids), dtype=np.int32)
-            state, done = self._scatter[len(ids)](state, np.where(ids < 0, beyond, ids), blocks)
-            self._moving.append(done)
-        return state
+            beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
+            ids = np.where(ids < 0, beyond, ids)
+            scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)
+            self._moving.append(scattered["done"])
 
     def wait(self) -> None:
         """Wait until nothing is on its way."""
         self._wait(list(self._moving))
         self._moving.clear()
 
-    def warm_up(self, state: KVState, num_host_blocks: int) -> KVState:
+    def warm_up(self, launch: Launch) -> None:
         """Run every program and transfer twice on the null block, and pin the host's memory.
 
         Pinning runs at a tenth of a transfer's speed, and JAX keeps what it once pinned: an image
@@ -214,22 +220,19 @@ class BlockImages:
         Raises:
             ValueError: the host has no memory for so many blocks.
         """
-        if not self._gather:
-            return state
-        for size in [*self._gather, *self._gather]:
-            self.swap_out(state.pool, SwapOut(-1, (0,) * size))
-            state = self.place(state, self.fetch([SwapIn(-1, ((0, 0),))]))
+        if not self._sizes:
+            return
+        for size in self._sizes * 2:
+            self.swap_out(launch, SwapOut(-1, (0,) * size))
+            self.place(launch, self.fetch([SwapIn(-1, ((0, 0),))]))
         try:
-            self.swap_out(state.pool, SwapOut(-1, (0,) * num_host_blocks))
+            self.swap_out(launch, SwapOut(-1, (0,) * self._num_host_blocks))
             self.wait()
         except jax.errors.JaxRuntimeError as error:
-            mesh = mesh_of(state.pool)
-            num_devices = 1 if mesh is None else mesh.size
-            size = num_host_blocks * num_devices * pool_block_bytes(state.pool) / 2**30
+            size = self._host_bytes / 2**30
             message = f"no {size:.1f} GiB of host memory can be pinned for blocks: lower swap_space"
             raise ValueError(message) from error
         self.drop(-1)
-        return state
 
     def _make_room(self) -> None:
         self._forget_arrived()

@@ -9,7 +9,6 @@ from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.core.swap import PreemptionCosts
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import of_kind
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import MAX_STAGED_CHUNKS
 from jpaged.sampling_params import SamplingParams
@@ -26,7 +25,7 @@ def measure_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts
         config: Its configuration, with host blocks to swap to.
     """
     # Every size of a chunk, and as many of the largest as are on their way at once.
-    chunks = sorted(of_kind(runner.programs, "gather_blocks"))
+    chunks = sorted(size for kind, size in runner.programs if kind == "gather_blocks")
     most = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
     blocks = sorted({*chunks, max(most, chunks[-1])})
     prefill = [(n, _best(time_prefill, runner, config, n)) for n in config.buckets.prefill_tokens]

@@ -6,14 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jpaged.errors import RequestError, RequestTypeError, brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
 from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, parse_json
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, init=False)
@@ -34,6 +32,8 @@ class StructuredOutputs:
     Raises:
         TypeError, ValueError: naming the field, and of a schema the place in it.
     """
+
+    KINDS: ClassVar = ("json", "regex", "choice", "grammar", "json_object")
 
     json: str | None = None
     regex: str | None = None
@@ -56,11 +56,13 @@ class StructuredOutputs:
         name: str = "structured_outputs",
     ):
         """As of the class; errors call it `name`."""
-        given = dict(zip(_KINDS, (json, regex, choice, grammar, json_object), strict=True))
+        given = dict(zip(self.KINDS, (json, regex, choice, grammar, json_object), strict=True))
         given = {kind: it for kind, it in given.items() if it is not None}
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise RequestError(name, f"must have just one of {', '.join(_KINDS)}; it has {found}")
+            raise RequestError(
+                name, f"must have just one of {', '.join(self.KINDS)}; it has {found}"
+            )
         ((kind, value),) = given.items()
         for text, what in ((after, "after"), (opening, "opening")):
             if text is not None and (not isinstance(text, str) or not text):
@@ -74,7 +76,7 @@ class StructuredOutputs:
                 value=repr(opening),
                 remedy="it is what that ends",
             )
-        made = {**dict.fromkeys(_KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
+        made = {**dict.fromkeys(self.KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
 
@@ -101,7 +103,7 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """Which of the fields is given."""
-        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+        return next(kind for kind in self.KINDS if getattr(self, kind) is not None)
 
 
 def _checked_text(name: str, value: object) -> str:

@@ -5,7 +5,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.scores import triton, xla
+from pallas_kernels.scores.adjustments import LOGPROB_COLUMN as LOGPROB_COLUMN
 from pallas_kernels.scores.adjustments import NUM_FACTS as NUM_FACTS
+from pallas_kernels.scores.adjustments import RANK_COLUMN as RANK_COLUMN
+from pallas_kernels.scores.adjustments import TOKEN_COLUMN as TOKEN_COLUMN
 from pallas_kernels.scores.adjustments import Adjustments as Adjustments
 from pallas_kernels.scores.adjustments import all_adjusted
 from pallas_kernels.scores.xla import first_maximum as first_maximum

@@ -16,8 +16,8 @@ COUNT_MASK = IS_ENDING - 1
 ADJUSTS, BIASED, EARLY = 1, 2, 4
 """Bits of a row's kind: it is adjusted at all; it has biases; its ending tokens are forbidden."""
 
-NUM_FACTS = 3
-"""Columns of a row of scores before its most probable tokens."""
+TOKEN_COLUMN, LOGPROB_COLUMN, RANK_COLUMN, NUM_FACTS = range(4)
+"""Columns of a row of scores, and how many there are before its most probable tokens."""
 
 
 class Adjustments(NamedTuple):

@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels.scores.adjustments import ADJUSTS, NUM_FACTS, Adjustments, all_adjusted
+from pallas_kernels.scores.adjustments import (
+    ADJUSTS,
+    NUM_FACTS,
+    TOKEN_COLUMN,
+    Adjustments,
+    all_adjusted,
+)
 
 
 def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
@@ -66,7 +72,7 @@ def token_scores(
 
     def skip() -> Int32[Array, "T W"]:
         empty = jnp.zeros((logits.shape[0], NUM_FACTS + 2 * count), jnp.int32)
-        return empty.at[:, 0].set(token_ids)
+        return empty.at[:, TOKEN_COLUMN].set(token_ids)
 
     return jax.lax.cond(wanted.any(), score, skip)
 

@@ -70,12 +70,11 @@ class Lowered:
 
 
 def prefill(rows: int, seqs: int) -> Recipe:
-    return Recipe(("prefill", (rows, seqs)), print, products=("layers", rows))
+    return Recipe(("prefill", (rows, seqs)), print, products=("layers", rows), logits_rows=seqs)
 
 
 def decode(kind: str, rows: int) -> Recipe:
-    packed = jax.ShapeDtypeStruct((4, rows, 12) if kind == "decode_burst" else (rows, 12), "int32")
-    return Recipe((kind, rows), print, keywords={"packed": packed}, products=("layers", rows))
+    return Recipe((kind, rows), print, products=("layers", rows), logits_rows=rows)
 
 
 @pytest.fixture

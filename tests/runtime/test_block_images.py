@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.compile.recipes import Recipe, swap_recipes
+from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.runtime import swap
-from jpaged.runtime.steps import KVState, fork_rows_step
+from jpaged.runtime.kv_cache import KVState
+from jpaged.runtime.programs import Shapes, SplitModel, int32
+from jpaged.runtime.runtime_config import RuntimeConfig
+from jpaged.runtime.sampler import init_state
+from jpaged.runtime.steps import fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,
     BlockImages,
@@ -22,7 +27,7 @@ from jpaged.runtime.swap import (
     scatter_blocks_step,
     staging_bytes,
 )
-from pallas_kernels import FP8, FP8_PAIR, LayerKV, fp8_pairs
+from pallas_kernels import FP8, FP8_PAIR, Backend, LayerKV, fp8_pairs
 
 P, S, K, H, NUM_LAYERS = 100, 8, 2, 4, 3
 SIZES = (8, 16)
@@ -44,107 +49,130 @@ def contents(state: KVState) -> list[np.ndarray]:
     return [np.array(array) for array in jax.tree.leaves(state.pool)]
 
 
+def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
+    """Gather and scatter."""
+    config = RuntimeConfig(S, P, 5 * S, 3, 64, 16, Backend.XLA)
+    shapes = Shapes(state, int32(4), jax.eval_shape(lambda: init_state(4, 16)), int32(8))
+    made = Recipes(SplitModel.of(nnx.Module()), shapes, config)
+    return made["gather_blocks", size], made["scatter_blocks", size]
+
+
+def compiled_swaps(state: KVState, *sizes: int) -> dict[Any, Any]:
+    return {it.name: it.compile() for size in sizes for it in swap_recipes(state, size)}
+
+
+class Pool:
+    """Stands for the runner: holds the state and launches programs on it."""
+
+    def __init__(self, programs: dict[Any, Any], state: KVState):
+        self.programs, self.state = programs, state
+
+    def launch(self, kind: str, size: int, **inputs: Any) -> dict[str, Any]:
+        found = self.programs[kind, size](state=self.state, **inputs)
+        if kind == "gather_blocks":
+            return {"blocks": found}
+        self.state, done = found
+        return {"done": done}
+
+
 @pytest.fixture(scope="module")
-def programs() -> tuple[dict[int, Any], dict[int, Any]]:
-    state = make_state()
-    made = {size: [recipe.compile() for recipe in swap_recipes(state, size)] for size in SIZES}
-    gather = {size: pair[0] for size, pair in made.items()}
-    return gather, {size: pair[1] for size, pair in made.items()}
+def programs() -> dict[Any, Any]:
+    return compiled_swaps(make_state(), *SIZES)
 
 
 @pytest.fixture
-def images(programs) -> BlockImages:
-    return BlockImages(*programs)
+def pool(programs: dict[Any, Any]) -> Pool:
+    return Pool(programs, make_state())
+
+
+@pytest.fixture
+def images(pool: Pool) -> BlockImages:
+    return BlockImages(pool.state.pool, SIZES[-1])
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
-def test_blocks_come_back_in_other_places(images: BlockImages, num_blocks: int):
-    state = make_state()
-    before = contents(state)
+def test_blocks_come_back_in_other_places(images: BlockImages, pool: Pool, num_blocks: int):
+    before = contents(pool.state)
     taken = np.random.default_rng(1).permutation(np.arange(1, P))
     source = taken[:num_blocks]
-    images.swap_out(state.pool, SwapOut(5, tuple(map(int, source))))
+    images.swap_out(pool.launch, SwapOut(5, tuple(map(int, source))))
     spoil = jnp.asarray(source, jnp.int32)
-    state = state._replace(pool=jax.tree.map(lambda a: a.at[spoil].set(jnp.nan), state.pool))
+    spoiled = jax.tree.map(lambda a: a.at[spoil].set(jnp.nan), pool.state.pool)
+    pool.state = pool.state._replace(pool=spoiled)
     target = np.roll(source, 1)  # others of the freed blocks
     places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    state = images.place(state, images.fetch([SwapIn(5, places)]))
-    for was, now in zip(before, contents(state), strict=True):
+    images.place(pool.launch, images.fetch([SwapIn(5, places)]))
+    for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now[target], was[source])
         others = np.setdiff1d(np.arange(P), source)
         np.testing.assert_array_equal(now[others], was[others])
     assert len(images) == 0
 
 
-def test_what_waits_for_devices_waits_for_chunks(programs, monkeypatch: pytest.MonkeyPatch):
+def test_what_waits_for_devices_waits_for_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
     """So a device that never ends what is launched is waited for no longer than a step is."""
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
     monkeypatch.setattr(swap, "to_host", lambda blocks: never)
-    images, state = BlockImages(*programs, wait=waited.append), make_state()
+    images = BlockImages(pool.state.pool, SIZES[-1], wait=waited.append)
     for image_id in range(MAX_STAGED_CHUNKS + 1):
-        images.swap_out(state.pool, SwapOut(image_id, (3,)))
+        images.swap_out(pool.launch, SwapOut(image_id, (3,)))
     assert waited == [never]
     images.wait()
     assert waited[1] == [never] * MAX_STAGED_CHUNKS
 
 
-def test_entries_that_nobody_wants_are_left_out(images: BlockImages):
-    state = make_state()
-    before = contents(state)
-    images.swap_out(state.pool, SwapOut(1, tuple(range(1, 31))))
+def test_entries_that_nobody_wants_are_left_out(images: BlockImages, pool: Pool):
+    before = contents(pool.state)
+    images.swap_out(pool.launch, SwapOut(1, tuple(range(1, 31))))
     places = ((29, 50), (2, 51), (17, 52))  # entries of two chunks, in no order
-    state = images.place(state, images.fetch([SwapIn(1, places)]))
-    for was, now in zip(before, contents(state), strict=True):
+    images.place(pool.launch, images.fetch([SwapIn(1, places)]))
+    for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now[[50, 51, 52]], was[[30, 3, 18]])
         np.testing.assert_array_equal(
             np.delete(now, [50, 51, 52], 0), np.delete(was, [50, 51, 52], 0)
         )
 
 
-def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: BlockImages):
-    state = make_state()
-    images.swap_out(state.pool, SwapOut(1, (1, 2)))
+def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: BlockImages, pool: Pool):
+    images.swap_out(pool.launch, SwapOut(1, (1, 2)))
     assert not images.fetch([SwapIn(1, ())])
     assert len(images) == 0
 
 
-def test_several_images_return_in_one_plan(images: BlockImages):
-    state = make_state()
-    before = contents(state)
+def test_several_images_return_in_one_plan(images: BlockImages, pool: Pool):
+    before = contents(pool.state)
     for image_id in range(1, 2 * MAX_STAGED_CHUNKS):
-        images.swap_out(state.pool, SwapOut(image_id, (image_id,)))
+        images.swap_out(pool.launch, SwapOut(image_id, (image_id,)))
     orders = [SwapIn(i, ((0, 40 + i),)) for i in range(1, 2 * MAX_STAGED_CHUNKS)]
-    state = images.place(state, images.fetch(orders))
+    images.place(pool.launch, images.fetch(orders))
     images.wait()
-    for was, now in zip(before, contents(state), strict=True):
+    for was, now in zip(before, contents(pool.state), strict=True):
         ids = np.arange(1, 2 * MAX_STAGED_CHUNKS)
         np.testing.assert_array_equal(now[40 + ids], was[ids])
 
 
-def test_a_dropped_image_is_gone(images: BlockImages):
-    state = make_state()
-    images.swap_out(state.pool, SwapOut(1, (3,)))
+def test_a_dropped_image_is_gone(images: BlockImages, pool: Pool):
+    images.swap_out(pool.launch, SwapOut(1, (3,)))
     images.drop(1)
     assert len(images) == 0
     with pytest.raises(KeyError):
         images.fetch([SwapIn(1, ((0, 3),))])
-    images.swap_out(state.pool, SwapOut(1, (4,)))
+    images.swap_out(pool.launch, SwapOut(1, (4,)))
     with pytest.raises(ValueError, match="image 1 exists"):
-        images.swap_out(state.pool, SwapOut(1, (3,)))
+        images.swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_many_images_in_any_order(images: BlockImages):
+def test_many_images_in_any_order(images: BlockImages, pool: Pool):
     """Random traffic against arrays on the host; images come and go while others are out."""
     rng = np.random.default_rng(3)
-    state = make_state()
-    oracle = contents(state)
+    oracle = contents(pool.state)
     out: dict[int, list[np.ndarray]] = {}
     for step in range(60):
         ids = rng.permutation(np.arange(1, P))[: rng.integers(1, 40)]
         action = rng.choice(["out", "in", "drop"]) if len(out) > 1 else "out"
         if action == "out":
-            images.swap_out(state.pool, SwapOut(step, tuple(map(int, ids))))
+            images.swap_out(pool.launch, SwapOut(step, tuple(map(int, ids))))
             out[step] = [array[ids] for array in oracle]
             continue
         image_id = int(rng.choice(list(out)))
@@ -155,33 +183,33 @@ def test_many_images_in_any_order(images: BlockImages):
         count = min(len(ids), len(blocks[0]))
         entries = rng.permutation(len(blocks[0]))[:count]
         places = tuple((int(e), int(b)) for e, b in zip(entries, ids[:count], strict=True))
-        state = images.place(state, images.fetch([SwapIn(image_id, places)]))
+        images.place(pool.launch, images.fetch([SwapIn(image_id, places)]))
         for array, image in zip(oracle, blocks, strict=True):
             array[ids[:count]] = image[entries]
-    for now, expected in zip(contents(state), oracle, strict=True):
+    for now, expected in zip(contents(pool.state), oracle, strict=True):
         np.testing.assert_array_equal(now, expected)
     assert len(images) == len(out)
 
 
-def test_swapping_that_is_off_is_refused():
+def test_swapping_that_is_off_is_refused(pool: Pool):
     with pytest.raises(ValueError, match="image 1 has no place: num_host_blocks is 0"):
-        BlockImages({}, {}).swap_out(make_state().pool, SwapOut(1, (3,)))
+        BlockImages(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_images_lie_in_pinned_host_memory(images: BlockImages):
+def test_images_lie_in_pinned_host_memory(images: BlockImages, pool: Pool):
     def pinned() -> int:
         return sum(it.sharding.memory_kind == "pinned_host" for it in jax.live_arrays())
 
     before = pinned()
-    images.swap_out(make_state().pool, SwapOut(1, (3,)))
+    images.swap_out(pool.launch, SwapOut(1, (3,)))
     assert pinned() == before + 1
     images.drop(1)
 
 
-def test_warm_up_leaves_the_pool_alone(images: BlockImages):
-    state = make_state()
-    before = contents(state)
-    for was, now in zip(before, contents(images.warm_up(state, 50)), strict=True):
+def test_warm_up_leaves_the_pool_alone(images: BlockImages, pool: Pool):
+    before = contents(pool.state)
+    images.warm_up(pool.launch)
+    for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now, was)
     assert len(images) == 0
 
@@ -233,14 +261,13 @@ def test_blocks_of_float8_come_back_bit_for_bit():
     array = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H)).view(np.uint16)
     layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
     state = KVState((layer,), jnp.zeros((4, 5), jnp.int32))
-    gather, scatter = (recipe.compile() for recipe in swap_recipes(state, 64))
-    images = BlockImages({64: gather}, {64: scatter})
+    pool, images = Pool(compiled_swaps(state, 64), state), BlockImages(state.pool, 64)
     source = np.arange(1, 65)
-    images.swap_out(state.pool, SwapOut(5, tuple(map(int, source))))
+    images.swap_out(pool.launch, SwapOut(5, tuple(map(int, source))))
     target = np.roll(source, 9)
     places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    state = images.place(state, images.fetch([SwapIn(5, places)]))
-    for now in contents(state):
+    images.place(pool.launch, images.fetch([SwapIn(5, places)]))
+    for now in contents(pool.state):
         assert now.dtype == FP8_PAIR
         np.testing.assert_array_equal(now[target], array[source])
 
@@ -250,11 +277,11 @@ def test_programs_lower_for_a_gpu(dtype):
     state = make_state(dtype)
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
-    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
+    blocks = jax.eval_shape(gather_blocks_step, state, ids)
     pool = state.pool[0].k
     assert (blocks.shape, blocks.dtype) == ((2 * NUM_LAYERS, 8, *pool.shape[1:]), pool.dtype)
     for step, arguments in (
-        (gather_blocks_step, (state.pool, ids)),
+        (gather_blocks_step, (state, ids)),
         (scatter_blocks_step, (state, ids, blocks)),
         (fork_rows_step, (state, rows, rows)),
     ):

@@ -432,7 +432,8 @@ def test_what_needs_no_pool_has_the_same_shares_by_itself():
     """Workers begin with it while the pool's size is not known."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
-    assert {recipe.name[0] for recipe in poolless} == {"mask", "sample", "prompt_logprobs"}
+    kinds = {"mask", "sample", "prompt_logprobs", "load_rows", "load_bias"}
+    assert {recipe.name[0] for recipe in poolless} == kinds
     for share in range(8):
         alone = share_of(poolless, share, 8)
         assert share_of(made, share, 8)[: len(alone)] == alone

@@ -276,7 +276,7 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
 
     def counted(name: str):
         run = programs[name, None]
-        return lambda *arguments: launched.append(name) or run(*arguments)
+        return lambda **arguments: launched.append(name) or run(**arguments)
 
     both = {(name, None): counted(name) for name in ("load_rows", "load_bias")}
     monkeypatch.setattr(driver.runner, "programs", {**programs, **both})

@@ -110,9 +110,9 @@ def test_few_scores_of_a_prompt_are_launched_ahead(is_shared: bool):
     scored: list[jax.Array] = []
     waited: list[tuple[Any, int]] = []
 
-    def score(*, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
+    def score(*, indices: np.ndarray, targets: np.ndarray) -> dict[str, jax.Array]:
         scored.append(jnp.asarray(targets[0]))
-        return scored[-1]
+        return {"scores": scored[-1]}
 
     def wait(array: jax.Array) -> None:
         waited.append((int(array), len(scored)))

@@ -1,5 +1,6 @@
 """The house stays as it is meant to be: no circle, nothing that looks upwards, few files loose."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,10 @@ def test_a_decode_step_calls_few_functions_of_few_modules():
     assert len(step.modules) <= len(step.functions) <= step.num_calls
     assert len(step.functions) <= MAX_STEP_FUNCTIONS
     assert len(step.modules) <= MAX_STEP_MODULES
+
+
+def test_benchmarks_import_nothing_from_tools():
+    """Tools import benchmarks."""
+    imported = re.compile(r"^\s*(?:from|import) tools\b", re.MULTILINE)
+    files = (house.ROOT / "bench").rglob("*.py")
+    assert [file.name for file in files if imported.search(file.read_text("utf-8"))] == []

@@ -126,7 +126,7 @@ class Generation(ABC):
                         elif events := self._events(news, json_bytes):
                             yield events
             except ApiError as error:
-                raise self._in_words_of_the_request(error) from None
+                raise self._with_request_path(error) from None
             yield self._last_events()
 
     @property
@@ -134,10 +134,10 @@ class Generation(ABC):
         """The field that says what answers obey."""
         return self._asked.form_path
 
-    def _in_words_of_the_request(self, error: ApiError) -> ApiError:
+    def _with_request_path(self, error: ApiError) -> ApiError:
         """Return the engine's error with the request's name for the field that answers obey."""
-        form = self._asked.form
-        return error.renamed({f"structured_outputs.{form.kind}": self._form_path} if form else {})
+        names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
+        return error.renamed(dict.fromkeys(names, self._form_path))
 
     def _request(self, index: int, token_ids: list[int], params: SamplingParams) -> EngineRequest:
         """Return the engine's request for one prompt."""

@@ -1,6 +1,6 @@
 """What FP8 costs the embedded model: exact answers by task, and drift of log-probabilities.
 
-    python -m bench.fp8_accuracy --examples 1000
+    python -m tools.tiny.fp8_accuracy --examples 1000
 
 The held-out questions of `tools.tiny.evaluate`, with their answers, are prompts of an engine for
 each format of the weights. An answer is exact under greedy decoding if each of its tokens is the
