@@ -273,16 +273,18 @@ def test_the_logits_of_decode_steps_stay_where_they_were(
     limits = {"num_blocks": 400, "max_num_batched_tokens": 256, "num_scheduler_steps": 1}
     limits |= {"max_model_len": 256, "num_compile_workers": 0}
     engine = Engine(tmp_path, compilation_cache_dir=compilation_cache, **limits, **options)
-    sample, held, seen = ModelRunner._sample, deque(), []
+    launch, held, seen = ModelRunner._launch, deque(), []
 
-    def watched(runner: ModelRunner, logits: jax.Array, inputs: Any, level: Any) -> Any:
-        seen.append((logits.shape[0], logits.unsafe_buffer_pointer()))
-        held.append(inputs.encoded)
-        while len(held) > len(seen) % 3:
-            held.popleft()
-        return sample(runner, logits, inputs, level)
+    def watched(runner: ModelRunner, kind: str, key: Any = None, **inputs: Any) -> Any:
+        if kind == "sample":
+            logits = inputs["logits"]
+            seen.append((logits.shape[0], logits.unsafe_buffer_pointer()))
+            held.append(inputs["inputs"].encoded)
+            while len(held) > len(seen) % 3:
+                held.popleft()
+        return launch(runner, kind, key, **inputs)
 
-    monkeypatch.setattr(ModelRunner, "_sample", watched)
+    monkeypatch.setattr(ModelRunner, "_launch", watched)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.generate([[i, 7, 8, 9] for i in range(64)], params)
     assert len(seen) >= 40

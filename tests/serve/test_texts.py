@@ -361,7 +361,7 @@ def test_form_that_nests_too_deep_is_refused_without_speaking_of_templates(
     monkeypatch.setattr(jpaged.GrammarTrial, "run", recurse)
     refused = worker.do(Order(form=jpaged.StructuredOutputs(json={}))).refused
     assert refused is not None
-    assert refused.startswith("structured_outputs.json nests too deep: ")
+    assert str(refused).startswith("structured_outputs.json nests too deep: ")
 
 
 def test_no_tokenizer(tmp_path: Path):
