@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from jpaged.config import LoopMode
-from jpaged.core.plan import Emitted
+from jpaged.core.plan import Emitted, Goal
 from jpaged.core.request import FinishReason, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
@@ -84,13 +84,14 @@ class ConstrainedSampler:
         return taken
 
     def sample(
-        self, step: UnsampledStep, slack: float
+        self, step: UnsampledStep, slack: float, goal: Goal
     ) -> tuple[StepHandle, list[Fault], list[Sequence]]:
         """Sample a step with masks, and have the mask worker make the next masks.
 
         Args:
             step: Its layers are launched, and all steps before it are read.
             slack: Seconds that the host has just waited for the device.
+            goal: For throughput, rows without a grammar wait as long as the others.
 
         Returns:
             The step's handle; each request that fails, with its error; sequences that are complete
@@ -106,7 +107,7 @@ class ConstrainedSampler:
             handle = self._runner.launch_sampling(step)
             return handle, list(handle.faults), []
         self._wait_budget.begin(slack)
-        may_leave = partial(self._should_stop_waiting, step, items)
+        may_leave = partial(self._should_stop_waiting, step, items, goal)
         allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
         self._wait_budget.note_step()
         leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
@@ -144,13 +145,19 @@ class ConstrainedSampler:
         return state.samples[sequence.index].answer if state.is_constrained else None
 
     def _should_stop_waiting(
-        self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
+        self,
+        step: UnsampledStep,
+        items: Items,
+        goal: Goal,
+        late: SequenceOf[int],
+        heavy: Collection[int],
     ) -> bool:
         """Return whether the step stops waiting for late masks. Then each late row skips the step,
         and the rows that cannot skip it fail.
 
         Args:
             step, items: The step, and its answers with grammars.
+            goal: As of `sample`.
             late: Indices in `items` of the answers without a mask.
             heavy: Indices among `late` of the heavy answers.
         """
@@ -170,7 +177,8 @@ class ConstrainedSampler:
             return not staying
         # On a busy machine the mask worker may just have had no CPU time.
         is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
-        is_busy = is_busy and not has_plain  # which wait no longer, whatever the reason
+        # Streams without a grammar wait no longer, whatever the reason.
+        is_busy = is_busy and (goal is Goal.THROUGHPUT or not has_plain)
         return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:

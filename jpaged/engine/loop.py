@@ -125,7 +125,7 @@ class EngineLoop:
                 ended += self._settle({}, faults)
             num_ahead = len(launched)
         if self._unsampled is not None:
-            ended += self._sample_constrained(self._unsampled)
+            ended += self._sample_constrained(self._unsampled, goal)
             num_ahead = 1
         if self._mode is not LoopMode.OVERLAPPED:
             num_ahead = 0
@@ -138,7 +138,7 @@ class EngineLoop:
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
         if self._unsampled is not None and self._failure is None:
-            self._sample_constrained(self._unsampled)
+            self._sample_constrained(self._unsampled, Goal.LATENCY)
         while self._in_flight and self._failure is None:
             self._read()
 
@@ -269,7 +269,7 @@ class EngineLoop:
             for watch in tuple(self.watches):
                 watch.note(plan)
 
-    def _sample_constrained(self, step: UnsampledStep) -> list[RequestState]:
+    def _sample_constrained(self, step: UnsampledStep, goal: Goal) -> list[RequestState]:
         """Sample a step whose layers are launched, once all steps before it are read; gives the
         requests that ended. An interrupt while waiting for a step loses nothing."""
         ended, before = [], self._seconds_waited
@@ -277,7 +277,7 @@ class EngineLoop:
             ended += self._read()
         with self._undisturbed(fatal=True):
             slack = self._seconds_waited - before
-            handle, faults, over = self._constrained.sample(step, slack)
+            handle, faults, over = self._constrained.sample(step, slack, goal)
             self._unsampled = None
             self._in_flight.append(handle)
             tokens = [Emitted(it, it.request, it.token_ids[-1], None) for it in over]

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -468,6 +469,29 @@ def test_answers_end_where_their_last_tokens_are_matched_late(
     assert answers(engine.generate(prompts, params)) == expected
     assert num_hidden > 0
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_generation_waits_for_a_busy_mask_worker(
+    engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A row that cannot skip a step fails after 100 ms only if streams wait for it."""
+    engine = engines(shallow_folder)
+    held = SamplingParams(max_tokens=12, seed=1, structured_outputs=DATE, repetition_penalty=1.2)
+    params = [held, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)]
+    expected = answers(engine.generate([QUESTION] * 2, params))
+    gather, stopped = MaskProcess.gather, list[int]()
+
+    def stop_first(self: MaskProcess, *args: Any) -> Any:
+        if not stopped and self.pid is not None:
+            stopped.append(self.pid)
+            os.kill(self.pid, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (self.pid, signal.SIGCONT)).start()
+        return gather(self, *args)
+
+    monkeypatch.setattr(MaskProcess, "is_running", True)  # as if it had no processor
+    monkeypatch.setattr(MaskProcess, "gather", stop_first)
+    assert answers(engine.generate([QUESTION] * 2, params)) == expected
+    assert stopped
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
