@@ -50,7 +50,7 @@ class ErrorInfo:
         is_option = self.shows_path and self.value is not None and self.path.isidentifier()
         if not is_option:
             return str(self)
-        return self._text(f"--{self.path.replace('_', '-')} {self.value}")
+        return self._text(f"--{self.path.replace('_', '-')} {self.value}".rstrip())
 
     def _text(self, head: str) -> str:
         problem = "".join(self.problem)

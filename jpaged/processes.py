@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ _MAX_CHUNKS = 8
 _CHILD = """
 import importlib, json, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
+try:
+    os.fstat(2)
+except OSError:  # closed
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 os.dup2(2, 1)  # a program's own output is not for what libraries print here
 path, module, channel, *arguments = sys.argv[1:]
 sys.path[:] = json.loads(path)
@@ -125,7 +130,8 @@ class Child:
             return False
         if self.process.returncode is None:  # else another process may have its id by now
             if self._leads_group:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the system has reaped all of it
+                    os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()
             self.process.wait()

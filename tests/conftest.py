@@ -39,12 +39,13 @@ MAX_PROCESSOR_SECONDS = 30.0
 """Processor time of one test of the default tier, fixtures included. In CI a test that needs more
 fails."""
 
-MAX_RESIDENT_BYTES = 3 * 2**30
-"""Memory of a test process from which it drops its engines and programs after a module. Without a
-limit a process of the default tier grows to 6 GiB."""
+MAX_GROWTH = 2 * 2**30
+"""Bytes by which a test process may grow before it drops its engines and programs after a module.
+Without a limit a process of the default tier grows to 6 GiB."""
 
 _STARTED = pytest.StashKey[float]()
 _ENGINES = pytest.StashKey[Callable[[], None]]()
+_RESIDENT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -159,10 +160,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Drop engines and compiled programs after a module if they take too much memory."""
     is_last = nextitem is None or nextitem.path != item.path
     jax: Any = sys.modules.get("jax")
-    if jax is not None and is_last and _resident_bytes() > MAX_RESIDENT_BYTES:
-        item.config.stash.get(_ENGINES, lambda: None)()
+    stash, before = item.config.stash, item.config.stash.get(_RESIDENT, 2**30)
+    if jax is not None and is_last and _resident_bytes() > before + MAX_GROWTH:
+        stash.get(_ENGINES, lambda: None)()
         gc.collect()
         jax.clear_caches()
+        stash[_RESIDENT] = _resident_bytes()  # the allocator keeps some
 
 
 @pytest.fixture

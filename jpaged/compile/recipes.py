@@ -200,7 +200,16 @@ class Recipes:
         }
 
     def __iter__(self) -> Iterator[Recipe]:
-        return self._of(PROGRAMS.values())
+        """Decode steps of the smallest batch come first, with their bursts: XLA compiles the kernel
+        of a fused layer, which only they have, while it compiles nothing else."""
+        smallest = self._config.buckets.decode_seqs[0]
+
+        def is_later(name: Name) -> bool:
+            kind, key = name
+            sizes = PROGRAMS[kind].sizes(self._config, key)
+            return not sizes.get("batch_size") == sizes.get("num_tokens") == smallest
+
+        return map(self.__getitem__, sorted(self._names(PROGRAMS.values()), key=is_later))
 
     def __getitem__(self, name: Name) -> Recipe:
         kind, key = name
@@ -236,7 +245,8 @@ class Recipes:
 
     def without_pool(self) -> Iterator[Recipe]:
         """Those that are the same whatever the pool's size."""
-        return self._of(step for step in PROGRAMS.values() if not step.needs_pool)
+        steps = (step for step in PROGRAMS.values() if not step.needs_pool)
+        return map(self.__getitem__, self._names(steps))
 
     def largest(self) -> tuple[Recipe, Recipe]:
         """The forward and the sampling program that take the most memory on top of what stays. The
@@ -245,10 +255,9 @@ class Recipes:
         prefill, sample = max(buckets.prefill_shapes), (max(buckets.decode_seqs), EVERYTHING)
         return self["prefill", prefill], self["sample", sample]
 
-    def _of(self, steps: Iterable[StepProgram]) -> Iterator[Recipe]:
-        return (
-            self[step.name, key] for step in steps for key in step.keys(self._config, self._shapes)
-        )
+    def _names(self, steps: Iterable[StepProgram]) -> Iterator[Name]:
+        config, shapes = self._config, self._shapes
+        return ((step.name, key) for step in steps for key in step.keys(config, shapes))
 
     def _shape(self, name: str, sizes: Sizes) -> Any:
         """The shape of an input or result; None if it lies whole on every device."""

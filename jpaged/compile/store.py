@@ -12,9 +12,9 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -207,7 +207,23 @@ def _module_parts(module: ModuleType) -> Iterator[bytes]:
                     yield attribute.encode()
                     yield _value_part(member)
         else:
-            yield _value_part(value)
+            yield from _constant_parts(value) if name.isupper() else (_value_part(value),)
+
+
+def _constant_parts(value: object) -> Iterator[bytes]:
+    """Yield the parts of a constant, such as a table of records."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key).encode()
+            yield from _constant_parts(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _constant_parts(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _constant_parts(getattr(value, each.name))
+    else:
+        yield _value_part(value)
 
 
 def _value_part(value: object) -> bytes:

@@ -107,7 +107,7 @@ class CallGrammar:
             _check_parameters(path, schema)
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
-            return StructuredOutputs.with_checked_schemas(text)
+            return StructuredOutputs(grammar=text)
         except RequestError as error:  # the schemas are too large together
             raise error.renamed({"structured_outputs.grammar": "tools"}) from None
 

@@ -445,10 +445,8 @@ def _sample_inputs(num_rows: int) -> SampleInputs:
 
 
 def _decode_keys(config: RuntimeConfig, _: Shapes) -> list[int]:
-    """The smallest first: the Mosaic kernel that it may have is compiled only while nothing else
-    is. Then from the largest on, which has the most to measure."""
-    smallest, *larger = config.buckets.decode_seqs
-    return [smallest, *reversed(larger)]
+    """Return the largest first, which has the most to measure."""
+    return [*reversed(config.buckets.decode_seqs)]
 
 
 def _burst_keys(config: RuntimeConfig, shapes: Shapes) -> list[tuple[int, SamplerLevel]]:

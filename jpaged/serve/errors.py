@@ -35,8 +35,8 @@ class ApiError(Exception):
 
     @property
     def param(self) -> str | None:
-        """The path of the field at fault."""
-        return self.info.path or None
+        """The path of the field at fault, if one is."""
+        return self.info.path or None if self.status < 500 else None
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
         """Return the same error with other names of fields; see `errors.renamed_path`."""

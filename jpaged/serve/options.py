@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import REASONING_FAMILIES, TOOL_CALL_FAMILIES, EngineConfig, __version__, options
-from jpaged.errors import info_of
+from jpaged.errors import RequestError, info_of
 
 _DESCRIPTION = """\
 Serve a language model over OpenAI's HTTP API, its KV cache paged.
@@ -56,21 +56,22 @@ def _seconds(default: float, help: str) -> Any:
 
 def _check_host(name: str, host: str) -> None:
     if not host.strip():
-        raise ValueError(
-            f"{name}= is empty: give the address to listen at, 127.0.0.1 for this machine only or "
-            "0.0.0.0 for all that can reach it"
-        )
+        remedy = "give the address to listen at, 127.0.0.1 for this machine or 0.0.0.0 for others"
+        raise RequestError(name, "is empty", value="", remedy=remedy)
 
 
 def _check_keys(name: str, keys: Sequence[str]) -> None:
     """Raise ValueError unless a header can bring each key; words name it by its number alone."""
     for number, key in enumerate(keys, 1):
         if not key:
-            raise ValueError("api_key= is empty, and so is no secret: give a key, or leave it out")
+            remedy = "give a key, or leave it out"
+            raise RequestError("api_key", "is empty, and so is no secret", value="", remedy=remedy)
         if key != key.strip() or not (key.isascii() and key.isprintable()):
-            raise ValueError(
-                f"api_key= (number {number}) could never match: a key has printable ASCII "
-                "characters alone, and no space before or after them"
+            raise RequestError(
+                "api_key",
+                f"(number {number}) could never match",
+                value="",
+                remedy="a key has printable ASCII characters, and no space before or after them",
             )
 
 
@@ -78,9 +79,11 @@ def _check_names(name: str, names: Sequence[str]) -> None:
     """Raise ValueError unless clients can write, and logs and metrics show, each name."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
-            raise ValueError(
-                f"served_model_name= (number {number}) is {each!r}: give a name of printable "
-                "characters, with no space before or after it"
+            raise RequestError(
+                "served_model_name",
+                f"(number {number}) is {each!r}",
+                value="",
+                remedy="give a name of printable characters, with no space before or after it",
             )
 
 
@@ -249,9 +252,11 @@ class ServeConfig(options.Options, group="the server"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ValueError(
-                "enable_auto_tool_choice=True needs --tool-call-parser "
-                f"({', '.join(TOOL_CALL_FAMILIES)}): how the model writes tool calls"
+            raise RequestError(
+                "enable_auto_tool_choice",
+                f"needs --tool-call-parser ({', '.join(TOOL_CALL_FAMILIES)})",
+                value="True",
+                remedy="how the model writes tool calls",
             )
 
 
@@ -297,16 +302,17 @@ def _flags(args: argparse.Namespace) -> Flags:
         raise ValueError(f"two models are named: {args.model_tag} and --model {model}")
     if model is not None:
         if not model.strip():
-            raise ValueError(
-                "model= is empty: give a folder or a hub id, or leave it out for the embedded model"
-            )
+            remedy = "give a folder or a hub id, or leave it out for the embedded model"
+            raise RequestError("model", "is empty", value="", remedy=remedy)
         engine["model"] = model
     EngineConfig(**engine)
     limits = Limits(**options.given_options(args, Limits))
     if limits.max_total_body_bytes < limits.max_body_bytes:
-        raise ValueError(
-            f"max_total_body_bytes={limits.max_total_body_bytes} is less than --max-body-bytes "
-            f"{limits.max_body_bytes}, which one body may have: raise it"
+        raise RequestError(
+            "max_total_body_bytes",
+            f"is less than --max-body-bytes {limits.max_body_bytes}, which one body may have",
+            value=f"{limits.max_total_body_bytes}",
+            remedy="raise it",
         )
     given = options.given_options(args, ServeConfig)
     own: dict[str, Any] = {

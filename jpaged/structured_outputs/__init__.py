@@ -80,19 +80,6 @@ class StructuredOutputs:
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
 
-    @classmethod
-    def with_checked_schemas(cls, grammar: str) -> "StructuredOutputs":
-        """Return what obeys a grammar whose schemas were checked before.
-
-        Raises:
-            ValueError: The grammar exceeds a limit.
-        """
-        check_grammar_text("structured_outputs.grammar", grammar, lambda path, schema: None)
-        made = cls(json_object=True)
-        object.__setattr__(made, "json_object", None)
-        object.__setattr__(made, "grammar", _checked_text("structured_outputs.grammar", grammar))
-        return made
-
     def behind(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
         """The same behind a passage that is free; see `after` and `opening`."""
         other = copy.copy(self)

@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jpaged.errors import ErrorInfo, ErrorKind, info_of
+from jpaged.errors import ErrorInfo, ErrorKind, RequestError, info_of
 from jpaged.processes import end_with_parent, framed, receive
 from jpaged.structured_outputs import StructuredOutputs, bounds
 from jpaged.structured_outputs.compiler import Grammars
@@ -183,10 +183,14 @@ class MaskMemory:
     def fail(self, place: int, error: BaseException) -> None:
         """Say that an answer fails, and why."""
         info = info_of(error)
-        text = msgspec.json.encode(info)
-        if len(text) >= _TEXT:
-            short = "".join(info.problem)[: _TEXT // 8]  # JSON may need 6 bytes for a character
-            text = msgspec.json.encode(ErrorInfo("structured_outputs", (short,), kind=info.kind))
+        if not isinstance(error, RequestError):  # unforeseen
+            problem = f": {type(error).__name__}: {error}"
+            info = ErrorInfo("structured_outputs", (problem,), kind=ErrorKind.INTERNAL)
+        text, words = msgspec.json.encode(info), str(info)
+        while len(text) >= _TEXT:
+            words = words[: len(words) * 3 // 4]
+            own = ErrorInfo("structured_outputs", (words,), kind=info.kind, shows_path=False)
+            text = msgspec.json.encode(own)
         self._texts[place, : len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
         self.states[place] = State.FAILED
 

@@ -3,9 +3,10 @@
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jpaged.compile.builder import lower
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
+from jpaged.runtime import steps
 from pallas_kernels.gemm import tuning
 
 DEVICE = jax.local_devices()[0]
@@ -110,6 +112,10 @@ def test_a_replaced_function_or_setting_makes_other_programs(
         assert make_store(tmp_path).load(recipe().key) is None
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "MIN_SPLIT_DEPTH", 256)
+        assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:
+        record = replace(steps.PROGRAMS["mask"], function=lambda logits, allowed: logits)
+        patch.setitem(cast(dict, steps.PROGRAMS), "mask", record)
         assert make_store(tmp_path).load(recipe().key) is None
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_example=1")

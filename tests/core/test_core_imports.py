@@ -8,7 +8,7 @@ from pathlib import Path
 import jpaged.core
 
 ALLOWED = set(sys.stdlib_module_names) | {"numpy", "xxhash"}
-OPTIONS = "jpaged.options"  # imports the standard library alone
+SHARED = ("errors", "options")  # modules that import the standard library and each other
 CORE = Path(jpaged.core.__file__).parent
 
 
@@ -25,11 +25,15 @@ def imported_modules(source: Path) -> set[str]:
 
 def is_allowed(module: str) -> bool:
     is_core = f"{module}.".startswith("jpaged.core.")
-    return is_core or module == OPTIONS or module.split(".")[0] in ALLOWED
+    return (
+        is_core
+        or module in {f"jpaged.{name}" for name in SHARED}
+        or module.split(".")[0] in ALLOWED
+    )
 
 
-def test_core_imports_the_standard_library_numpy_options_and_itself_only():
-    sources = [*CORE.rglob("*.py"), CORE.parent / "options.py"]
+def test_core_imports_the_standard_library_numpy_and_shared_modules_only():
+    sources = [*CORE.rglob("*.py"), *(CORE.parent / f"{name}.py" for name in SHARED)]
     assert len(sources) > 5
     foreign = {
         (source.name, module)

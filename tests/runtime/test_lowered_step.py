@@ -452,3 +452,10 @@ def test_each_worker_has_something_to_begin_with_and_no_two_bursts():
     for kind, most in (("decode_burst", 1), ("prefill", 2), ("sample", 1)):
         keys = [{it.name[1][0] for it in share if it.name[0] == kind} for share in shares]
         assert max(len(own) for own in keys) == most
+
+
+def test_steps_with_fused_layers_are_compiled_first():
+    """XLA compiles the kernel of a fused layer while it compiles nothing else."""
+    first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
+    assert first == ("decode", 8)
+    assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

@@ -13,10 +13,11 @@ from grammar_walks import ENDING, GRAMMARS, TOKENIZER, VOCAB_SIZE, matcher_of
 
 from bench.synthetic_tokenizer import write_tokenizer
 from jpaged import StructuredOutputs, Tokenizer
+from jpaged.errors import ErrorKind
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.compiler import Grammars
 from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
-from jpaged.structured_outputs.matcher import Matcher
+from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
 """What may follow differs after each token."""
@@ -410,10 +411,18 @@ def test_answer_ends_whose_masks_are_slow_one_after_another(
 
 
 def test_an_error_of_any_length_is_told(made: Made):
-    for text in ("é" * 5000, "", "two\nlines"):
-        made.memory.fail(9, ValueError(text))
-        assert str(made.memory.error(9)) == text[: len(str(made.memory.error(9)))]
-        assert len(made.error(9)) >= min(len(text), 1000)
+    for text in ("é" * 5000, "", "two\nlines", "\0" * 3000):
+        made.memory.fail(9, GrammarError("structured_outputs.json", text))
+        whole, told = f"structured_outputs.json {text}", str(made.memory.error(9))
+        assert told == whole[: len(told)]
+        assert len(told) >= min(len(text), 250)
+
+
+def test_an_unforeseen_error_is_no_clients_fault(made: Made):
+    made.memory.fail(9, MemoryError("no more"))
+    error = made.memory.error(9)
+    assert error.info.kind is ErrorKind.INTERNAL
+    assert str(error) == "structured_outputs: MemoryError: no more"
 
 
 def test_answers_that_wait_for_a_new_lexer_hold_no_other_up(

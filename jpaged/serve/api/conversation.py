@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from jpaged import TOOL_CALL_FAMILIES
 from jpaged.serve.errors import ApiError, bad_field
-from jpaged.serve.http.bodies import parse_json
+from jpaged.serve.http.bodies import BODY, parse_json
 from jpaged.serve.http.exchange import large_json
 from jpaged.serve.options import ServeConfig
 
@@ -210,7 +210,7 @@ def _check_arguments(path: str, arguments: str) -> None:
     try:
         value = parse_json(arguments.encode(), _MAX_ARGUMENTS_VALUES) if arguments else {}
     except ApiError as error:
-        value, why = None, f" ({str(error)[:200]})"
+        value, why = None, f" ({str(error.renamed({BODY: 'it'}))[:200]})"
     if not isinstance(value, dict):
         must = "must be the JSON text of an object: mend it, or leave the call out"
         raise bad_field(path, f"{must}{why}", value=shown(arguments))

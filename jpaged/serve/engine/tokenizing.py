@@ -232,8 +232,8 @@ class Tokenizing:
         try:
             done = await self._pool.do(order)
         except OverflowError:
-            problem = f"{path} has a number that is too large for a chat template"
-            done = Done(refused=ErrorInfo("", (problem,)))
+            problem = "has a number that is too large for a chat template"
+            done = Done(refused=ErrorInfo(path, (problem,)))
         except (OSError, RuntimeError, ValueError) as error:
             done = Done(failed=repr(error))
         if done.failed is not None:
@@ -243,6 +243,8 @@ class Tokenizing:
             problem = f"the chat template, or tokenising, took {done.spent}: send less"
             raise bad_field(path, problem, shows_path=False)
         if done.refused is not None:
+            if done.refused.path:
+                raise ApiError(400, done.refused)
             raise bad_field(path, str(done.refused), shows_path=False)
         if done.is_longer:
             raise self._too_long(path, f"more than {errors.counted(order.most or 0, 'token')}")

@@ -29,6 +29,9 @@ _HELD = "jpaged.held"
 
 T = TypeVar("T")
 
+BODY = "the body"
+"""What errors call the text that `parse_json` reads."""
+
 MAX_DEPTH = 32
 """Arrays and objects within each other, at most."""
 
@@ -352,15 +355,15 @@ def _named_twice(body: bytes | bytearray) -> ApiError:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                problem = f"the body names {name[:60]!r} twice"
-                raise bad_field(name[:60], problem, shows_path=False)
+                problem = "", BODY, f" names {name[:60]!r} twice"
+                raise bad_field(name[:60], *problem, shows_path=False)
             seen.add(name)
 
     try:
         json.loads(body, object_pairs_hook=check)
     except ApiError as error:
         return error
-    return ApiError(400, "the body names a field twice")
+    return bad_field("", "", BODY, " names a field twice")
 
 
 def _lone_surrogate(body: bytes | bytearray) -> ApiError | None:
@@ -383,7 +386,7 @@ def _lone_surrogate(body: bytes | bytearray) -> ApiError | None:
             value = "".join(value)
         if isinstance(value, str) and _SURROGATE.search(value):
             if not path:
-                return ApiError(400, "the body has a lone surrogate: leave it out")
+                return bad_field("", "", BODY, " has a lone surrogate", remedy="leave it out")
             return bad_field(path, "has a lone surrogate", remedy="leave it out")
     return None
 
@@ -406,13 +409,14 @@ def _too_large(most: int) -> ApiError:
 
 def _too_many(most: int) -> ApiError:
     counted = "strings, fractions, arrays and objects count as four, long numbers by their digits"
-    what = f"the body has more than {most} JSON values ({counted})"
-    return ApiError(400, f"{what}: send less at a time, or raise the server's --max-body-values")
+    problem = f" has more than {most} JSON values ({counted})"
+    remedy = "send less at a time, or raise the server's --max-body-values"
+    return bad_field("", "", BODY, problem, remedy=remedy)
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested more than {MAX_DEPTH} deep")
+    return bad_field("", "", BODY, f" is nested more than {MAX_DEPTH} deep")
 
 
 def _no_json(why: str) -> ApiError:
-    return ApiError(400, f"the body is no JSON that can be read: {why}")
+    return bad_field("", "", BODY, f" is no JSON that can be read: {why}")
