@@ -17,7 +17,7 @@ from jpaged.runtime.results import StepHandle
 from tools.tiny.world import sample_examples
 
 BURST = 3
-PROMPTS = [e.prompt for e in sample_examples(11, 200) if len(e.prompt + e.completion) < 60][:32]
+PROMPTS = [e.prompt for e in sample_examples(11, 200) if len(e.prompt + e.completion) < 60][:20]
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def launched(engine: Engine) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("num_blocks", "max_num_seqs", "count"),
     [
-        pytest.param(129, 8, 32, marks=pytest.mark.soak, id="few"),
+        pytest.param(129, 8, 20, marks=pytest.mark.soak, id="few"),
         pytest.param(25, 8, 12, marks=pytest.mark.full, id="few-tight"),
-        pytest.param(300, 20, 32, marks=pytest.mark.soak, id="more"),
-        pytest.param(60, 20, 32, marks=pytest.mark.full, id="more-tight"),
+        pytest.param(300, 20, 20, marks=pytest.mark.soak, id="more"),
+        pytest.param(60, 20, 20, marks=pytest.mark.full, id="more-tight"),
     ],
 )
 def test_every_answer_is_that_of_single_steps(

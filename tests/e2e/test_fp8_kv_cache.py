@@ -23,7 +23,7 @@ FEW = 30
 """Blocks, too few for all requests at once."""
 
 
-def workload(count: int = 16) -> tuple[list[list[int]], list[SamplingParams]]:
+def workload(count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that begin alike, of all kinds of requests."""
     rng = random.Random(0)
     text = [rng.randrange(5, 96) for _ in range(60)]

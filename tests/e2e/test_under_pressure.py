@@ -9,7 +9,7 @@ from e2e_options import Engines
 from jpaged import Engine, RequestOutput, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
-NUM_REQUESTS, FEW = 500, 24
+NUM_REQUESTS, FEW = 500, 12
 MAX_MODEL_LEN, BLOCK_SIZE = 120, 8
 POOL = 48
 """Blocks: 16 sequences could fill five times as many, and 64 sequences twenty times as many."""
