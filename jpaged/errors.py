@@ -11,7 +11,7 @@ from typing import Self
 
 
 class ErrorKind(StrEnum):
-    """What kind of error it is: HTTP answers 400, 400, 400, 503 and 500."""
+    """The kind of an error. HTTP answers 503 to UNAVAILABLE, 500 to INTERNAL, 400 to the others."""
 
     INVALID = "invalid"
     TOO_LARGE = "too_large"
@@ -22,13 +22,13 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """What is wrong, and what to do. Its text is "PATH=VALUE PROBLEM: REMEDY".
+    """An error in named parts. Its text is "PATH=VALUE PROBLEM: REMEDY".
 
     Attributes:
         path: Path of the field at fault, such as "prompt[2]"; empty if no field is at fault.
-        problem: Text. Between two strings of it stands the path of another field.
+        problem: What is wrong. The strings alternate: text, path of another field, text, and so on.
         value: The field's value as the text shows it; None if the text does not show it.
-        remedy: Text, in the same form as `problem`; empty if `problem` says what to do.
+        remedy: What to do, as strings like those of `problem`; empty if `problem` says what to do.
         kind: Decides the HTTP status.
         shows_path: Whether the text begins with the path.
     """
@@ -71,7 +71,7 @@ class ErrorInfo:
 
 
 def renamed_path(path: str, names: Mapping[str, str]) -> str:
-    """Return a path in which `names` replaces the longest prefix that it has."""
+    """Replace the longest prefix of `path` that is a key of `names` by its new name."""
     ends = [i for i, character in enumerate(path) if character in ".["]
     for end in (len(path), *reversed(ends)):
         if path[:end] in names:
@@ -83,8 +83,8 @@ class RequestError(ValueError):
     """An option or a field of a request cannot be accepted.
 
     Args:
-        path, problem, value, kind, shows_path: As of `ErrorInfo`.
-        remedy: A text, or one with paths of fields as `problem`.
+        path, problem, value, kind, shows_path: See `ErrorInfo`.
+        remedy: What to do: one string, or alternating texts and paths as in `ErrorInfo`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RequestTypeError(RequestError, TypeError):
 
 
 def info_of(error: BaseException) -> ErrorInfo:
-    """Return what an error says; an error that names no field has only a text."""
+    """Return the parts of a `RequestError`; for any other error, an `ErrorInfo` with its text."""
     if isinstance(error, RequestError):
         return error.info
     return ErrorInfo("", (str(error) or type(error).__name__,))

@@ -31,22 +31,22 @@ _MAX_CHUNKS = 8
 
 _CHILD = """
 import importlib, json, os, signal, socket, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
 try:
     os.fstat(2)
-except OSError:  # closed
+except OSError:  # stderr is closed
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-os.dup2(2, 1)  # a program's own output is not for what libraries print here
+os.dup2(2, 1)  # keep what libraries print out of the parent's standard output
 path, module, channel, *arguments = sys.argv[1:]
 sys.path[:] = json.loads(path)
 channel = socket.socket(fileno=int(channel))
-channel.set_inheritable(False)  # a program that this one starts would keep the channel open
+channel.set_inheritable(False)  # else a child of this process would keep the channel open
 sys.exit(importlib.import_module(module).main(channel, *arguments))
 """
 
 
 def has_python() -> bool:
-    """Whether there is a Python to start; a frozen program is the caller's own."""
+    """Whether a Python can be started; in a frozen program, `sys.executable` is no Python."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
@@ -116,8 +116,8 @@ class Child:
                 raise
 
     def exit_code(self, seconds: float) -> int | None:
-        """Return the exit code, minus the signal that ended the child; None if the child still runs
-        after `seconds`."""
+        """Return the child's exit code, or -N if signal N killed it. Return None if the child still
+        runs after `seconds`."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -153,7 +153,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def framed(*parts: bytes) -> bytes:
-    """Return a message as it travels; it is given in parts, which are joined."""
+    """Join the parts of a message, and put the length of the message in front."""
     return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
 
 

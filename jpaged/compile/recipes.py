@@ -27,8 +27,8 @@ from jpaged.runtime.steps import (
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
-# Calls that JAX exports only on demand, since another version of it may not read them; programs are
-# kept for the same version alone.
+# JAX exports these kernel calls only if asked to, because another version of JAX may not read them.
+# A stored program is only used with the version that exported it.
 KERNEL_CALLS = [
     export.DisabledSafetyCheck.custom_call(target)
     for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
@@ -46,15 +46,15 @@ ON_EACH = PartitionSpec()
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a program is compiled from: a step, and the shapes of its arguments.
+    """What a program is compiled from: a step function, and the shapes of its arguments.
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
-    have the same matrix products, but for the head's, of `logits_rows` rows. A program that does
-    not need the pool is the same whatever the size of the pool.
-    `options` are XLA's compiler options, by name; whoever compiles it passes them on.
+    have the same matrix products, except those of the output head, which computes `logits_rows`
+    rows. A program that does not need the pool does not depend on the size of the pool. `options`
+    are XLA's compiler options by name; the code that compiles the lowered program must pass them.
 
-    Where several devices share the model, the shapes are of the arrays over all of them; the
-    function is of a device's own arrays until `on` has made it one of these.
+    With tensor parallelism, the shapes are those of the global arrays. The function takes one
+    device's shards, until `on` maps it over the mesh.
     """
 
     name: Name
@@ -68,8 +68,12 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, mesh: Mesh | None, results: Any = ON_EACH) -> "Recipe":
-        """The same on every device of a mesh at once, with `COLLECTIVES_IN_LINE`; `results` tells
-        how what comes out lies."""
+        """Return a recipe that runs on all devices of a mesh, with `COLLECTIVES_IN_LINE`.
+
+        Args:
+            mesh: The devices. None: return this recipe.
+            results: The `PartitionSpec` of each result, or one for all of them.
+        """
         if mesh is None:
             return self
 
@@ -103,8 +107,11 @@ class Recipe:
         return self.lower(exported).compile(dict(self.options))
 
     def draft(self) -> "Recipe":
-        """The same under a name that no other program has, for looking at what the compiler makes
-        of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
+        """Return this recipe under a unique name, to inspect the compiled program.
+
+        JAX's cache has no program of that name, so the program is compiled anew. A program from the
+        cache may not report its memory.
+        """
         return self._calling(self.function, f"draft_{uuid4().hex}")
 
     def call(self, exported: export.Exported) -> Any:
@@ -130,13 +137,13 @@ class Recipe:
 
 
 class SharedCalls:
-    """Calls functions, each lowered once for one set of shapes.
+    """Calls functions that several programs have; lowers each once per set of shapes.
 
-    To be called under the same settings of JAX and for the same device throughout.
+    JAX's settings and the device must be the same for all calls.
 
     Args:
-        backend: The kernels'; those for an NVIDIA GPU are lowered for one, whether there is one or
-            not, all else for the device at hand.
+        backend: The implementation of the kernels. `Backend.TRITON` lowers for an NVIDIA GPU, even
+            if there is none here. Other backends lower for the local device.
     """
 
     def __init__(self, backend: Backend):
@@ -144,8 +151,12 @@ class SharedCalls:
         self._lowered: dict[tuple, export.Exported] = {}
 
     def __call__(self, function: partial, *arrays: Any, **named: Any) -> Any:
-        """What `function` returns for the trees of arrays: one of a module's, hashable keywords
-        bound."""
+        """Return the result of `function` for trees of arrays.
+
+        Args:
+            function: A `partial` of a function in a module, with hashable keywords.
+            arrays, named: Its positional and keyword arguments.
+        """
         shapes, named_shapes = jax.tree.map(_shape, (arrays, named))
         leaves, tree = jax.tree.flatten((shapes, named_shapes))
         facts = tuple((it.shape, it.dtype) for it in leaves)

@@ -28,8 +28,8 @@ _COMPILING_WAIT = 0.005
 """Maximum seconds that a turn with nothing else to do waits for a grammar."""
 
 _LONGEST_WAIT = 1.0
-"""Maximum seconds that a step waits for a running mask worker if some rows cannot skip the step and
-all rows have a grammar."""
+"""Maximum seconds that a step waits for the masks of rows that cannot skip the step. It applies
+while the mask worker runs, if all rows have a grammar or the goal is throughput."""
 
 _MOST_LEFT = 0.25
 """Maximum share of late rows for which the waiting time is proportional to the share."""
@@ -89,13 +89,14 @@ class ConstrainedSampler:
         """Sample a step with masks, and have the mask worker make the next masks.
 
         Args:
-            step: Its layers are launched, and all steps before it are read.
+            step: The step. Its layers must be launched, and all steps before it must be read.
             slack: Seconds that the host has just waited for the device.
-            goal: For throughput, rows without a grammar wait as long as the others.
+            goal: With `Goal.THROUGHPUT`, rows without a grammar also wait for a busy mask worker.
 
         Returns:
-            The step's handle; each request that fails, with its error; sequences that are complete
-            with a token of an earlier step. The tokens sampled for the last two are dropped.
+            The step's handle; the requests that fail, each with its error; and the sequences whose
+            grammars were complete before this step. The step's tokens for these requests and
+            sequences are dropped.
         """
         items = [
             (answer, row)
@@ -130,7 +131,8 @@ class ConstrainedSampler:
         self.unread, self._over = None, self._masks.await_taken()
 
     def find_over(self, emitted: Iterable[Emitted]) -> set[Sequence]:
-        """Return the sequences whose grammars end them with the tokens of the step being read."""
+        """Return the sequences of `emitted` whose answers end with the token just read: their
+        grammars are complete, or failed."""
         found, over, self._over = set[Sequence](), self._over, set()
         for sequence, _, _, reason in emitted:
             is_last = reason is FinishReason.LENGTH
@@ -198,14 +200,17 @@ class ConstrainedSampler:
 
 
 class WaitBudget:
-    """Time that a step waits for late masks while the mask worker answers.
+    """Limits how long a step waits for late masks while the mask worker answers.
 
-    The step waits as long as the host has just waited for the device: the device still has work.
-    If at most a quarter of the rows are late, the step waits longer by (late share) x (one step).
-    This costs all rows together as much as skipping the step costs the late rows.
-    If more rows are late, the step waits longer by one whole step, so that unconstrained rows keep
-    at least half of their speed. Without unconstrained rows it waits until all masks are ready.
-    Rows of heavy answers add no waiting time.
+    A step first waits as long as the host has just waited for the device. Meanwhile the device
+    computes the layers of the step. A step then waits longer:
+
+    - If at most a quarter of the rows are late: by (share of late rows) x (duration of a step). For
+      all rows together, this costs as much as skipping the step costs the late rows.
+    - If more rows are late: by the duration of a step. Rows without a grammar then keep at least
+      half of their speed. If all rows have a grammar, this budget sets no limit.
+
+    Late rows whose grammar takes milliseconds for a token (`State.HEAVY`) do not count.
     """
 
     def __init__(self):
@@ -230,8 +235,9 @@ class WaitBudget:
         return time.perf_counter() - self._began >= seconds
 
     def note_step(self) -> None:
-        """Note that the step has stopped waiting, and measure how long the step took."""
+        """Note that the step has stopped waiting. Measure the time from the end of the previous
+        step's wait to the beginning of this wait."""
         now = time.perf_counter()
-        seconds = self._began - self._step_began  # waiting excluded: else each wait allows more
+        seconds = self._began - self._step_began  # without waits, or each would lengthen the next
         self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
         self._step_began = now

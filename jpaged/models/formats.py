@@ -25,13 +25,13 @@ class Projection:
     """A linear map of rows: weight [*inputs, *outputs], bias [*outputs].
 
     Attributes:
-        inputs: axes of a row that are summed over.
-        parts: outputs and their sizes along the first output axis; several where projections are
-            fused, such as (("q", 32), ("k", 8), ("v", 8)) in heads.
-        width: the other output axes.
-        bias: whether there is one.
-        all_reduced: whether devices that share the model have a part of the inputs each, so that
-            their rows are summed.
+        inputs: sizes of the input axes, over which the product sums.
+        parts: name and size of each output along the first output axis. A fused projection has
+            several outputs, such as (("q", 32), ("k", 8), ("v", 8)) with sizes in heads.
+        width: sizes of the other output axes.
+        bias: whether a bias is added.
+        all_reduced: whether each tensor-parallel device has a shard of the inputs, so that an
+            all-reduce must sum the devices' outputs.
         format: how the weight is stored.
     """
 
@@ -126,8 +126,11 @@ class Format(nnx.Module):
         eps: float,
         backend: Backend,
     ) -> tuple[QuantizedRows, Float[Array, "T D"]] | None:
-        """Return the RMS norm of hidden + sum(update), quantized for this weight by the same
-        kernel, and that sum; None if the format takes rows as they are."""
+        """Compute the RMS norm of hidden + sum(update), and quantize the norm in the same kernel.
+
+        Returns:
+            The quantized norm, and hidden + sum(update). None if the format does not quantize rows.
+        """
         return None
 
 

@@ -80,11 +80,12 @@ class CallGrammar:
     Attributes:
         opening_tags: Texts that the family's parser takes for the beginning of a call. A generated
             call begins with the first one.
-        functions: The functions that may be called, each after the path of its parameters.
-        has_text: Whether the answer may have text too, or only text.
-        alternative: What the answer may obey instead of calling a function.
-        is_bare_json: Whether a generated call is a JSON object without a tag. Other answers then
-            must not begin with a brace.
+        functions: Pairs (path, function) for the functions that may be called. The path is that of
+            the function's parameters, for errors.
+        has_text: Whether the answer may have text next to calls, or text without calls.
+        alternative: Specification that the answer may obey instead of calling a function.
+        is_bare_json: Whether a generated call is a JSON object without a tag. Text in the answer
+            then must not begin with a brace.
     """
 
     opening_tags: Sequence[str]
@@ -237,8 +238,11 @@ def _check_parameters(path: str, schema: Any) -> None:
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments; it allows no other properties if it names all
-    and does not say otherwise."""
+    """Return the schema of a function's arguments.
+
+    Add `additionalProperties: false` if `properties` is not empty and has all required names, and
+    no keyword may allow other names.
+    """
     schema = {"type": "object", **parameters_of(function)}
     named = schema.get("properties")
     if named and not schema.keys() & _NAME_OTHERS and {*schema.get("required", ())} <= {*named}:

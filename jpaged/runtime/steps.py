@@ -2,8 +2,8 @@
 
 A step function is pure: every input is an argument, and the big arrays are donated. A step is two
 programs launched back to back: a forward (`decode_step` or `prefill_step`), which leaves the logits
-on the device, and `sample_step`, which reads them there. Apart, the unrolled model compiles once a
-shape and not once a shape and sampling level (docs/decisions/0003).
+on the device, and `sample_step`, which reads them there. Because sampling is separate, the unrolled
+model is compiled once per shape, not once per shape and sampling level (docs/decisions/0003).
 
 An argument means the same in every step:
 
@@ -12,18 +12,19 @@ An argument means the same in every step:
     last_tokens     the token that each device row sampled last
     sampling        the rows' tokens and biases; None at a level without `ADJUSTED`
     packed          the batch, as `jpaged.runtime.batch` packs it
-    logits, inputs  from the forward program; of the device's part of the vocabulary if `is_split`
-    peers           what the device knows of those that share the model with it, if they sum through
-                    each other's memory (`pallas_kernels.exchange_header`)
+    logits, inputs  results of the forward program; `logits` covers the device's shard of the
+                    vocabulary if `is_split`
+    peers           the peer-memory header (`pallas_kernels.exchange_header`), if tensor-parallel
+                    devices all-reduce through each other's memory
 
-and static:
+These arguments are static:
 
     batch_size      sequences of the bucket (B)
     num_tokens      tokens of the bucket (T)
     backend         the implementation of the kernels
-    level           how much sampling does
-    max_logprobs    most probable tokens that are listed at a level with `LOGPROBS`
-    shared          calls what several programs have in common (`jpaged.compile.recipes`)
+    level           what sampling can do (`SamplerLevel`)
+    max_logprobs    number of most probable tokens that a level with `LOGPROBS` returns
+    shared          calls functions that several programs have (`jpaged.compile.recipes`)
     is_split        whether devices split the vocabulary
 """
 
@@ -345,27 +346,29 @@ INPUTS: Mapping[str, Callable[[RuntimeConfig, Shapes, Sizes], Any]] = {
     "block_ids": lambda config, shapes, sizes: int32(sizes["num_blocks"]),
     "blocks": lambda config, shapes, sizes: shapes.blocks(sizes["num_blocks"]),
 }
-"""Shapes of what a launch gives, by the names that step functions have for it; all but `packed`."""
+"""Shape of each argument that a launch passes, by the argument's name. `packed` is not among them:
+its shape follows from `PlanProgram.pack`."""
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A step function, and all that compiling, warming up and launching its programs needs.
+    """A step function, and all that is needed to compile, warm up and launch its programs.
 
-    The function's arguments are found by their names: the runner holds the model and the arrays of
-    `Shapes.held`; sizes, and options such as `backend`, are bound when a program is traced; a
-    launch gives `INPUTS`.
+    The name of an argument says where its value comes from. The runner holds the model and the
+    arrays of `Shapes.held`. Sizes, and options such as `backend`, are bound when a program is
+    traced. A launch passes `packed` and the arguments in `INPUTS`.
 
     Attributes:
-        name: With a key, the name of a compiled program.
+        name: Name of the step. With a key, it names a compiled program.
         function: The step function.
-        results: Names of what it returns. A result with the name of an argument takes the memory of
-            that argument, which is donated.
+        results: Names of the function's results. An argument with the name of a result is donated,
+            and the result takes its memory.
         key: Names of the sizes that a key consists of.
         keys: Return the keys of all programs, in the order of compiling.
-        products: Return the part of the model whose matrix products a program has, and their rows.
-        compile_seconds: What a processor takes to compile one of the programs, and once more what
-            those that differ only in the last part of their keys have in common (Qwen3-0.6B, H200:
+        products: Return the part of the model whose matrix products a program has, and the number
+            of their rows; None if it has none.
+        compile_seconds: CPU seconds to compile one program, and CPU seconds that are spent once
+            for all programs whose keys differ only in the last part (Qwen3-0.6B, H200:
             docs/startup.md).
     """
 
@@ -388,8 +391,11 @@ class StepProgram:
         return tuple(name for name in self.arguments if name in INPUTS)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
-        """Return what a key says, by names that step functions and packing functions have for it;
-        for a batch, the rows of its logits and, unless the key says otherwise, its tokens too."""
+        """Return the sizes in a key, by the names of the arguments that take them.
+
+        For a batch, add the number of rows of its logits. If the key has no number of tokens, add
+        that too: one token for each sequence.
+        """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "batch_size" in sizes:
             sizes.setdefault("num_rows", config.buckets.logits_rows(sizes["batch_size"]))
@@ -410,13 +416,14 @@ class StepProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProgram(StepProgram):
-    """A step that computes plans.
+    """A step that computes the scheduler's plans.
 
     Attributes:
-        pack: Packs sequences and their device rows into the step's argument `packed`; without
-            sequences, padding.
-        key_of: Return the key of the program for a plan; None if the step does not compute it.
-        order: Return the order in which the step has a plan's sequences; None for the plan's own.
+        pack: Pack sequences and their device rows into the step's argument `packed`. Without
+            sequences, pack only padding.
+        key_of: Return the key of the program for a plan; None if the step cannot compute the plan.
+        order: Return the order in which the step computes a plan's sequences. If `order` is None,
+            the step keeps the order of the plan.
     """
 
     pack: Callable[..., np.ndarray]

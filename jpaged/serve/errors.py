@@ -12,13 +12,13 @@ _STATUS = {errors.ErrorKind.UNAVAILABLE: 503, errors.ErrorKind.INTERNAL: 500}
 
 
 class ApiError(Exception):
-    """An error that is the answer to a request.
+    """An error with which the server answers a request.
 
     Args:
         status: The HTTP status.
-        info: What is wrong; never a path of this machine.
-        code: A word for programs.
-        headers: Of the answer, such as Retry-After.
+        info: What is wrong. It must not show file paths of the server.
+        code: OpenAI's `code`, an identifier for programs, such as "context_length_exceeded".
+        headers: HTTP headers of the answer, such as Retry-After.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ def too_long(path: str, *problem: str, **info: Any) -> ApiError:
 
 
 def error_of(info: errors.ErrorInfo) -> ApiError:
-    """Return the answer to a request that the engine or the tokenizer refused or failed."""
+    """Return the HTTP error for an error of the engine or the tokenizer.
+
+    The client does not see the text of an internal error.
+    """
     status = _STATUS.get(info.kind, 400)
     if status == 500:
         return failed()

@@ -155,7 +155,7 @@ class _Value:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that is written as `text`: of one of the types, or a string."""
+    """Return `text` as a JSON value of one of `types`; if it fits none, as a JSON string."""
     bare = text.strip()
     word = bare.lower()
     if word in ("null", "none") and ("null" in types or "string" not in types):

@@ -37,9 +37,11 @@ class Item:
 
 
 Event = tuple[Literal["start", "text", "end"], Item, str]
-"""What happens to an item: it starts, grows by a text, or ends because another one starts or the
-answer is over. The text of a tool call is a part of its arguments. A plain tuple, since every token
-makes one."""
+"""The kind of event, the item, and the new text, which is empty unless the kind is "text".
+
+The text of a tool call is a part of its arguments. An item ends when the next item starts or the
+answer ends. Events are plain tuples because every token creates one.
+"""
 
 
 class AnswerEvents:
@@ -89,7 +91,7 @@ class AnswerEvents:
                     self._start("tool_call", part)
                 case CallArguments():
                     self._grow("tool_call", part.text)
-        if parts and isinstance(parts[-1], Reasoning):  # then so are those before it
+        if parts and isinstance(parts[-1], Reasoning):  # nothing precedes reasoning
             self.num_reasoning_tokens += len(delta.token_ids)
 
     def _finish(self, delta: TextDelta) -> None:

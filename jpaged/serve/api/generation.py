@@ -131,11 +131,11 @@ class Generation(ABC):
 
     @property
     def _form_path(self) -> str:
-        """The field that says what answers obey."""
+        """The path of the request's structured-output specification, for errors."""
         return self._asked.form_path
 
     def _with_request_path(self, error: ApiError) -> ApiError:
-        """Return the engine's error with the request's name for the field that answers obey."""
+        """Replace the engine's path of the structured-output specification by `_form_path`."""
         names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
         return error.renamed(dict.fromkeys(names, self._form_path))
 
@@ -333,8 +333,11 @@ class ChatGeneration(Generation):
         return form
 
     async def _check_calls(self, form: StructuredOutputs) -> None:
-        """Raise ApiError unless the grammar of an answer with calls compiles. If a single schema
-        does not compile either, and that shows in time, the error names the schema."""
+        """Raise ApiError unless the grammar of an answer with tool calls compiles.
+
+        If it does not, compile each of its schemas alone, for at most `GrammarTrial.seconds`. The
+        error names the first schema that fails, else `tools`.
+        """
         try:
             await self._texts.check_form(form, "tools", self._client)
         except ApiError as error:
