@@ -254,9 +254,11 @@ def main(control: socket.socket) -> int:
                     os.close(files[0])
                     continue
                 control.close()
+                # Open until the exit: who sees it closed kills the fork and asks for its exit code.
+                line = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)
-                    _obey(socket.socket(fileno=files[0]), worker, most_seconds)
+                    _obey(line, worker, most_seconds)
                 except BrokenPipeError:  # its client has gone
                     pass
                 except Exception:
