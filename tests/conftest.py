@@ -58,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes of `-n auto`: one more than there are processors, since tests
+    of servers wait half of their time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tell `covering.num_examples` the tier, and restore Ctrl-C, which some tests send: a shell
     ignores it in processes of the background."""
