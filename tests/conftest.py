@@ -58,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of processes of `-n auto`: one more than there are processors, since tests
     of servers wait half of their time."""
