@@ -149,7 +149,7 @@ def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: E
         for _ in line.deltas("first"):
             gaps.append(time.monotonic() - last)
             last = time.monotonic()
-    assert max(gaps) < 0.4, "all commands at once take 0.8 s"
+    assert max(gaps) < 0.7, "all commands at once take at least 0.8 s"
     assert len(gaps) > 40
 
 
