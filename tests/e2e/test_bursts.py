@@ -205,7 +205,7 @@ def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
     """In a generation, not in steps: another may come between these."""
     engine = engines(shallow_folder, **MANY)
     single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
-    prompts = [*PROMPTS, *PROMPTS[:8]]
+    prompts = [*PROMPTS, *PROMPTS]
     kinds = [
         SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=20 + i, ignore_eos=True)
         for i in range(len(prompts))
