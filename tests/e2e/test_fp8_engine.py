@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines, scores
+from e2e_options import ANSWER, GREEDY, LOOPS, MOSTLY_OVERLAPPED, QUESTION, Engines, scores
 
 from jpaged import Engine, SamplingParams
 
 WORDS = ["Say hello", "Count from 1 to 20", "Sort the letters of banana", QUESTION]
 
 
-@pytest.mark.parametrize("loop", [*LOOPS])
+@pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
 def test_the_embedded_model_answers_as_it_does_in_float32(engines: Engines, loop: str):
     engine = engines(quantization="fp8", **LOOPS[loop])
     assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER

@@ -405,7 +405,8 @@ def test_there_is_no_process_before_the_first_grammar_and_it_ends_with_the_engin
 
 
 @pytest.mark.parametrize(
-    "mode", ["overlapped", "synchronous", pytest.param("bursts", marks=pytest.mark.full)]
+    "mode",
+    ["overlapped", *(pytest.param(it, marks=pytest.mark.full) for it in ("synchronous", "bursts"))],
 )
 def test_rows_whose_masks_are_late_sit_steps_out(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
