@@ -171,15 +171,13 @@ def _checked_salt(salt: object, name: str) -> str | None:
     if isinstance(salt, str):
         raise RequestError(name, "is empty", remedy="give a non-empty string, or leave it out")
     raise RequestTypeError(
-        name, f"must be a non-empty string; got {type(salt).__name__}", remedy=f"{brief(salt)}"
+        name, f"must be a non-empty string; got {type(salt).__name__}: {brief(salt)}"
     )
 
 
 def _checked_text(text: object, name: str) -> str:
     if not isinstance(text, str):
-        raise RequestTypeError(
-            name, f"must be {_FORMS}; got {type(text).__name__}", remedy=f"{brief(text)}"
-        )
+        raise RequestTypeError(name, f"must be {_FORMS}; got {type(text).__name__}: {brief(text)}")
     if not text:
         raise RequestError(name, "is empty", remedy="give at least one character")
     return text
@@ -215,11 +213,8 @@ def _checked_id(token_id: object, name: str, position: int) -> int:
     if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
         raise RequestTypeError(
             name,
-            (
-                f": the token id at position {position} must be an integer; got "
-                f"{type(token_id).__name__}"
-            ),
-            remedy=f"{brief(token_id)}",
+            f": the token id at position {position} must be an integer; got "
+            f"{type(token_id).__name__}: {brief(token_id)}",
         )
     return int(token_id)
 

@@ -254,9 +254,9 @@ class ServeConfig(options.Options, group="the server"):
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise RequestError(
                 "enable_auto_tool_choice",
-                f"needs --tool-call-parser ({', '.join(TOOL_CALL_FAMILIES)})",
+                f"needs --tool-call-parser ({', '.join(TOOL_CALL_FAMILIES)}): how the model writes "
+                "tool calls",
                 value="True",
-                remedy="how the model writes tool calls",
             )
 
 

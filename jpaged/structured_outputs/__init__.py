@@ -70,12 +70,8 @@ class StructuredOutputs:
                     f"{name}.{what}", "must be some text, or None", value=repr(text)
                 )
         if opening is not None and after is None:
-            raise RequestError(
-                f"{name}.opening",
-                "needs after",
-                value=repr(opening),
-                remedy="it is what that ends",
-            )
+            problem = "needs after: it is what that ends"
+            raise RequestError(f"{name}.opening", problem, value=repr(opening))
         made = {**dict.fromkeys(self.KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
@@ -155,7 +151,7 @@ def _checked_schema(name: str, value: object) -> str:
     except UnicodeEncodeError:
         raise RequestError(name, "has a lone surrogate", remedy="leave it out") from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(name, "cannot be written as JSON", remedy=str(error)) from None
+        raise RequestError(name, f"cannot be written as JSON: {error}") from None
     bounds.SOURCE.check(name, len(text))
     return text
 

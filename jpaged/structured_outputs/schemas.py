@@ -95,7 +95,7 @@ class _SchemaCheck:
                 continue
             if not isinstance(schema, Mapping):
                 raise RequestTypeError(
-                    path, "must be a schema", value=brief(schema), remedy="an object or a boolean"
+                    path, "must be a schema: an object or a boolean", value=brief(schema)
                 )
             bounds.DEPTH.check(path, depth)
             self._num_visits += 1
@@ -200,9 +200,7 @@ def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool)
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
-        raise RequestError(
-            path, "makes another document of a part", remedy="only the whole may have it"
-        )
+        raise RequestError(path, "makes another document of a part: only the whole may have it")
     asks_nothing = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
     if asks_nothing.get(keyword, ...) is value:
         return

@@ -213,7 +213,7 @@ def _decoded(path: str, decode: Callable[[json.JSONDecoder], Any]) -> Any:
     try:
         value = decode(json.JSONDecoder(object_pairs_hook=made))
     except (ValueError, RecursionError) as error:
-        raise RequestError(path, "is no JSON text", remedy=str(error)) from None
+        raise RequestError(path, f"is no JSON text: {error}") from None
     if twice:
         raise RequestError(
             path, f"has the name {brief(twice[0])} twice in an object", remedy="leave one out"

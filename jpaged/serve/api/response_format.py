@@ -61,7 +61,7 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
             problem = "and response_format both ask for a form"
             raise bad_field("structured_outputs", problem, remedy="give one of them")
         own = {name: getattr(form, name) for name in form.__struct_fields__}
-        return _made({name: it for name, it in own.items() if it is not None}, _AS_IT_IS)
+        return _made({name: it for name, it in own.items() if it is not None}, {})
     if format is None or not asks:
         return None
     if format.type == "json_object":
@@ -107,7 +107,6 @@ def form_of_calls(
         raise ApiError(400, info_of(error)) from None
 
 
-_AS_IT_IS: Mapping[str, str] = {}
 _AS_FORMAT = {"structured_outputs.json": "response_format.json_schema.schema"}
 
 

@@ -147,7 +147,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
         for name in ("store", "background"):
             if getattr(self, name):
-                raise bad_field(name, "must be false", value="true", remedy=f"{_NO_MEMORY}")
+                raise bad_field(name, "must be false", value="true", remedy=_NO_MEMORY)
         _ = self.chat
 
     @cached_property

@@ -160,8 +160,8 @@ class Tokenizing:
         """
         done = await self._verdict(Order(form=form), client)
         if done.spent is not None:
-            words = f"trying it took more than {GrammarTrial.most}: simplify it"
-            raise bad_field(path, "cannot be enforced", remedy=str(words))
+            problem = f"cannot be enforced: trying it took more than {GrammarTrial.most}"
+            raise bad_field(path, problem, remedy="simplify it")
         if done.refused is not None:
             raise error_of(done.refused.renamed({f"structured_outputs.{form.kind}": path}))
         if done.failed is not None:
