@@ -99,11 +99,13 @@ def test_answers_obey(engine: Engine, form: str):
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
 def test_company_changes_no_answer(engines: Engines, shallow_folder: Path, loop: str):
     engine = engines(shallow_folder, **LOOPS[loop])
+    plain = answers(engine.generate(QUESTION, GREEDY))
     prompts, params = workload()
     alone = [
         answers(engine.generate([it], own))[0] for it, own in zip(prompts, params, strict=True)
     ]
     assert answers(engine.generate(prompts, params)) == alone
+    assert answers(engine.generate(QUESTION, GREEDY)) == plain
 
 
 @pytest.mark.parametrize(
