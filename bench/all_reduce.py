@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.compare import parse_arguments
 from bench.records import print_table, record
-from jpaged.compile.recipes import COLLECTIVES_IN_LINE
-from jpaged.models.sharding import AXIS, make_mesh, meet
-from jpaged.runtime.peer_memory import PeerMemory, can_exchange
+from jpaged.compile.recipes import SYNCHRONOUS_COLLECTIVES
+from jpaged.models.sharding import MESH_AXIS, barrier_all_reduce, make_mesh
+from jpaged.runtime.peer_memory import PeerMemory, can_use_peer_memory
 from pallas_kernels import device_sum
 
 WIDTH = 4096
@@ -49,16 +49,20 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
 
     def body(x, share, peers):
         header = peers if by_peers else None
-        x += meet(jnp.zeros((1, 1), x.dtype), header)
-        for turn in range(SUMS):
+        x += barrier_all_reduce(jnp.zeros((1, 1), x.dtype), header)
+        for buffer_index in range(SUMS):
             x = lax.optimization_barrier(x * share[0].astype(x.dtype))
-            x = device_sum(x, AXIS, header=header, turn=turn % 2) if sums else x + x
+            x = (
+                device_sum(x, MESH_AXIS, header=header, buffer_index=buffer_index % 2)
+                if sums
+                else x + x
+            )
         return x
 
-    split = PartitionSpec(AXIS)
+    split = PartitionSpec(MESH_AXIS)
     specs = PartitionSpec(), split, split
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    return jax.jit(mapped, donate_argnums=0, compiler_options=COLLECTIVES_IN_LINE)
+    return jax.jit(mapped, donate_argnums=0, compiler_options=SYNCHRONOUS_COLLECTIVES)
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:
@@ -94,7 +98,7 @@ def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
     whole, is_right = timed(with_sums, share)
     alone, _ = timed(without, half)
     if memory is not None:
-        memory.check()
+        memory.check_devices()
     return {
         "way": way,
         "rows": rows,
@@ -110,7 +114,9 @@ def work(way: str, count: int, repeats: int) -> None:
     mesh = make_mesh(jax.devices(), count)
     if mesh is None:
         raise SystemExit("--devices must be at least 2")
-    if way == "peer memory" and not can_exchange(mesh.devices.ravel().tolist(), jnp.bfloat16):
+    if way == "peer memory" and not can_use_peer_memory(
+        mesh.devices.ravel().tolist(), jnp.bfloat16
+    ):
         raise SystemExit("these devices do not exchange through each other's memory")
     for rows in ROWS:
         print(json.dumps(measure(mesh, way, rows, repeats)), flush=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jpaged import Engine
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import Plain
+from jpaged.models.formats import UnquantizedFormat
 from jpaged.runtime.kv_cache import block_bytes
 
 # The H200's measured limits; the floors below stand on them.
@@ -235,11 +235,13 @@ class Floor:
     @staticmethod
     def of(engine: Engine) -> "Floor":
         """From a running engine's own account; of each device, where several share the model."""
-        model = engine.model_config.share(engine.config.tensor_parallel_size)
+        model = engine.model_config.shard(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
-        is_narrow = model.quantization is not None and model.quantization.format is not Plain
+        is_narrow = (
+            model.quantization is not None and model.quantization.format is not UnquantizedFormat
+        )
         dtype = jnp.dtype(model.checkpoint_dtype or "bfloat16")
-        table = model.table_rows * model.embedding_size
+        table = model.num_embedding_rows * model.embedding_size
         if not model.tie_word_embeddings:
             weights -= dtype.itemsize * table
         return Floor(
@@ -283,9 +285,9 @@ class Floor:
 def _num_factors(model: ModelConfig) -> int:
     """Numbers of the projections' weights: what a token is multiplied by, but for the head."""
     return sum(
-        math.prod(it.inputs)
+        math.prod(it.input_shape)
         * sum(size for _, size in it.parts)
-        * math.prod(it.width)
+        * math.prod(it.trailing_shape)
         * (model.num_layers if path.startswith(("attention.", "mlp.")) else 1)
         for path, it in model.projections.items()
     )

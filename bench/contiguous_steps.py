@@ -91,7 +91,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
     """One layer; the residual stream is hidden + sum(update)."""
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if "sum" in layer.norms:  # norms come after the sums
+    if "sum" in layer.norm_positions:  # norms come after the sums
         update, kv = attend(hidden, kv, backend)
         hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
         update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
@@ -112,10 +112,10 @@ def attention(part: Any, x, kv, backend, *, slots, lens, angles):
         q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
-    options = {"scale": part.layer.scale, "implementation": implementation(q)}
+    options = {"scale": part.layer_config.scale, "implementation": implementation(q)}
     attend = attend_cache if slots is None else attend_prompts
     out, kv = attend(
-        q, k, v, kv, lens if slots is None else slots, part.layer.sliding_window, options
+        q, k, v, kv, lens if slots is None else slots, part.layer_config.sliding_window, options
     )
     return part.output(out.reshape(q.shape), backend), kv
 

@@ -34,15 +34,15 @@ from bench.common import BYTES_PER_SECOND, FLOPS_PER_SECOND, FP8_FLOPS_PER_SECON
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import SamplingParams
-from jpaged.runtime.sampler import decode_rows, encode_row, required_level, sample
+from jpaged.runtime.sampler import pack_params, required_level, sample, unpack_params
 from pallas_kernels import (
     FP8,
-    FP8_GROUP,
+    FP8_GROUP_SIZE,
     Backend,
     LayerKV,
     block_scaled_gated_gemm,
     block_scaled_gemm,
-    fp8_pairs,
+    pack_fp8_pairs,
     paged_decode_attention,
     paged_prefill_attention,
     scaled_gated_gemm,
@@ -173,7 +173,7 @@ def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
     shape = (num_blocks, case.block_size, case.heads[1], HEAD_SIZE)
 
     def pool():
-        return fp8_pairs(normal(*shape).astype(FP8)) if case.fp8 else normal(*shape)
+        return pack_fp8_pairs(normal(*shape).astype(FP8)) if case.fp8 else normal(*shape)
 
     pools = [LayerKV(pool(), pool()) for _ in range(num_pools)]
     return queries, pools, ((tables, starts, lens) if case.tokens else (tables, lens))
@@ -280,14 +280,14 @@ def build_fp8(product, seed=0):
     num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
     num_rows = max(num_weights, 4 if product.rows > 128 else 32)
     keys = iter(jax.random.split(jax.random.key(seed), 2 * (num_rows + num_weights)))
-    groups = product.depth // FP8_GROUP
+    groups = product.depth // FP8_GROUP_SIZE
 
     def scaled(outputs, *scales):
         values = jax.random.normal(next(keys), (outputs, product.depth), jnp.bfloat16)
         scale = jax.random.uniform(next(keys), scales, jnp.float32, 0.001, 0.01)
         return (values * 64).astype(FP8), scale
 
-    in_blocks, blocks = product.in_blocks, product.width // FP8_GROUP
+    in_blocks, blocks = product.in_blocks, product.width // FP8_GROUP_SIZE
     of_rows = (groups, product.rows) if in_blocks else (product.rows,)
     of_weight = (blocks, groups) if in_blocks else (product.width,)
     rows = [scaled(product.rows, *of_rows) for _ in range(num_rows)]
@@ -298,7 +298,7 @@ def measure_fp8(product, backend, repeats):
     """A product in FP8 with its scales and, of gate and up, its activation."""
     options = {"dtype": jnp.bfloat16, "backend": backend}
     if product.in_blocks:
-        parts = {} if product.gated else {"rows_of_parts": [product.width]}
+        parts = {} if product.gated else {"rows_per_part": [product.width]}
         run = block_scaled_gated_gemm if product.gated else block_scaled_gemm
         run = partial(run, **parts, **options)
     else:
@@ -337,8 +337,8 @@ def measure_sampling(backend, repeats, truncation):
     """A sample step's choice of `SAMPLE_SHAPE`, for logits of a standard normal distribution."""
     batch, width = SAMPLE_SHAPE
     params = SamplingParams(temperature=1.0, **truncation)
-    packed = jnp.asarray(np.stack([encode_row(params, seed) for seed in range(batch)]))
-    rows = decode_rows(packed, jnp.arange(batch, dtype=jnp.int32))
+    packed = jnp.asarray(np.stack([pack_params(params, seed) for seed in range(batch)]))
+    rows = unpack_params(packed, jnp.arange(batch, dtype=jnp.int32))
     options = {"level": required_level(params), "backend": backend}
     keys = jax.random.split(jax.random.key(0), 8)
     logits = [jax.random.normal(key, SAMPLE_SHAPE, jnp.float32) for key in keys]

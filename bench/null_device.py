@@ -26,12 +26,12 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.registry import read_model_config
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel
+from jpaged.runtime.programs import DeviceShapes, ProgramName, Programs, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.sampler import SampledTokens
 from jpaged.runtime.steps import PROGRAMS
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import NUM_FACTS, TOKEN_COLUMN, Backend
+from pallas_kernels import NUM_TOKEN_COLUMNS, TOKEN_COLUMN, Backend
 
 SHAPE = "qwen3-0.6b"
 BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
@@ -124,7 +124,7 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     """The engine's runner with null programs and next to no arrays."""
     tiny, dtype = tiny_model(), np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
-    shapes = Shapes.of(tiny, runtime, dtype)
+    shapes = DeviceShapes.of(tiny, runtime, dtype)
     runner = ModelRunner(split, shapes, runtime, null_programs(runtime, shapes, clock))
     runner.launch = clock.timed("launch", runner.launch)
     rows = runner._rows
@@ -134,10 +134,10 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     return runner
 
 
-def null_programs(runtime: RuntimeConfig, shapes: Shapes, clock: Clock) -> Programs:
+def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
-    programs = dict[Name, Callable[..., Any]]()
-    sampled = {rows: _sampled(rows) for rows in runtime.buckets.sample_seqs}
+    programs = dict[ProgramName, Callable[..., Any]]()
+    sampled = {rows: _sampled(rows) for rows in runtime.buckets.logits_row_sizes}
     for step in PROGRAMS.values():
         for key in step.keys(runtime, shapes):
             sizes = step.sizes(runtime, key)
@@ -157,7 +157,7 @@ def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **gi
     return results(made | given)
 
 
-def _sampled(seqs: int) -> Sampled:
-    scores = np.zeros((seqs, NUM_FACTS + 2 * MAX_LOGPROBS), np.int32)
+def _sampled(seqs: int) -> SampledTokens:
+    scores = np.zeros((seqs, NUM_TOKEN_COLUMNS + 2 * MAX_LOGPROBS), np.int32)
     scores[:, TOKEN_COLUMN] = TOKEN
-    return Sampled(jnp.full(seqs, TOKEN, jnp.int32), jnp.asarray(scores))
+    return SampledTokens(jnp.full(seqs, TOKEN, jnp.int32), jnp.asarray(scores))

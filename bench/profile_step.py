@@ -38,7 +38,7 @@ from bench.common import (
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     loop = engine._loop
     before = engine.stats().num_generated_tokens
     while engine.stats().num_generated_tokens - before < warm * batch:
-        loop.advance(Goal.LATENCY)
+        loop.advance(SchedulingGoal.LATENCY)
 
     def run() -> int:
         launched = loop.counts["num_steps"]
         while loop.counts["num_steps"] - launched < num_steps:
-            loop.advance(Goal.LATENCY)
+            loop.advance(SchedulingGoal.LATENCY)
         return loop.counts["num_steps"] - launched
 
     start = time.perf_counter()

@@ -99,13 +99,13 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
         return None
     seconds = time_turns(engine, num_steps, lambda: None)
     buckets = engine.runtime_config.buckets
-    padded = round_up(buckets.decode_seqs, rows)
+    padded = round_up(buckets.decode_batch_sizes, rows)
     return {
         **_row(engine, "decode", seconds, num_steps),
         "decode_seqs": rows,
         "context_tokens": tokens + rows * (WARM_TURNS + num_steps // 2),
         "padded_tokens": padded,
-        "logits_rows": buckets.logits_rows(padded),
+        "logits_rows": buckets.num_logits_rows(padded),
     }
 
 

@@ -15,7 +15,7 @@
 Random weights with a tokenizer of made-up words (`--shape`), or the embedded model. All rows are
 sampled with seeds, at temperature 1. `--quick` is for CPUs: fewer rows and answers.
 
-The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_taken`, until the
+The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_tokens_received`, until the
 process that makes masks has taken them in; `update`, what they change; `masks`, the wait for masks
 and their copying; `sampling`, their upload and its launch; `start`, of the thread that sends the
 tokens; `other`. At the same time: `thread_tokens`, that thread's wait for them; `process_accept`
@@ -46,8 +46,8 @@ from jpaged.core.plan import StepPlan
 from jpaged.core.scheduler import Scheduler
 from jpaged.outputs import CompletionOutput
 from jpaged.runtime.results import StepHandle
-from jpaged.structured_outputs.compiler import Grammars
-from jpaged.structured_outputs.mask_client import Answer, MaskProcess
+from jpaged.structured_outputs.compiler import GrammarCompiler
+from jpaged.structured_outputs.mask_client import Answer, MaskWorkerClient
 from jpaged.structured_outputs.matcher import GrammarError
 
 _END = 1000
@@ -158,10 +158,10 @@ def _validators() -> Any:
     return validate
 
 
-def _grammars(engine: Engine) -> Grammars:
+def _grammars(engine: Engine) -> GrammarCompiler:
     if engine.tokenizer is None:
         raise RuntimeError("the engine has no tokenizer")
-    return Grammars(engine.tokenizer, engine.vocab_size, frozenset({_end_of(engine)}))
+    return GrammarCompiler(engine.tokenizer, engine.vocab_size, frozenset({_end_of(engine)}))
 
 
 def _end_of(engine: Engine) -> int:
@@ -169,7 +169,7 @@ def _end_of(engine: Engine) -> int:
     return _END if own is None else own
 
 
-def _begins(grammars: Grammars, form: StructuredOutputs, output: CompletionOutput) -> bool:
+def _begins(grammars: GrammarCompiler, form: StructuredOutputs, output: CompletionOutput) -> bool:
     """Whether an answer that was cut is the beginning of one that obeys."""
     matcher = grammars.compile(form).matcher(frozenset())
     try:
@@ -191,7 +191,7 @@ def _mask_row(
     engine: Engine, size: Size, name: str, forms: Sequence[StructuredOutputs]
 ) -> dict[str, Any]:
     ending = frozenset({_end_of(engine)})
-    process = MaskProcess(engine.folder, engine.vocab_size, ending)
+    process = MaskWorkerClient(engine.folder, engine.vocab_size, ending)
     process.submit(StructuredOutputs(choice=["a"]), ending).check()  # it is started
     start = time.perf_counter()
     for form in forms:
@@ -206,7 +206,7 @@ def _mask_row(
 
 
 def _mask_times(
-    process: MaskProcess,
+    process: MaskWorkerClient,
     forms: Sequence[StructuredOutputs],
     ending: frozenset[int],
     size: Size,
@@ -223,7 +223,7 @@ def _mask_times(
             rows += constraint.answers
             made += 1
         items = [(it, i) for i, it in enumerate(rows)]
-        bits, ended, _ = process.gather(items, size.rows)
+        bits, ended, _ = process.gather_masks(items, size.rows)
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
@@ -234,10 +234,10 @@ def _mask_times(
         allowed = (np.unpackbits(row.view(np.uint8), bitorder="little") for row in bits)
         last = np.array([rng.choice(np.flatnonzero(it)) for it in allowed], np.int32)
         start = time.perf_counter()
-        process.start((), partial(np.copy, last), ahead=True)
-        over = process.await_taken()
+        process.request_masks((), partial(np.copy, last), send_now=True)
+        over = process.await_tokens_received()
         going_on = [item for item in items if item[0] not in over]
-        process.gather(going_on, size.rows)
+        process.gather_masks(going_on, size.rows)
         times.append(time.perf_counter() - start)
         rows = [it for it, i in going_on if last[i] not in ending]
     return times
@@ -354,27 +354,27 @@ def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
 
 def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
     loop, runner, clock = engine._loop, engine._runner, Clock()
-    maker: Any = engine._preprocessor.masks
+    maker: Any = engine._preprocessor.mask_client
     scheduler, num_left = loop.scheduler, 0
 
-    def put_back(plan: StepPlan, rows: Iterable[int]) -> StepPlan:
+    def postpone_rows(plan: StepPlan, rows: Iterable[int]) -> StepPlan:
         nonlocal num_left
         places = list(rows)
         num_left += len(places)
-        return Scheduler.put_back(scheduler, plan, places)
+        return Scheduler.postpone_rows(scheduler, plan, places)
 
-    start_masks = clock.timed("start", maker.start)
+    start_masks = clock.timed("start", maker.request_masks)
 
-    def start(left: Any, tokens: Callable[[], Any], *, ahead: bool) -> None:
-        start_masks(left, clock.timed("thread_tokens", tokens), ahead=ahead)
+    def request_masks(left: Any, tokens: Callable[[], Any], *, send_now: bool) -> None:
+        start_masks(left, clock.timed("thread_tokens", tokens), send_now=send_now)
 
     timed = [
         (scheduler, "schedule", "schedule"),
         (runner, "launch_layers", "layers"),
         (runner, "launch_burst", "layers"),
-        (maker, "await_taken", "await_taken"),
+        (maker, "await_tokens_received", "await_taken"),
         (scheduler, "update", "update"),
-        (maker, "gather", "masks"),
+        (maker, "gather_masks", "masks"),
         (runner, "launch_sampling", "sampling"),
         (loop, "advance", "other"),
     ]
@@ -382,9 +382,9 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
     try:
         for owner, name, part in timed:
             setattr(owner, name, clock.timed(part, getattr(owner, name)))
-        maker.start, scheduler.put_back = start, put_back
+        maker.request_masks, scheduler.postpone_rows = request_masks, postpone_rows
         StepHandle.read = clock.timed("read", read)
-        spent = maker.nanoseconds
+        spent = maker.worker_time_ns
         before, began = engine.stats().num_steps, time.perf_counter()
         work()
         seconds, num_steps = time.perf_counter() - began, engine.stats().num_steps - before
@@ -392,9 +392,9 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
         StepHandle.read = read
         for owner, name, _ in timed:
             vars(owner).pop(name, None)
-        del maker.start, scheduler.put_back
+        del maker.request_masks, scheduler.postpone_rows
     row: dict[str, Any] = {"steps": num_steps, "ms_a_step": 1e3 * seconds / num_steps}
-    spent = 1e-9 * (maker.nanoseconds - spent)
+    spent = 1e-9 * (maker.worker_time_ns - spent)
     clock.parts |= dict(zip(_ELSEWHERE[1:], spent.tolist(), strict=True))
     row |= {part: 1e3 * clock.parts[part] / num_steps for part in (*PARTS, *_ELSEWHERE)}
     return row | {"sat_out": num_left / num_steps}

@@ -38,14 +38,14 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import KVState, make_pool
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.preemption_timing import measure_preemption_costs, time_swap
+from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import (
     chunk_sizes,
-    cut,
     pool_block_bytes,
+    split_into_chunks,
 )
-from jpaged.runtime.timing import measure_costs, time_swap
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import select_backend
 
@@ -76,7 +76,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
     sizes = chunk_sizes(state.pool, num_blocks)
     way = kind(state, sizes)
     ids, first = [], 1
-    for size in cut(num_blocks, sizes):
+    for size in split_into_chunks(num_blocks, sizes):
         ids.append(np.arange(first, first + size, dtype=np.int32))
         first += size
     outs, backs = [], []
@@ -157,7 +157,7 @@ def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunn
         backend=select_backend(jax.default_backend()),
         num_host_blocks=largest,
     )
-    shapes = Shapes.of(model, config, dtype)
+    shapes = DeviceShapes.of(model, config, dtype)
     with ProgramBuilder(16) as builder:
         builder.add(Recipes(split, shapes, config))
         runner = ModelRunner(split, shapes, config, builder.programs())
@@ -168,7 +168,7 @@ def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunn
 def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
     """Recompute against swap by context length."""
     runner, config = parts
-    costs = measure_costs(runner, config)
+    costs = measure_preemption_costs(runner, config)
     rows, tokens = [], min(256, sizes.max_model_len)
     while tokens <= sizes.max_model_len:
         blocks = tokens // BLOCK_SIZE
@@ -177,9 +177,9 @@ def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
             "model": shape,
             "tokens": tokens,
             "blocks": blocks,
-            "recompute_ms": 1e3 * costs.recompute(tokens),
+            "recompute_ms": 1e3 * costs.recompute_cost(tokens),
             "swap_ms": 1e3 * swap,
-            "swap_ms_as_foreseen": 1e3 * costs.swap(blocks),
+            "swap_ms_as_foreseen": 1e3 * costs.swap_cost(blocks),
         }
         rows.append(row)
         tokens *= 2
@@ -192,7 +192,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         "decoding",
         [0] * sizes.context,
         StopCriteria(max_tokens=1),
-        seq_ids=iter(range(sizes.num_seqs)),
+        seq_id_counter=iter(range(sizes.num_seqs)),
         num_samples=sizes.num_seqs,
     )
     rows = tuple(
@@ -210,14 +210,14 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
     cases = {
         "alone": ({}, {}),
         "swap out, then in": ({"swap_outs": (out,)}, {"swap_ins": (back,)}),
-        "swap out, then drop": ({"swap_outs": (out,)}, {"dropped": (0,)}),
+        "swap out, then drop": ({"swap_outs": (out,)}, {"dropped_swap_entry_ids": (0,)}),
     }
     table = []
     for name, orders in cases.items():
         plans = [StepPlan(0, rows, **more) for more in orders]  # pyright: ignore[reportArgumentType]
         seconds = min(_seconds_a_step(launch, plans, 10 * sizes.repeats) for _ in range(3))
         table.append({"model": shape, "step": name, "blocks": group, "ms": 1e3 * seconds})
-    launch(StepPlan(0, (), released=tuple(s.seq_id for s in request.sequences)))
+    launch(StepPlan(0, (), released_seq_ids=tuple(s.seq_id for s in request.sequences)))
     return table
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import StepPlan
-from jpaged.core.request import Candidates, Request, StopCriteria
+from jpaged.core.request import BeamCandidates, Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.observe.pool_report import MemoryReport, memory_report
 
@@ -33,7 +33,7 @@ _RANKS = np.arange(1, VOCAB_SIZE + 1, dtype=np.float64)
 _LOG_TOTALS = np.array([np.log(np.sum(_RANKS**-exponent)) for exponent in _GRID])
 
 
-def candidates_of(contexts: np.ndarray, num_candidates: int) -> Candidates:
+def candidates_of(contexts: np.ndarray, num_candidates: int) -> BeamCandidates:
     """The likeliest next tokens after contexts given by their hashes, uint64 [B]: [B, L] each."""
     mixed = _mix(contexts)
     place = (mixed >> np.uint64(40)).astype(np.int64) % len(_GRID)
@@ -44,7 +44,7 @@ def candidates_of(contexts: np.ndarray, num_candidates: int) -> Candidates:
     # An odd stride visits all tokens of a vocabulary of 2**k, each once.
     first, stride = mixed % np.uint64(VOCAB_SIZE), (mixed >> np.uint64(20)) | np.uint64(1)
     token_ids = (first[:, None] + stride[:, None] * ranks.astype(np.uint64)) % np.uint64(VOCAB_SIZE)
-    return Candidates(token_ids.astype(np.int64), logprobs.astype(np.float32))
+    return BeamCandidates(token_ids.astype(np.int64), logprobs.astype(np.float32))
 
 
 def serve(
@@ -63,13 +63,13 @@ def serve(
     num_blocks = 1 + max_num_seqs * -(-max_model_len // block_size)
     config = SchedulerConfig(max_num_seqs, MAX_NUM_BATCHED_TOKENS, max_model_len)
     scheduler = Scheduler(config, BlockManager(num_blocks, block_size))
-    seq_ids, rng = count(), np.random.RandomState(0)
+    seq_id_counter, rng = count(), np.random.RandomState(0)
     for number, (prompt, max_tokens) in enumerate(work):
         request = Request.from_prompt(
             str(number),
             prompt,
             StopCriteria(max_tokens),
-            seq_ids=seq_ids,
+            seq_id_counter=seq_id_counter,
             num_samples=1 if is_search else width,
             beam=BeamSearch(width) if is_search else None,
         )
@@ -80,7 +80,7 @@ def serve(
         scheduler.update(plan, sampled, _candidates_for(plan, width) if is_search else None)
 
 
-def _candidates_for(plan: StepPlan, width: int) -> Candidates:
+def _candidates_for(plan: StepPlan, width: int) -> BeamCandidates:
     hashes = [hash(tuple(row.sequence.token_ids)) % 2**64 for row in plan.scheduled]
     return candidates_of(np.array(hashes, np.uint64), width)
 

@@ -54,9 +54,9 @@ from starlette.types import Message
 
 from jpaged import EngineConfig
 from jpaged.config import MAX_NUM_SEQS
-from jpaged.serve.errors import ApiError, not_serving
-from jpaged.serve.http.exchange import DONE, error_answer, event
-from jpaged.serve.http.lifecycle import hosts_served, listen, serving_app
+from jpaged.serve.errors import ApiError, unavailable_error
+from jpaged.serve.http.exchange import DONE_EVENT, encode_event, error_response
+from jpaged.serve.http.lifecycle import listen, served_hosts, serving_app
 from jpaged.serve.options import Flags, read_flags
 
 APP = "jpaged"
@@ -68,7 +68,7 @@ class Replica:
     async def __init__(self, flags: Flags):
         self._stack = AsyncExitStack()
         self._app, self._serving = await self._stack.enter_async_context(serving_app(flags))
-        self._max_num_seqs = (await self._serving.engine.ready()).max_num_seqs
+        self._max_num_seqs = (await self._serving.engine.wait_ready()).max_num_seqs
         self._name = serve.get_replica_context().replica_id.unique_id
         self._watching = asyncio.create_task(self._end_with_engine())
         print(f"replica {self._name} serves", flush=True)
@@ -115,8 +115,8 @@ class Replica:
     async def _end_with_engine(self) -> None:
         """End this process when its engine is gone. Ray notices at once; until it had asked after
         the health a few times, a replica that refuses everything would seem to have most room."""
-        await self._serving.engine.died.wait()
-        print(f"replica {self._name} ends: {self._serving.engine.death}", flush=True)
+        await self._serving.engine.closed.wait()
+        print(f"replica {self._name} ends: {self._serving.engine.close_reason}", flush=True)
         os._exit(1)
 
     def check_health(self) -> None:
@@ -221,7 +221,7 @@ class Front:
         try:
             status, headers = await anext(answer)
         except RayActorError:
-            return error_answer(_gone())
+            return error_response(_gone())
         if request.method == "GET" and request.url.path == "/metrics" and status == 200:
             answer.cancel()  # the replica has let the client in; its own figures are not all
             return await self._metrics()
@@ -265,11 +265,11 @@ async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
     except RayActorError:
         if not is_stream:
             raise
-        yield event(_gone().body) + DONE
+        yield encode_event(_gone().body) + DONE_EVENT
 
 
 def _gone() -> ApiError:
-    return not_serving("the replica is gone, and the request with it: send it again", 1)
+    return unavailable_error("the replica is gone, and the request with it: send it again", 1)
 
 
 def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cannot listen at {host}:{flags.serve.port} ({error}): use another --port or --host")
         return 1
     # The picture shows one engine's blocks, and requests of its page would reach any.
-    hosts = hosts_served(flags, address)
+    hosts = served_hosts(flags, address)
     flags = replace(flags, serve=replace(flags.serve, dashboard=False, allowed_hosts=hosts))
     if args.ray_address:
         ray.init(args.ray_address)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jpaged.structured_outputs.trial import GrammarTrial
     from jpaged.text.tokenizer import Tokenizer
 
-_NAMES = {
+_EXPORTS = {
     "jpaged.config": ("EngineConfig",),
     "jpaged.engine.engine": ("Engine",),
     "jpaged.models.checkpoint": ("check_model",),
@@ -51,7 +51,7 @@ _NAMES = {
     "jpaged.parsing.tool_families": ("TOOL_CALL_FAMILIES",),
     "jpaged.parsing.tool_grammar": ("call_grammar",),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_EXPORT_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "REASONING_FAMILIES",
@@ -89,6 +89,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _EXPORT_MODULES:
         raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_EXPORT_MODULES[name]), name)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged import __version__
 from jpaged.config import EngineConfig
-from jpaged.errors import info_of
-from jpaged.options import CommandLine, add_flags, given_options
+from jpaged.errors import error_info
+from jpaged.options import CommandLine, add_flags, read_options
 from jpaged.sampling_params import SamplingParams
-from jpaged.terminal.session import Session, converse, one_line
+from jpaged.terminal.session import Session, converse, format_error
 
 if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
@@ -40,13 +40,13 @@ The answer goes to stdout, all else to stderr. Ctrl-C ends it and keeps the text
 jpaged serve without a model serves the small one; jpaged serve --help lists the server's options.
 For the prompt "serve" write: jpaged -- serve
 """
-_INTERRUPTED = 130  # 128 + SIGINT
-_BROKEN_PIPE = 141  # 128 + SIGPIPE
-_SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
-_ENGINE: dict[str, Any] = {"max_num_seqs": 8}
+_INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT
+_BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
+_SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
+_ENGINE_DEFAULTS: dict[str, Any] = {"max_num_seqs": 8}
 """One prompt runs at a time: fewer shapes to compile, and the first answer comes sooner."""
 
-_NO_FLAGS = ("seed",)
+_OPTIONS_WITHOUT_FLAG = ("seed",)
 """Options of the engine that are no flags here: `--seed` is the request's."""
 
 
@@ -64,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
-    add_flags(parser, SamplingParams, _SAMPLING)
-    add_flags(parser, EngineConfig, _ENGINE, leave_out=_NO_FLAGS)
+    add_flags(parser, SamplingParams, _SAMPLING_DEFAULTS)
+    add_flags(parser, EngineConfig, _ENGINE_DEFAULTS, exclude=_OPTIONS_WITHOUT_FLAG)
     return parser
 
 
@@ -78,44 +78,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(argv[1:])
     parser = build_parser()
     args = parser.parse_args(argv)
-    params, options = _check(parser, args)
+    params, options = _check_options(parser, args)
     try:
         prompt = _read_prompt(parser, args)
         return _run(args, prompt, params, options)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return _INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        _drop_stdout()
-        return _BROKEN_PIPE
+        _discard_stdout()
+        return _BROKEN_PIPE_EXIT_CODE
     except Exception as error:
         if args.traceback:
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {format_error(error)}", file=sys.stderr)
         return 1
 
 
-def _check(
+def _check_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[SamplingParams, dict[str, Any]]:
     """What is asked of the sampler, and the options of `Engine`."""
-    asked = _SAMPLING | given_options(args, SamplingParams)
-    options = _ENGINE | given_options(args, EngineConfig, leave_out=_NO_FLAGS)
+    sampling_options = _SAMPLING_DEFAULTS | read_options(args, SamplingParams)
+    options = _ENGINE_DEFAULTS | read_options(args, EngineConfig, exclude=_OPTIONS_WITHOUT_FLAG)
     try:
         EngineConfig(**options)
-        params = SamplingParams(**asked)
+        params = SamplingParams(**sampling_options)
         if args.tools_demo and (params.n > 1 or not params.is_streamable):
             raise ValueError("--tools-demo shows one answer: leave n, best_of and beam_width out")
         return params, options
     except (TypeError, ValueError) as error:
-        parser.error(info_of(error).command_line_text)
+        parser.error(error_info(error).command_line_text)
 
 
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """The prompt, or None for a conversation at the terminal or the demo's own questions."""
     prompt = args.prompt
     if args.tools_demo and (args.chat or args.stats):
-        other = "--chat" if args.chat else "--stats"
-        parser.error(f"--tools-demo cannot go with {other}: leave one of them out")
+        conflicting_flag = "--chat" if args.chat else "--stats"
+        parser.error(f"--tools-demo cannot go with {conflicting_flag}: leave one of them out")
     if args.tools_demo and prompt is None:
         return None
     if prompt is None and sys.stdin.isatty():
@@ -143,16 +143,16 @@ def _run(
     session = Session(engine, params, stats=args.stats)
     try:
         if args.tools_demo:
-            return _show_tools(engine, params, prompt)
+            return _run_tools_demo(engine, params, prompt)
         if prompt is None:
             return converse(session)
-        complete = session.ask_in_chat(prompt) if args.chat else session.ask(prompt)
-        return 0 if complete else _INTERRUPTED
+        is_complete = session.ask_in_chat(prompt) if args.chat else session.ask(prompt)
+        return 0 if is_complete else _INTERRUPTED_EXIT_CODE
     finally:
         engine.abort_all()
 
 
-def _show_tools(engine: "Engine", params: SamplingParams, prompt: str | None) -> int:
+def _run_tools_demo(engine: "Engine", params: SamplingParams, prompt: str | None) -> int:
     from jpaged.terminal.tools_demo import QUESTIONS, ToolsDemo
 
     demo = ToolsDemo(engine, params)
@@ -161,11 +161,11 @@ def _show_tools(engine: "Engine", params: SamplingParams, prompt: str | None) ->
             print()
         demo.ask(question)
         if demo.is_interrupted:
-            return _INTERRUPTED
+            return _INTERRUPTED_EXIT_CODE
     return 0
 
 
-def _drop_stdout() -> None:
+def _discard_stdout() -> None:
     """Keep the interpreter from failing to flush a closed stdout when it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

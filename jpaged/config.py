@@ -14,7 +14,7 @@ from jpaged.options import Options, choice, integer, number, option, switch
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 """The folder of the small trained model that ships with the package."""
 
-COMPILATION_CACHE = "~/.cache/jpaged/compiled"
+DEFAULT_COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Where compiled programs are kept unless the caller says otherwise."""
 
 MAX_BLOCK_SIZE = 256
@@ -36,17 +36,21 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("compressed-tensors", "fp8", "modelopt")
 """As `jpaged.models.quantization` has them, which imports JAX."""
 
-FP8_KV_CACHE = ("fp8", "fp8_e4m3")
-KV_CACHE_DTYPES = ("auto", *DTYPES[1:], *FP8_KV_CACHE)
+FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = ("auto", *DTYPES[1:], *FP8_KV_CACHE_DTYPES)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 
-_MODEL, _CACHE, _STEPS = "the model", "the paged KV cache", "the steps"
-_SIZES = "a start compiles steps of every size up to it"
-_SEQS = f"an integer, at most {MAX_NUM_SEQS}, for {_SIZES}; more requests wait their turn"
-_TOKENS = f"an integer, at most {MAX_BATCHED_TOKENS}, for {_SIZES}; longer prompts go in chunks"
-_BURST = f"an integer, at most {MAX_SCHEDULER_STEPS}: a new request waits for that many, and twice"
+_MODEL_GROUP, _CACHE_GROUP, _STEPS_GROUP = "the model", "the paged KV cache", "the steps"
+_COMPILED_SIZES_NOTE = "a start compiles steps of every size up to it"
+_SEQS_REQUIREMENT = (
+    f"an integer, at most {MAX_NUM_SEQS}, for {_COMPILED_SIZES_NOTE}; more requests wait their turn"
+)
+_TOKENS_REQUIREMENT = f"an integer, at most {MAX_BATCHED_TOKENS}, for {_COMPILED_SIZES_NOTE}; longer prompts go in chunks"
+_BURST_REQUIREMENT = (
+    f"an integer, at most {MAX_SCHEDULER_STEPS}: a new request waits for that many, and twice"
+)
 
 
 class LoopMode(StrEnum):
@@ -124,36 +128,36 @@ class EngineConfig(Options):
         None,
         metavar="FOLDER_OR_ID",
         help="a folder, or a hub id such as Qwen/Qwen3-0.6B; unset: the model that is built in",
-        group=_MODEL,
+        group=_MODEL_GROUP,
     )
-    dtype: str = choice("auto", DTYPES, help="dtype of weights and activations", group=_MODEL)
+    dtype: str = choice("auto", DTYPES, help="dtype of weights and activations", group=_MODEL_GROUP)
     quantization: str | None = choice(
         None,
         QUANTIZATIONS,
         help="fp8: bring the projections' weights to FP8; unset: as the checkpoint has them",
-        group=_MODEL,
+        group=_MODEL_GROUP,
     )
     kv_cache_dtype: str = choice(
         "auto",
         KV_CACHE_DTYPES,
         help="dtype of keys and values; auto: that of the weights; fp8, or fp8_e4m3, takes half of "
         "bfloat16's memory",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     block_size: int = integer(
         16,
         low=1,
         high=MAX_BLOCK_SIZE,
-        what=f"an integer from 1 to {MAX_BLOCK_SIZE}; use 16",
+        requirement=f"an integer from 1 to {MAX_BLOCK_SIZE}; use 16",
         help=f"tokens in a KV block, 1 to {MAX_BLOCK_SIZE}",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     num_blocks: int | None = integer(
         None,
         low=2,
-        what="an integer, 2 or more (block 0 is the null block and holds no tokens)",
+        requirement="an integer, 2 or more (block 0 is the null block and holds no tokens)",
         help="KV blocks in the pool; unset: what fits",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     kv_cache_memory_bytes: int | None = integer(
         None,
@@ -161,7 +165,7 @@ class EngineConfig(Options):
         unit="bytes",
         metavar="BYTES",
         help="bytes of the pool on each device, such as 800M or 20G; unset: what fits",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     gpu_memory_utilization: float = number(
         0.9,
@@ -170,36 +174,38 @@ class EngineConfig(Options):
         high=1.0,
         metavar="F",
         help="share of the device's memory that the engine may use in all",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     max_model_len: int | None = integer(
         None,
         low=2,  # a token of the prompt, and one of the answer
         help="most tokens of prompt and answer; unset: what model and pool have",
-        group=_MODEL,
+        group=_MODEL_GROUP,
     )
     max_num_seqs: int | None = integer(
         None,
         low=1,
         high=MAX_NUM_SEQS,
-        what=_SEQS,
+        requirement=_SEQS_REQUIREMENT,
         help="most sequences in a step",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
     max_num_batched_tokens: int | None = integer(
         None,
         low=1,
         high=MAX_BATCHED_TOKENS,
-        what=_TOKENS,
+        requirement=_TOKENS_REQUIREMENT,
         help="most tokens in a step",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
-    enable_prefix_caching: bool = switch(True, help="share the KV of common prefixes", group=_CACHE)
+    enable_prefix_caching: bool = switch(
+        True, help="share the KV of common prefixes", group=_CACHE_GROUP
+    )
     preemption_mode: str = choice(
         "recompute",
         PREEMPTION_MODES,
         help="what becomes of KV that must make room",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     swap_space: float | None = number(
         None,
@@ -207,56 +213,61 @@ class EngineConfig(Options):
         low=0.0,
         metavar="GIB",
         help="host memory for swapped KV; unset: 4, or half of the machine's if that is less",
-        group=_CACHE,
+        group=_CACHE_GROUP,
     )
     scheduling_policy: str = choice(
         "fcfs",
         SCHEDULING_POLICIES,
         help="who is served first: in order of arrival, or of priority, lower numbers first",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
-    load_format: str = choice("auto", LOAD_FORMATS, help="dummy makes random weights", group=_MODEL)
+    load_format: str = choice(
+        "auto", LOAD_FORMATS, help="dummy makes random weights", group=_MODEL_GROUP
+    )
     tensor_parallel_size: int = integer(
         1,
         low=1,
         high=MAX_GPUS,
-        what=f"an integer from 1 to {MAX_GPUS}, and no more than there are devices",
+        requirement=f"an integer from 1 to {MAX_GPUS}, and no more than there are devices",
         help="devices that share the model, its KV cache and every step",
-        group=_MODEL,
+        group=_MODEL_GROUP,
     )
     skip_tokenizer_init: bool = switch(False)
     seed: int = integer(
         0,
         low=0,
         high=2**63 - 1,
-        what="an integer from 0 to 2**63 - 1",
+        requirement="an integer from 0 to 2**63 - 1",
         help="seed of requests that bring none, and of random weights",
-        group=_MODEL,
+        group=_MODEL_GROUP,
     )
     async_scheduling: bool = switch(
         True,
-        names=("--async-scheduling", "--overlap"),
+        flags=("--async-scheduling", "--overlap"),
         help="launch a step before the tokens of the one before are read",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
     num_scheduler_steps: int | None = integer(
         None,
         low=1,
         high=MAX_SCHEDULER_STEPS,
-        what=_BURST,
+        requirement=_BURST_REQUIREMENT,
         help="decode steps in one launch while few requests run; 1: never; "
         "unset: 4 on a GPU for small models",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
     compilation_cache_dir: str | Path | None = option(
-        COMPILATION_CACHE, metavar="FOLDER", help="where compiled programs are kept", group=_STEPS
+        DEFAULT_COMPILATION_CACHE,
+        metavar="FOLDER",
+        help="where compiled programs are kept",
+        group=_STEPS_GROUP,
     )
     num_compile_workers: int | None = integer(
         None,
         low=0,
         help="processes that compile beside the engine's at a first start; 0: none; "
         "unset: what suits the machine",
-        group=_STEPS,
+        group=_STEPS_GROUP,
     )
     verbose: bool = switch(False)
 
@@ -270,11 +281,11 @@ class EngineConfig(Options):
         """Raise ValueError for more GiB than the machine has, or too few for the mode."""
         if self.swap_space is None:
             return
-        present = physical_memory_bytes() / 2**30
-        if self.swap_space > present:
+        memory_gib = physical_memory_bytes() / 2**30
+        if self.swap_space > memory_gib:
             raise RequestError(
                 "swap_space",
-                f"GiB is more than this machine's {present:.1f} GiB of memory; lower it",
+                f"GiB is more than this machine's {memory_gib:.1f} GiB of memory; lower it",
                 value=f"{self.swap_space}",
             )
         if self.preemption_mode == "swap" and not self.swap_space:
@@ -303,8 +314,12 @@ class EngineConfig(Options):
         known = [f.name for f in fields(cls) if f.name != "model"]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                similar_names = difflib.get_close_matches(name, known, 1)
+                hint = (
+                    f"did you mean {similar_names[0]!r}?"
+                    if similar_names
+                    else f"known are {', '.join(known)}"
+                )
                 raise ValueError(f"unknown engine option {name!r}; {hint}")
         return cls(model=model, **options)
 

@@ -42,7 +42,7 @@ class ErrorInfo:
 
     def __str__(self) -> str:
         head = self.path if self.shows_path else ""
-        return self._text(head if self.value is None else f"{head}={self.value}")
+        return self._format_text(head if self.value is None else f"{head}={self.value}")
 
     @property
     def command_line_text(self) -> str:
@@ -50,30 +50,30 @@ class ErrorInfo:
         is_option = self.shows_path and self.value is not None and self.path.isidentifier()
         if not is_option:
             return str(self)
-        return self._text(f"--{self.path.replace('_', '-')} {self.value}".rstrip())
+        return self._format_text(f"--{self.path.replace('_', '-')} {self.value}".rstrip())
 
-    def _text(self, head: str) -> str:
+    def _format_text(self, head: str) -> str:
         problem = "".join(self.problem)
         separator = " " if head and problem and problem[0] not in ":[" else ""
         words = f"{head}{separator}{problem}"
         return f"{words}: {''.join(self.remedy)}" if self.remedy else words
 
-    def renamed(self, names: Mapping[str, str]) -> "ErrorInfo":
-        """Return the same error with other names of fields; see `renamed_path`."""
+    def with_renamed_fields(self, names: Mapping[str, str]) -> "ErrorInfo":
+        """Return the same error with other names of fields; see `rename_path`."""
 
         def text(parts: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(
-                renamed_path(part, names) if i % 2 else part for i, part in enumerate(parts)
+                rename_path(part, names) if i % 2 else part for i, part in enumerate(parts)
             )
 
-        path = renamed_path(self.path, names)
+        path = rename_path(self.path, names)
         return replace(self, path=path, problem=text(self.problem), remedy=text(self.remedy))
 
 
-def renamed_path(path: str, names: Mapping[str, str]) -> str:
+def rename_path(path: str, names: Mapping[str, str]) -> str:
     """Replace the longest prefix of `path` that is a key of `names` by its new name."""
-    ends = [i for i, character in enumerate(path) if character in ".["]
-    for end in (len(path), *reversed(ends)):
+    prefix_ends = [i for i, character in enumerate(path) if character in ".["]
+    for end in (len(path), *reversed(prefix_ends)):
         if path[:end] in names:
             return names[path[:end]] + path[end:]
     return path
@@ -101,34 +101,34 @@ class RequestError(ValueError):
         super().__init__(str(self.info))
 
     @classmethod
-    def of(cls, info: ErrorInfo) -> Self:
+    def from_info(cls, info: ErrorInfo) -> Self:
         """Return the error that says `info`."""
         others = {name: getattr(info, name) for name in ("value", "remedy", "kind", "shows_path")}
         return cls(info.path, *info.problem, **others)
 
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the same error with other names of fields; see `renamed_path`."""
-        return self.of(self.info.renamed(names))
+    def with_renamed_fields(self, names: Mapping[str, str]) -> Self:
+        """Return the same error with other names of fields; see `rename_path`."""
+        return self.from_info(self.info.with_renamed_fields(names))
 
 
 class RequestTypeError(RequestError, TypeError):
     """The value of an option or a field has a type that cannot be accepted."""
 
 
-def info_of(error: BaseException) -> ErrorInfo:
+def error_info(error: BaseException) -> ErrorInfo:
     """Return the parts of a `RequestError`; for any other error, an `ErrorInfo` with its text."""
     if isinstance(error, RequestError):
         return error.info
     return ErrorInfo("", (str(error) or type(error).__name__,))
 
 
-def brief(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as code, for errors: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def counted(number: int, noun: str, plural: str = "", *, form: str = "") -> str:
+def format_count(number: int, noun: str, plural: str = "", *, number_format: str = "") -> str:
     """Return the number and its noun, for messages: "1 block", "2 blocks".
 
     Args:
@@ -137,4 +137,4 @@ def counted(number: int, noun: str, plural: str = "", *, form: str = "") -> str:
         plural: The noun after other numbers than 1; empty: the noun with an s.
         form: The number's format; "," writes 2,000.
     """
-    return f"{number:{form}} {noun if number == 1 else plural or f'{noun}s'}"
+    return f"{number:{number_format}} {noun if number == 1 else plural or f'{noun}s'}"

@@ -5,7 +5,7 @@
         block_size: int = integer(16, low=1, help="tokens in a block")
 
 Making a `Config` checks every field; `add_flags` gives a command line `--block-size`, and
-`given_options` reads what was given. Every error names the option, its value and what it may be.
+`read_options` reads what was given. Every error names the option, its value and what it may be.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from jpaged.errors import RequestError, RequestTypeError
 
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BYTE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Option:
     """
 
     check: Callable[[str, Any], None]
-    kind: type | None = None
+    value_type: type | None = None
     low: float | None = None
     above: float | None = None
     high: float | None = None
-    served_high: float | None = None
+    server_max: float | None = None
     help: str = ""
     metavar: str | None = None
-    names: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     group: str = ""
     nargs: str | None = None
     action: str | None = None
     parse: Callable[[str], Any] = str
-    shown: str | None = None
+    default_text: str | None = None
 
 
 class Options:
@@ -71,7 +71,7 @@ class Options:
         cls._group = group
 
     def __post_init__(self) -> None:
-        for name, (default, option) in options_of(type(self)).items():
+        for name, (default, option) in declared_options(type(self)).items():
             value = getattr(self, name)
             if value is not default:
                 option.check(name, value)
@@ -82,8 +82,8 @@ def integer(
     *,
     low: int,
     high: int | None = None,
-    what: str = "",
-    none: bool = False,
+    requirement: str = "",
+    allow_none: bool = False,
     unit: str = "",
     metavar: str = "N",
     **others: Any,
@@ -99,21 +99,27 @@ def integer(
         metavar: As of `Option`.
         **others: The rest of `Option`.
     """
-    what = what or f"an integer, {low} or more"
+    requirement = requirement or f"an integer, {low} or more"
 
     def check(name: str, value: object) -> None:
-        if value is not None or not (none or default is None):
-            check_int(name, value, low=low, high=high, what=what)
+        if value is not None or not (allow_none or default is None):
+            check_int(name, value, low=low, high=high, requirement=requirement)
 
-    parse = num_bytes if unit == "bytes" else _parser_of(int, what)
-    shown = _bytes_as_text(default) if unit == "bytes" and default else None
-    own = {"kind": int, "low": low, "high": high, "parse": parse, "shown": shown}
-    return option(default, check, metavar=metavar, **own | others)
+    parse = parse_bytes if unit == "bytes" else _make_parser(int, requirement)
+    default_text = _format_bytes(default) if unit == "bytes" and default else None
+    attributes = {
+        "value_type": int,
+        "low": low,
+        "high": high,
+        "parse": parse,
+        "default_text": default_text,
+    }
+    return option(default, check, metavar=metavar, **attributes | others)
 
 
 def number(
     default: float | None,
-    what: str = "",
+    requirement: str = "",
     *,
     low: float | None = None,
     above: float | None = None,
@@ -121,20 +127,22 @@ def number(
     unit: str = "",
     **others: Any,
 ) -> Any:
-    """A field for a finite number; `what` says after "a number" which, else as of `integer`."""
-    what = what or _range(low, above, high)
+    """A field for a finite number; `requirement` says after "a number" which, else as of `integer`."""
+    requirement = requirement or _describe_range(low, above, high)
 
     def check(name: str, value: object) -> None:
         if value is not None or default is not None:
-            check_float(name, value, what, low=low, above=above, high=high)
+            check_float(name, value, requirement, low=low, above=above, high=high)
 
-    bounds = {"kind": float, "low": low, "above": above, "high": high}
-    parse = _parser_of(float, f"a number {what}")
-    shown = None if default is None else f"{default:g} {unit}".strip()
-    return option(default, check, **bounds | {"parse": parse, "shown": shown} | others)
+    bounds = {"value_type": float, "low": low, "above": above, "high": high}
+    parse = _make_parser(float, f"a number {requirement}")
+    default_text = None if default is None else f"{default:g} {unit}".strip()
+    return option(
+        default, check, **bounds | {"parse": parse, "default_text": default_text} | others
+    )
 
 
-def _range(low: float | None, above: float | None, high: float | None) -> str:
+def _describe_range(low: float | None, above: float | None, high: float | None) -> str:
     """The bounds in words, after "a number"."""
     if high is None:
         least = "but neither NaN nor infinite" if low is None else f"at least {low}"
@@ -145,7 +153,9 @@ def _range(low: float | None, above: float | None, high: float | None) -> str:
 def switch(default: bool, **others: Any) -> Any:
     """A field for True or False. The flag of one that is off turns it on; of one that is on, it has
     a `--no-` form that turns it off."""
-    return option(default, check_bool, kind=bool, shown="on" if default else "", **others)
+    return option(
+        default, check_bool, value_type=bool, default_text="on" if default else "", **others
+    )
 
 
 def choice(default: str | None, choices: Collection[str], **others: Any) -> Any:
@@ -167,7 +177,7 @@ def option(
 
 
 @cache
-def options_of(options: type[Options]) -> dict[str, tuple[Any, Option]]:
+def declared_options(options: type[Options]) -> dict[str, tuple[Any, Option]]:
     """By name each option's default and what it is."""
     declared = [f for f in fields(cast(Any, options)) if "option" in f.metadata]
     return {f.name: (f.default, f.metadata["option"]) for f in declared}
@@ -189,7 +199,7 @@ class CommandLine(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else list(args)
         unknown = self._unknown_option(args)
         if unknown is not None:
-            near = nearest(unknown, self._option_string_actions)
+            near = nearest_option(unknown, self._option_string_actions)
             remedy = f"see {self.prog} --help" if near is None else f"did you mean {near}?"
             self.error(f"unknown option {unknown}: {remedy}")
         parsed, left = self.parse_known_args(args, namespace)
@@ -221,7 +231,7 @@ class CommandLine(argparse.ArgumentParser):
         return None
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest_option(name: str, known: Iterable[str]) -> str | None:
     """Return the option that `name` was probably meant to be: one that begins with it, or else one
     that is spelled like it."""
     by_word = {option.strip("-"): option for option in known}
@@ -235,7 +245,7 @@ def add_flags(
     parser: argparse.ArgumentParser,
     options: type[Options],
     defaults: Mapping[str, Any] | None = None,
-    leave_out: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> None:
     """Add a flag for every option that has help.
 
@@ -246,48 +256,52 @@ def add_flags(
         leave_out: Options that are no flags of this command line.
     """
     groups: dict[str, Any] = {}
-    for name, (default, own) in options_of(options).items():
-        if not own.help or name in leave_out:
+    for name, (default, declared) in declared_options(options).items():
+        if not declared.help or name in exclude:
             continue
-        group = own.group or options._group
+        group = declared.group or options._group
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        ours = (defaults or {}).get(name, default)
-        shown = own.shown if ours is default else f"{ours:g}"
+        flag_default = (defaults or {}).get(name, default)
+        default_text = declared.default_text if flag_default is default else f"{flag_default:g}"
         groups[group].add_argument(
-            *(own.names or (f"--{name.replace('_', '-')}",)),
+            *(declared.flags or (f"--{name.replace('_', '-')}",)),
             dest=name,
             default=argparse.SUPPRESS,
-            help=own.help + _default_told(ours, shown),
-            **_how_it_is_read(own, default),
+            help=declared.help + _format_default(flag_default, default_text),
+            **_argparse_options(declared, default),
         )
 
 
-def _how_it_is_read(own: Option, default: Any) -> dict[str, Any]:
+def _argparse_options(declared: Option, default: Any) -> dict[str, Any]:
     if default is True:
         return {"action": argparse.BooleanOptionalAction}
     if default is False:
         return {"action": "store_true"}
-    known = {"metavar": own.metavar, "nargs": own.nargs, "action": own.action}
-    return {"type": own.parse} | {name: it for name, it in known.items() if it is not None}
+    known = {"metavar": declared.metavar, "nargs": declared.nargs, "action": declared.action}
+    return {"type": declared.parse} | {name: it for name, it in known.items() if it is not None}
 
 
-def _default_told(default: Any, shown: str | None) -> str:
-    shown = ("" if default in (None, ()) else str(default)) if shown is None else shown
-    return f" ({shown.replace('%', '%%')})" if shown else ""
+def _format_default(default: Any, default_text: str | None) -> str:
+    default_text = (
+        ("" if default in (None, ()) else str(default)) if default_text is None else default_text
+    )
+    return f" ({default_text.replace('%', '%%')})" if default_text else ""
 
 
-def given_options(
-    args: argparse.Namespace, options: type[Options], leave_out: Collection[str] = ()
+def read_options(
+    args: argparse.Namespace, options: type[Options], exclude: Collection[str] = ()
 ) -> dict[str, Any]:
     """The options of a dataclass that were given as flags."""
-    names = [name for name in options_of(options) if hasattr(args, name) and name not in leave_out]
+    names = [
+        name for name in declared_options(options) if hasattr(args, name) and name not in exclude
+    ]
     return {name: getattr(args, name) for name in names}
 
 
-def num_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """A number of bytes: '123456', '800M', '20G' (powers of 1024)."""
-    unit = _UNITS.get(text[-1:].upper())
+    unit = _BYTE_UNITS.get(text[-1:].upper())
     try:
         number = int(float(text[:-1]) * unit) if unit else int(text)
     except (ValueError, OverflowError):
@@ -297,17 +311,17 @@ def num_bytes(text: str) -> int:
     return number
 
 
-def _bytes_as_text(number: int) -> str:
-    fitting = [(unit, size) for unit, size in _UNITS.items() if not number % size]
+def _format_bytes(number: int) -> str:
+    fitting = [(unit, size) for unit, size in _BYTE_UNITS.items() if not number % size]
     return f"{number // fitting[-1][1]}{fitting[-1][0]}" if fitting else str(number)
 
 
-def _parser_of(kind: type, what: str) -> Callable[[str], Any]:
+def _make_parser(value_type: type, requirement: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
-            return kind(text)
+            return value_type(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {requirement}") from None
 
     return parse
 
@@ -322,22 +336,27 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_int(
-    name: str, value: object, *, low: int, high: int | None = None, what: str = ""
+    name: str, value: object, *, low: int, high: int | None = None, requirement: str = ""
 ) -> None:
     """Raise TypeError unless it is an integer (no bool), ValueError unless within the bounds."""
-    what = what or f"an integer, {low} or more"
+    requirement = requirement or f"an integer, {low} or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestTypeError(
-            name, f"is a {type(value).__name__}", value=repr(value), remedy=f"it must be {what}"
+            name,
+            f"is a {type(value).__name__}",
+            value=repr(value),
+            remedy=f"it must be {requirement}",
         )
     if int(value) < low or (high is not None and int(value) > high):
-        raise RequestError(name, "is out of range", value=str(value), remedy=f"it must be {what}")
+        raise RequestError(
+            name, "is out of range", value=str(value), remedy=f"it must be {requirement}"
+        )
 
 
 def check_float(
     name: str,
     value: object,
-    what: str,
+    requirement: str,
     *,
     low: float | None = None,
     above: float | None = None,
@@ -347,7 +366,7 @@ def check_float(
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise RequestTypeError(
-            name, f"is a {kind}", value=repr(value), remedy=f"it must be a number {what}"
+            name, f"is a {kind}", value=repr(value), remedy=f"it must be a number {requirement}"
         )
     try:
         number = float(value)
@@ -360,5 +379,5 @@ def check_float(
     )
     if not (math.isfinite(number) and is_within):
         raise RequestError(
-            name, "is out of range", value=str(value), remedy=f"it must be a number {what}"
+            name, "is out of range", value=str(value), remedy=f"it must be a number {requirement}"
         )

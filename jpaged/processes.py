@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
-LENGTH = struct.Struct("!I")
+LENGTH_HEADER = struct.Struct("!I")
 
-MAX_SIZE = 2**30
-"""Bytes of the largest message that a `Link` receives."""
+MAX_MESSAGE_BYTES = 2**30
+"""Bytes of the largest message that a `MessageSocket` receives."""
 
-_MAX_CHUNKS = 8
-"""Chunks, of a MiB at most, that `Link.receive` reads in one call."""
+_MAX_CHUNKS_PER_RECEIVE = 8
+"""Chunks, of a MiB at most, that `MessageSocket.receive` reads in one call."""
 
-_CHILD = """
+_CHILD_SCRIPT = """
 import importlib, json, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
 try:
@@ -45,7 +45,7 @@ sys.exit(importlib.import_module(module).main(channel, *arguments))
 """
 
 
-def has_python() -> bool:
+def can_start_python() -> bool:
     """Whether a Python can be started; in a frozen program, `sys.executable` is no Python."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
@@ -54,10 +54,19 @@ def child_command(module: str, channel: int, *arguments: object) -> list[str]:
     """Return the command line of a child, which inherits the descriptor `channel` and finds modules
     where this process does."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    return [sys.executable, "-P", "-c", _CHILD, path, module, str(channel), *map(str, arguments)]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        _CHILD_SCRIPT,
+        path,
+        module,
+        str(channel),
+        *map(str, arguments),
+    ]
 
 
-def end_with_parent(sock: socket.socket) -> None:
+def exit_with_parent(sock: socket.socket) -> None:
     """Start a thread that ends this process once the parent has closed its end of the channel."""
 
     def wait() -> None:
@@ -94,22 +103,22 @@ class Child:
         self,
         module: str,
         *arguments: object,
-        files: Iterable[int] = (),
-        leads_group: bool = False,
-        errors: int | None = None,
-        environment: Mapping[str, str] | None = None,
+        pass_fds: Iterable[int] = (),
+        is_group_leader: bool = False,
+        stderr: int | None = None,
+        extra_env: Mapping[str, str] | None = None,
     ):
-        self._owner, self._leads_group = os.getpid(), leads_group
-        self.sock, theirs = socket_pair()
-        with theirs:
+        self._parent_pid, self._is_group_leader = os.getpid(), is_group_leader
+        self.sock, child_sock = socket_pair()
+        with child_sock:
             try:
                 self.process: subprocess.Popen[Any] = subprocess.Popen(
-                    child_command(module, theirs.fileno(), *arguments),
-                    pass_fds=[theirs.fileno(), *files],
+                    child_command(module, child_sock.fileno(), *arguments),
+                    pass_fds=[child_sock.fileno(), *pass_fds],
                     stdin=subprocess.DEVNULL,
-                    stderr=errors,
-                    process_group=0 if leads_group else None,
-                    env={**os.environ, **(environment or {})},
+                    stderr=stderr,
+                    process_group=0 if is_group_leader else None,
+                    env={**os.environ, **(extra_env or {})},
                 )
             except BaseException:  # an interrupt, too: without the channel the child ends
                 self.sock.close()
@@ -126,10 +135,10 @@ class Child:
     def kill(self) -> bool:
         """Kill the child and wait for its end; return False in a fork of the parent, which leaves
         the child alone."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._parent_pid:
             return False
         if self.process.returncode is None:  # else another process may have its id by now
-            if self._leads_group:
+            if self._is_group_leader:
                 with suppress(ProcessLookupError):  # the system has reaped all of it
                     os.killpg(self.process.pid, signal.SIGKILL)
             else:
@@ -137,7 +146,7 @@ class Child:
             self.process.wait()
         return True
 
-    def end(self) -> None:
+    def kill_and_close(self) -> None:
         """Kill the child and close the channel; in a fork of the parent, close the fork's copy of
         the channel alone."""
         self.kill()
@@ -152,26 +161,26 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def framed(*parts: bytes) -> bytes:
+def frame_message(*parts: bytes) -> bytes:
     """Join the parts of a message, and put the length of the message in front."""
-    return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
+    return b"".join((LENGTH_HEADER.pack(sum(map(len, parts))), *parts))
 
 
 def send(sock: socket.socket, message: bytes) -> None:
     """Send a message over a socket that blocks."""
-    sock.sendall(framed(message))
+    sock.sendall(frame_message(message))
 
 
-def receive(sock: socket.socket, files: list[int] | None = None) -> bytes | None:
+def receive(sock: socket.socket, received_fds: list[int] | None = None) -> bytes | None:
     """Return the next message of a socket that blocks; None once the peer has closed it. A
     descriptor that comes with the message is added to `files`."""
     try:
-        if files is None:
-            head = _receive(sock, LENGTH.size)
+        if received_fds is None:
+            header = _receive(sock, LENGTH_HEADER.size)
         else:
-            head, came, _, _ = socket.recv_fds(sock, LENGTH.size, 1, socket.MSG_WAITALL)
-            files += came
-        return _receive(sock, LENGTH.unpack(head)[0]) if head else None
+            header, new_fds, _, _ = socket.recv_fds(sock, LENGTH_HEADER.size, 1, socket.MSG_WAITALL)
+            received_fds += new_fds
+        return _receive(sock, LENGTH_HEADER.unpack(header)[0]) if header else None
     except ConnectionError:  # the peer has closed it without reading what was sent
         return None
 
@@ -186,13 +195,13 @@ def _receive(sock: socket.socket, size: int) -> bytes | None:
     return data
 
 
-async def read(reader: "asyncio.StreamReader") -> bytes:
+async def read_message(reader: "asyncio.StreamReader") -> bytes:
     """Return the next message of a stream; asyncio.IncompleteReadError at the end."""
-    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    (size,) = LENGTH_HEADER.unpack(await reader.readexactly(LENGTH_HEADER.size))
     return await reader.readexactly(size)
 
 
-class Link:
+class MessageSocket:
     """An end of a channel that sends and receives messages and never waits for its peer to read.
 
     Args:
@@ -206,13 +215,13 @@ class Link:
         self._outgoing = bytearray()
 
     @property
-    def is_clear(self) -> bool:
+    def is_flushed(self) -> bool:
         """Whether the peer keeps up: all that was sent so far is on its way."""
         return not self._outgoing
 
     def send(self, message: bytes) -> None:
         """Send a message as soon as the peer takes it."""
-        self._outgoing += framed(message)
+        self._outgoing += frame_message(message)
         self._flush()
 
     def receive(self, timeout: float) -> bytes | None:
@@ -221,15 +230,15 @@ class Link:
         Raises:
             EOFError: the other side is gone.
         """
-        if (message := self._take()) is not None:
+        if (message := self._pop_message()) is not None:
             return message
         writing = [self._sock] if self._outgoing else []
         readable, writable, _ = select.select([self._sock], writing, [], timeout)
         if writable:
             self._flush()
         if readable:
-            self._fill()
-        return self._take()
+            self._read_available()
+        return self._pop_message()
 
     def close(self) -> None:
         """Send what can be sent at once, and close the socket."""
@@ -245,10 +254,10 @@ class Link:
         except OSError:  # the peer is gone; `receive` will find out
             self._outgoing.clear()
 
-    def _fill(self) -> None:
-        """Read what has come, but at most `_MAX_CHUNKS` chunks: steps wait meanwhile."""
+    def _read_available(self) -> None:
+        """Read what has come, but at most `_MAX_CHUNKS_PER_RECEIVE` chunks: steps wait meanwhile."""
         try:
-            for _ in range(_MAX_CHUNKS):
+            for _ in range(_MAX_CHUNKS_PER_RECEIVE):
                 chunk = self._sock.recv(1 << 20)
                 if not chunk:
                     raise EOFError("the other side is gone")
@@ -258,13 +267,13 @@ class Link:
         except ConnectionError as error:
             raise EOFError("the other side is gone") from error
 
-    def _take(self) -> bytes | None:
+    def _pop_message(self) -> bytes | None:
         """Return the first message, once all of it has come."""
-        data, start = self._incoming, LENGTH.size
+        data, start = self._incoming, LENGTH_HEADER.size
         if len(data) < start:
             return None
-        (size,) = LENGTH.unpack_from(data)
-        if size > MAX_SIZE:
+        (size,) = LENGTH_HEADER.unpack_from(data)
+        if size > MAX_MESSAGE_BYTES:
             raise EOFError(f"a message of {size} bytes: the other side is not jpaged")
         if len(data) < start + size:
             return None

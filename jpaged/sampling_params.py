@@ -15,12 +15,12 @@ from jpaged.structured_outputs import StructuredOutputs
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
 
-_MOST_SEQUENCES = 2**16
+_MAX_SERVED_SEQUENCES = 2**16
 """The most answers or beams that a server reads; what an engine takes is less, and its own."""
 
-_BIAS = 100
+_MAX_LOGIT_BIAS = 100
 
-_NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+_BEAM_SEARCH_VALUES: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "temperature": (1.0, 0.0),
     "top_p": (1.0,),
@@ -56,7 +56,7 @@ def _check_stop(name: str, value: object) -> None:
             )
 
 
-def _check_ids(name: str, ids: object) -> None:
+def _check_token_ids(name: str, ids: object) -> None:
     if ids is None:
         return
     if not isinstance(ids, list | tuple | set | frozenset):
@@ -64,25 +64,31 @@ def _check_ids(name: str, ids: object) -> None:
     if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # in C for the usual case
         return
     for token_id in ids:
-        check_int(f"token id in {name}", token_id, low=0, what="an integer, 0 or more")
+        check_int(f"token id in {name}", token_id, low=0, requirement="an integer, 0 or more")
 
 
 def _check_allowed_ids(name: str, ids: object) -> None:
-    _check_ids(name, ids)
+    _check_token_ids(name, ids)
     if ids is not None and not ids:
         raise RequestError(
             name, "allows no token at all", value="[]", remedy="name some, or pass None for all"
         )
 
 
-def _check_bias(name: str, biases: object) -> None:
+def _check_logit_bias(name: str, biases: object) -> None:
     if biases is None:
         return
     if not isinstance(biases, Mapping):
         raise RequestTypeError(name, "must map token ids to numbers", value=repr(biases))
-    _check_ids(name, list(biases))
+    _check_token_ids(name, list(biases))
     for token_id, bias in biases.items():
-        check_float(f"{name}[{token_id}]", bias, "from -100 to 100", low=-_BIAS, high=_BIAS)
+        check_float(
+            f"{name}[{token_id}]",
+            bias,
+            "from -100 to 100",
+            low=-_MAX_LOGIT_BIAS,
+            high=_MAX_LOGIT_BIAS,
+        )
 
 
 def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
@@ -98,10 +104,10 @@ def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 def _check_structured_outputs(name: str, value: object) -> None:
     if value is not None and not isinstance(value, StructuredOutputs):
-        raise RequestTypeError(name, "must be StructuredOutputs", value=_shown(value))
+        raise RequestTypeError(name, "must be StructuredOutputs", value=_format_value(value))
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """As code, but of a long collection its length alone."""
     if isinstance(value, Collection) and not isinstance(value, str) and len(value) > 20:
         return f"({len(value)} values)"
@@ -156,18 +162,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
         TypeError, ValueError: naming the parameter, its value and what it may be.
     """
 
-    n: int = integer(1, low=1, served_high=_MOST_SEQUENCES, help="answers; stderr names each")
+    n: int = integer(1, low=1, server_max=_MAX_SERVED_SEQUENCES, help="answers; stderr names each")
     best_of: int | None = integer(
         None,
         low=1,
-        served_high=_MOST_SEQUENCES,
+        server_max=_MAX_SERVED_SEQUENCES,
         metavar="M",
         help="draw M samples, show the N likeliest",
     )
     beam_width: int | None = integer(
         None,
         low=1,
-        served_high=_MOST_SEQUENCES,
+        server_max=_MAX_SERVED_SEQUENCES,
         metavar="K",
         help="search with K beams, show the N best",
     )
@@ -175,7 +181,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
         1.0, metavar="A", help="power of its length that divides a beam's score"
     )
     early_stopping: bool | Literal["never"] = option(
-        False, _check_early_stopping, help="end a search with its K-th answer", shown=""
+        False, _check_early_stopping, help="end a search with its K-th answer", default_text=""
     )
     temperature: float = number(1.0, low=0, metavar="T", help="0: the likeliest tokens")
     top_p: float = number(
@@ -184,7 +190,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
     top_k: int = integer(
         0,
         low=-1,
-        what="a count, or 0 or -1 to keep all tokens",
+        requirement="a count, or 0 or -1 to keep all tokens",
         metavar="K",
         help="keep the K likeliest; 0: all",
     )
@@ -210,20 +216,22 @@ class SamplingParams(Options, group="how tokens are chosen"):
         None,
         low=-(2**63),
         high=2**64 - 1,
-        what="a 64-bit integer",
+        requirement="a 64-bit integer",
         help="the same N gives the same answer",
     )
     stop: str | Collection[str] | None = option(
         None, _check_stop, metavar="TEXT", action="append", help="end before TEXT; may be repeated"
     )
-    stop_token_ids: Collection[int] | None = option(None, _check_ids)
+    stop_token_ids: Collection[int] | None = option(None, _check_token_ids)
     include_stop_str_in_output: bool = switch(False)
     ignore_eos: bool = switch(False, help="go on past the model's end token")
-    max_tokens: int | None = integer(16, low=1, none=True, help="longest answer")
+    max_tokens: int | None = integer(16, low=1, allow_none=True, help="longest answer")
     min_tokens: int = integer(0, low=0, help="shortest answer")
-    logprobs: int | None = integer(None, low=0, served_high=MAX_LOGPROBS)
-    prompt_logprobs: int | None = integer(None, low=0, served_high=MAX_LOGPROBS)
-    logit_bias: Mapping[int, float] | None = option(None, _check_bias, low=-_BIAS, high=_BIAS)
+    logprobs: int | None = integer(None, low=0, server_max=MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, low=0, server_max=MAX_LOGPROBS)
+    logit_bias: Mapping[int, float] | None = option(
+        None, _check_logit_bias, low=-_MAX_LOGIT_BIAS, high=_MAX_LOGIT_BIAS
+    )
     allowed_token_ids: Collection[int] | None = option(None, _check_allowed_ids)
     structured_outputs: StructuredOutputs | None = option(None, _check_structured_outputs)
     skip_special_tokens: bool = switch(True)
@@ -322,16 +330,16 @@ class SamplingParams(Options, group="how tokens are chosen"):
                     value=str(value),
                     remedy=f"ask for at most {max_logprobs}",
                 )
-        self._check_leaves_a_token(vocab_size, eos_token_ids)
+        self._check_some_token_allowed(vocab_size, eos_token_ids)
         if self.beam_width is not None and vocab_size > max_logprobs:
             self._check_candidates(max_logprobs, eos_token_ids)
         if max_num_seqs is not None:
-            self._check_seats(max_num_seqs)
-        most = None if self.max_tokens is not None else max_model_len
-        if most is not None and self.min_tokens > most:
+            self._check_fits_batch(max_num_seqs)
+        limit = None if self.max_tokens is not None else max_model_len
+        if limit is not None and self.min_tokens > limit:
             raise RequestError(
                 "min_tokens",
-                f"is more than max_model_len={most}",
+                f"is more than max_model_len={limit}",
                 value=f"{self.min_tokens}",
                 remedy="lower it",
             )
@@ -415,13 +423,13 @@ class SamplingParams(Options, group="how tokens are chosen"):
     def _check_beams(self) -> None:
         """What a beam search takes, and what is its alone."""
         if self.beam_width is None:
-            for name, unset in (("length_penalty", 1.0), ("early_stopping", False)):
-                if getattr(self, name) != unset:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
                     raise RequestError(
                         name,
                         "is for beam search",
                         value=repr(getattr(self, name)),
-                        remedy=f"set beam_width, or leave {name} at {unset}",
+                        remedy=f"set beam_width, or leave {name} at {default}",
                     )
             return
         if self.n > self.beam_width:
@@ -434,35 +442,35 @@ class SamplingParams(Options, group="how tokens are chosen"):
                 value=f"{self.n}",
                 remedy="lower n or raise beam_width",
             )
-        for name, unset in _NOT_FOR_BEAMS.items():
+        for name, accepted_values in _BEAM_SEARCH_VALUES.items():
             value = getattr(self, name)
-            if not any(value == each for each in unset):
+            if not any(value == each for each in accepted_values):
                 raise RequestError(
                     name,
                     (
                         f"cannot go with beam_width={self.beam_width}, for a search takes the "
                         "most probable answers"
                     ),
-                    value=_shown(value),
-                    remedy=f"leave {name} at {unset[0]}, or sample without beam_width",
+                    value=_format_value(value),
+                    remedy=f"leave {name} at {accepted_values[0]}, or sample without beam_width",
                 )
 
-    def _check_leaves_a_token(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def _check_some_token_allowed(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         ids = self.allowed_token_ids
         forbidden = self.first_forbidden_ids(eos_token_ids)
         if any(token_id not in forbidden for token_id in ids or range(vocab_size)):
             return
-        which = f"the {vocab_size} tokens of the model"
+        tokens_text = f"the {vocab_size} tokens of the model"
         if ids is not None:
-            which = f"the allowed_token_ids={list(ids)[:20]}"
+            tokens_text = f"the allowed_token_ids={list(ids)[:20]}"
         raise RequestError(
             "min_tokens",
-            f"forbids every one of {which}, which all end the output",
+            f"forbids every one of {tokens_text}, which all end the output",
             value=f"{self.min_tokens}",
             remedy="allow another token or leave min_tokens at 0",
         )
 
-    def _check_seats(self, max_num_seqs: int) -> None:
+    def _check_fits_batch(self, max_num_seqs: int) -> None:
         """All sequences of a request run together or not at all."""
         set_names = (name for name in ("beam_width", "best_of") if getattr(self, name) is not None)
         name = next(set_names, "n")
@@ -478,13 +486,13 @@ class SamplingParams(Options, group="how tokens are chosen"):
     def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
         """Each beam must bring enough next tokens for an exact search; see `BeamSearch`."""
         num_endings = len(self.ending_ids(eos_token_ids))
-        most = max_logprobs - num_endings
-        if (self.beam_width or 0) > most:
+        limit = max_logprobs - num_endings
+        if (self.beam_width or 0) > limit:
             remedy = "lower beam_width" if self.ignore_eos else "lower it, or set ignore_eos=True"
             raise RequestError(
                 "beam_width",
                 (
-                    f"is more than {most}, the most with {num_endings} tokens that end an answer "
+                    f"is more than {limit}, the most with {num_endings} tokens that end an answer "
                     f"(together at most {max_logprobs})"
                 ),
                 value=f"{self.beam_width}",

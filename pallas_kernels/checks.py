@@ -8,14 +8,14 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.types import FP8, FP8_PAIR, KVScales
+from pallas_kernels.types import FP8, FP8_PAIR_DTYPE, KVScales
 
-FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
-POOL_DTYPES = (*FLOATS, FP8_PAIR)
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
+POOL_DTYPES = (*FLOAT_DTYPES, FP8_PAIR_DTYPE)
 MAX_BLOCK_SIZE = 256
 
 
-def check_array(name, array, axes, dtypes=FLOATS, **sizes):
+def check_array(name, array, axes, dtypes=FLOAT_DTYPES, **sizes):
     """Refuse an array of other axes, of other sizes of these, or of another dtype.
 
     Args:
@@ -46,7 +46,9 @@ def check_pool(kv, name="kv"):
     """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements; its sizes,
     H that of a head."""
     if kv.k.dtype == FP8:  # cast to integers they would be other numbers
-        raise TypeError(f"{name}.k has dtype {kv.k.dtype}; give its numbers in pairs (`fp8_pairs`)")
+        raise TypeError(
+            f"{name}.k has dtype {kv.k.dtype}; give its numbers in pairs (`pack_fp8_pairs`)"
+        )
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
     check_array(f"{name}.v", kv.v, "[P, S, K, H]", kv.k.dtype, **sizes)
     if not 1 <= sizes["S"] <= MAX_BLOCK_SIZE:
@@ -58,7 +60,7 @@ def check_pool(kv, name="kv"):
     return sizes | {"H": kv.head_size}
 
 
-def pool_scales(kv, scales):
+def resolve_pool_scales(kv, scales):
     """The scales of a scaled pool, ones if none are given; None for one that takes none."""
     if not kv.is_scaled:
         if scales is not None:
@@ -75,7 +77,7 @@ def pool_scales(kv, scales):
 
 def check_partials(name, array, axes, dtype, **sizes):
     """Refuse split-K partials that are neither of the dtype of their sum nor float32, or none."""
-    if jnp.dtype(dtype) not in FLOATS:
+    if jnp.dtype(dtype) not in FLOAT_DTYPES:
         raise TypeError(f"{name}'s sum has dtype {dtype}; it must be bfloat16, float16 or float32")
     check_array(name, array, axes, (dtype, jnp.float32), **sizes)
     if not array.shape[0]:

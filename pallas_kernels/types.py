@@ -16,18 +16,18 @@ FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest of them."""
 
-FP8_LEAST = 1e-30
+FP8_MIN_ABSMAX = 1e-30
 """The least maximum that a scale is made for: numbers below are as good as zeros, and the scale
 stays a normal float32."""
 
-FP8_PAIR = jnp.uint16
+FP8_PAIR_DTYPE = jnp.uint16
 """The dtype of a pool in FP8: two neighbours of a head, that of the even column in the low byte.
 
 Kernels read such numbers two at a time. Of single ones each compiler would decide whether to see
 them in pairs costs nothing or a pass over the pool, and XLA's for CPUs has no scatter of them.
 """
 
-FP8_GROUP = 128
+FP8_GROUP_SIZE = 128
 """Numbers of a row that have a scale together, and rows and columns of a weight's block that do."""
 
 
@@ -49,7 +49,7 @@ def select_backend(platform: str) -> Backend:
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
 
 
-def takes_fp8(device: Any) -> bool:
+def supports_fp8(device: Any) -> bool:
     """Whether ops take pools in FP8 on a JAX device: plain XLA does anywhere, and Triton has the
     conversions for NVIDIA GPUs from compute capability 8.9 on, which multiply such numbers too; for
     others its compiler ends the process."""
@@ -64,7 +64,7 @@ class LayerKV(NamedTuple):
 
     S is from 1 to 256. Heads have any size H that attention takes on the back end
     (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
-    float32 or, for numbers of `FP8`, `FP8_PAIR`. Of pairs the last axis has H / 2 (`fp8_pairs`), H
+    float32 or, for numbers of `FP8`, `FP8_PAIR_DTYPE`. Of pairs the last axis has H / 2 (`pack_fp8_pairs`), H
     is even, of heads that are rotated a multiple of 4, and keys and values are stored divided by
     `KVScales`.
     """
@@ -75,7 +75,7 @@ class LayerKV(NamedTuple):
     @property
     def is_scaled(self) -> bool:
         """Whether keys and values are in FP8, stored divided by scales."""
-        return self.k.dtype == FP8_PAIR
+        return self.k.dtype == FP8_PAIR_DTYPE
 
     @property
     def head_size(self) -> int:
@@ -93,24 +93,26 @@ class LayerKV(NamedTuple):
         return dtype if self.is_scaled else self.k.dtype
 
 
-def fp8_pairs(x: Float[Array, "*rows H"]) -> UInt16[Array, "*rows half"]:
+def pack_fp8_pairs(x: Float[Array, "*rows H"]) -> UInt16[Array, "*rows half"]:
     """Numbers of `FP8` as a pool has them; H is even. In a Triton kernel too."""
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     bits = lax.bitcast_convert_type(x, jnp.uint8).reshape(*shape, 2)
     parts = lax.split(bits, (1, 1), axis=len(shape))
-    even, odd = (part.reshape(shape).astype(FP8_PAIR) for part in parts)
-    return even | (odd << FP8_PAIR(8))
+    even, odd = (part.reshape(shape).astype(FP8_PAIR_DTYPE) for part in parts)
+    return even | (odd << FP8_PAIR_DTYPE(8))
 
 
-def even_and_odd(pairs: UInt16[Array, "*rows half"]) -> tuple[Float[Array, "*rows half"], ...]:
+def split_fp8_pairs(pairs: UInt16[Array, "*rows half"]) -> tuple[Float[Array, "*rows half"], ...]:
     """The numbers of `FP8` in the even columns, and those in the odd ones. Likewise."""
-    halves = pairs.astype(jnp.uint8), (pairs >> FP8_PAIR(8)).astype(jnp.uint8)
+    halves = pairs.astype(jnp.uint8), (pairs >> FP8_PAIR_DTYPE(8)).astype(jnp.uint8)
     return tuple(lax.bitcast_convert_type(half, FP8) for half in halves)
 
 
-def fp8_numbers(pairs: UInt16[Array, "*rows half"], dtype: DTypeLike) -> Float[Array, "*rows H"]:
-    """The inverse of `fp8_pairs`, in `dtype`. Likewise."""
-    numbers = jnp.stack(even_and_odd(pairs), axis=-1)
+def unpack_fp8_pairs(
+    pairs: UInt16[Array, "*rows half"], dtype: DTypeLike
+) -> Float[Array, "*rows H"]:
+    """The inverse of `pack_fp8_pairs`, in `dtype`. Likewise."""
+    numbers = jnp.stack(split_fp8_pairs(pairs), axis=-1)
     return numbers.reshape(*pairs.shape[:-1], -1).astype(dtype)
 
 
@@ -134,7 +136,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class LayerWeights(NamedTuple):
+class FusedLayerWeights(NamedTuple):
     """What is between the attention of one layer and that of the next: the output projection, the
     gated feed-forward with the norm before it, and the next layer's norm and fused projection."""
 

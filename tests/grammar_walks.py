@@ -7,13 +7,13 @@ import numpy as np
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.compiler import GrammarCompiler
 from jpaged.structured_outputs.matcher import Matcher
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 VOCAB_SIZE = len(TOKENIZER) + 40  # wider than the tokenizer, as many models' logits
 EOS = TOKENIZER.eos_token_id or 0
-GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
 ENDING = frozenset({EOS})
 CLOSING = set(b'"}]')
 
@@ -25,7 +25,7 @@ def matcher_of(form: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
     """What may follow; the answer's error, if there is one, is raised."""
     masks = np.zeros((1, -(-size // 32)), np.int32)
-    if (error := matcher.fill(masks, 0)) is not None:
+    if (error := matcher.fill_mask(masks, 0)) is not None:
         raise error
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
@@ -41,7 +41,7 @@ def walk(form: StructuredOutputs, seed: int, most: int = 600) -> str | None:
         if EOS in choices and (rng.random() < 0.5 or choices == {EOS}):
             return text.decode()
         tokens = sorted(choices - {EOS})
-        of = TOKENIZER.bytes_of
+        of = TOKENIZER.token_bytes
         assert of is not None
         closing = [it for it in tokens if of(it) and of(it)[0] in CLOSING]
         plain = [it for it in tokens if of(it).isascii()]

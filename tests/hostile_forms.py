@@ -25,24 +25,28 @@ def names_by_pattern(count: int) -> dict[str, Any]:
 
 HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
     "references": ({"json": references(1500)}, "SCHEMAS", "json has 2049 schemas"),
-    "rules": ({"grammar": rules(4100)}, "RULES", "grammar has 4097 rules"),
+    "rules": ({"grammar": rules(4100)}, "GRAMMAR_RULES", "grammar has 4097 rules"),
     "all of": (
         {"json": {"type": "string", "allOf": [{"pattern": f"a{i}b"} for i in range(40)]}},
-        "MERGED",
+        "SCHEMAS_PER_VALUE",
         "json has 41 schemas that hold for one value",
     ),
     "patterns of names": (
         {"json": names_by_pattern(300)},
-        "PATTERN_NAMES",
+        "PATTERN_PROPERTIES",
         r"json\.patternProperties has 300 names",
     ),
     "multiple": (
         {"json": {"type": "integer", "multipleOf": 1999993, "minimum": 0, "maximum": 10**12}},
-        "MULTIPLE",
+        "MAX_MULTIPLE_OF",
         r"json\.multipleOf=1999993 must be at most 10000",
     ),
     "quantifiers": ({"regex": "a?" * 20_000}, "QUANTIFIERS", "regex has 501 repetitions"),
-    "product": ({"regex": "(a{1000}){1000}"}, "REPEATED", "regex has 1000000 repetitions within"),
+    "product": (
+        {"regex": "(a{1000}){1000}"},
+        "NESTED_REPETITIONS",
+        "regex has 1000000 repetitions within",
+    ),
 }
 """What is asked, the bound in `bounds`, and the words of the error."""
 

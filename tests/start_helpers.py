@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
-from jpaged.compile.store import program_store
-from jpaged.compile.workers import CompilePool, make_orders, to_json
+from jpaged.compile.store import open_program_store
+from jpaged.compile.workers import CompilePool, make_compile_jobs, to_json
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import SplitModel
 
@@ -32,16 +32,18 @@ class Start:
     def __init__(self, cache: Path):
         config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, max_num_seqs=2)
         model = read_model_config(read_config(EMBEDDED_MODEL))
-        device, draft = jax.local_devices()[0], model_shapes(model, FLOAT32)
-        store = program_store(cache, model, draft, device)
+        device, draft = jax.local_devices()[0], make_abstract_model(model, FLOAT32)
+        store = open_program_store(cache, model, draft, device)
         assert store is not None
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
         self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, [device]).fit(0)
         self.recipes = [*Recipes(split, shapes, self.runtime)]
-        self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
+        self.jobs = make_compile_jobs(
+            config, EMBEDDED_MODEL, FLOAT32, device, store, has_gemm_record=True
+        )
 
     def pool(self) -> CompilePool:
-        return CompilePool(self.orders, self.store, self.said.append)
+        return CompilePool(self.jobs, self.store, self.said.append)
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
@@ -52,6 +54,6 @@ def names(made: Iterable[Recipe]) -> list[str]:
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     started = Start(Path(sys.argv[1]))
-    order = replace(started.orders[0], limits=started.runtime)
-    for record in (order, started.runtime):
+    job = replace(started.jobs[0], limits=started.runtime)
+    for record in (job, started.runtime):
         print(to_json(record).decode())

@@ -18,7 +18,7 @@ from jpaged.__main__ import build_parser, main
 from jpaged.config import EngineConfig
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
-from jpaged.options import Options, options_of
+from jpaged.options import Options, declared_options
 from jpaged.outputs import RequestDelta, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.serve.options import Flags, Limits, ServeConfig, read_flags
@@ -265,7 +265,7 @@ def test_stats_of_one_are_singular(
 
 @pytest.mark.parametrize("options", [SamplingParams, EngineConfig, ServeConfig, Limits])
 def test_no_help_text_begins_in_the_middle_of_a_sentence(options: type[Options]):
-    for name, (_, option) in options_of(options).items():
+    for name, (_, option) in declared_options(options).items():
         first = option.help.partition(" ")[0]
         continuing = {"or", "and", "of", "to", "for", "until", "that", "without", "taken"}
         assert first not in continuing, f"{name}: {option.help}"

@@ -16,8 +16,8 @@ from jpaged.compile.sizing import (
 from jpaged.config import PREEMPTION_MODES, QUANTIZATIONS, EngineConfig
 from jpaged.core.swap import PreemptionMode
 from jpaged.engine.startup import describe_memory
-from jpaged.models.config import MAX_SHARES
-from jpaged.models.quantization import METHODS
+from jpaged.models.config import MAX_TENSOR_PARALLEL_SIZE
+from jpaged.models.quantization import QUANTIZATION_METHODS
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, checks
@@ -88,11 +88,11 @@ def test_a_bad_option_is_refused_by_name(option: str, value: object, message: st
 
 
 def test_as_many_devices_are_asked_for_as_can_share_a_model():
-    assert config_module.MAX_GPUS == MAX_SHARES
+    assert config_module.MAX_GPUS == MAX_TENSOR_PARALLEL_SIZE
 
 
 def test_quantizations_are_those_that_checkpoints_are_read_in():
-    assert QUANTIZATIONS == METHODS
+    assert QUANTIZATIONS == QUANTIZATION_METHODS
 
 
 def test_blocks_have_the_sizes_that_the_kernels_take():

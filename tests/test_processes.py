@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.processes import Child, describe_exit, framed, receive, send
+from jpaged.processes import Child, describe_exit, frame_message, receive, send
 
 ECHO = """
 import subprocess, sys
@@ -43,9 +43,9 @@ def main(sock):
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     (tmp_path / "echo.py").write_text(ECHO, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    child = Child("echo", 1, "two", leads_group=True)
+    child = Child("echo", 1, "two", is_group_leader=True)
     yield child
-    child.end()
+    child.kill_and_close()
 
 
 def test_child_gets_arguments_and_answers(child: Child):
@@ -72,7 +72,7 @@ def test_default_timeout_of_sockets_does_not_break_a_channel(
     time.sleep(0.1)
     send(child.sock, b"done")
     assert child.exit_code(20) == 0
-    child.end()
+    child.kill_and_close()
 
 
 def test_closed_channel_ends_a_child_though_its_own_children_run(child: Child):
@@ -101,7 +101,7 @@ def test_fork_of_the_parent_leaves_the_child_alone(child: Child):
         warnings.simplefilter("ignore")  # of threads, which the fork has no use for
         fork = os.fork()
     if fork == 0:
-        child.end()
+        child.kill_and_close()
         os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0
     send(child.sock, b"still here")
@@ -112,7 +112,7 @@ def test_message_that_is_cut_is_the_end():
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            theirs.sendall(framed(b"whole") + framed(b"cut", b" short")[:-1])
+            theirs.sendall(frame_message(b"whole") + frame_message(b"cut", b" short")[:-1])
         assert receive(ours) == b"whole"
         assert receive(ours) is None
         assert receive(ours) is None

@@ -16,7 +16,7 @@ import pytest
 from jpaged.compile import compilation
 from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.compilation import Compilation
-from jpaged.compile.gemm_autotuning import Record
+from jpaged.compile.gemm_autotuning import GemmRecord
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.sizing import Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
@@ -58,7 +58,7 @@ def load(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> No
 def test_programs_are_built_while_the_model_loads(
     recorded: bool, added: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Record, "has", lambda *_: recorded)
+    monkeypatch.setattr(GemmRecord, "covers", lambda *_: recorded)
     seen: list[bool] = []
     load(monkeypatch, lambda: seen.append(added.wait(60)))
     with pytest.raises(LoadingError):

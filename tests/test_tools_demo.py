@@ -16,7 +16,7 @@ import pytest
 import jpaged
 from jpaged import SamplingParams, TextDelta
 from jpaged.__main__ import main
-from jpaged.terminal.tools_demo import CALCULATOR, QUESTIONS, ToolsDemo, calculate, run_call
+from jpaged.terminal.tools_demo import CALCULATOR, QUESTIONS, ToolsDemo, calculate, run_tool_call
 
 Messages = Sequence[dict[str, Any]]
 
@@ -149,7 +149,7 @@ def test_expressions_of_any_characters_are_computed_or_refused():
     rng = random.Random(1)
     for _ in range(2000):
         text = "".join(rng.choices("0123456789.+-*/() eEj_x'\"[]", k=rng.randint(1, 60)))
-        result = run_call("calculator", json.dumps({"expression": text}))
+        result = run_tool_call("calculator", json.dumps({"expression": text}))
         assert result.startswith("Error: ") or float(result) is not None, text
 
 
@@ -165,7 +165,7 @@ def test_expressions_of_any_characters_are_computed_or_refused():
     ],
 )
 def test_mistakes_in_calls_are_told_to_the_model(name: str, arguments: str, told: str):
-    assert run_call(name, arguments).startswith(told)
+    assert run_tool_call(name, arguments).startswith(told)
 
 
 # Conversations

@@ -118,9 +118,9 @@ def _targets(node: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
 
 @cache
 def _public_names(file: Path) -> dict[str, str]:
-    """Where the names are that `jpaged` itself has: its table `_NAMES`."""
+    """Where the names are that `jpaged` itself has: its table `_EXPORTS`."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
             table = ast.literal_eval(node.value)
             return {name: module for module, names in table.items() for name in names}
     return {}

@@ -19,12 +19,12 @@ from typing import Any
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.compiler import GrammarCompiler
 from jpaged.structured_outputs.matcher import GrammarError
-from jpaged.structured_outputs.schemas import ANNOTATIONS, is_enforced
+from jpaged.structured_outputs.schemas import ANNOTATION_KEYWORDS, is_enforced
 
 _TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
-_GRAMMARS = Grammars(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.eos_token_id or 0}))
+_GRAMMARS = GrammarCompiler(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.eos_token_id or 0}))
 
 FILE = Path(__file__).parent.parent / "bench" / "published_schemas.json"
 LENGTH, LONG, ITEMS, NUMBER = 12, 64, 2, 1000
@@ -117,7 +117,7 @@ class _Adapting:
             return {"$ref": self._reference(schema["$ref"])}
         own: dict[str, Any] = {}
         for keyword, value in schema.items():
-            if keyword in ANNOTATIONS or keyword.startswith("x-") or keyword in _MOVED:
+            if keyword in ANNOTATION_KEYWORDS or keyword.startswith("x-") or keyword in _MOVED:
                 continue
             if not is_enforced(keyword, value):
                 self.left_out.add(keyword if keyword != "format" else f"format {value}")

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 
 from bench.common import AS_VLLM, FORMATS, SHAPES, add_format_option, make_engine
 from jpaged.compile.gemm_autotuning import (
-    NO_RECORD,
-    Record,
+    EMPTY_RECORD,
+    GemmRecord,
     autotuning_folder,
+    gemm_record_path,
     read_record,
-    recorded_products,
     weights_digest,
 )
 from jpaged.compile.recipes import Recipe, Recipes
@@ -36,11 +36,11 @@ from jpaged.compile.sizing import GPU_DEFAULTS, resolve_limits, with_pool
 from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.config import FP8_DTYPE, ModelConfig
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
-from jpaged.runtime.peer_memory import can_exchange
-from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.peer_memory import can_use_peer_memory
+from jpaged.runtime.programs import DeviceShapes, SplitModel
 from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -71,33 +71,33 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
         defaults=GPU_DEFAULTS,
     )
     mesh = make_mesh(jax.devices(), num_devices)
-    through_peers = num_devices > 1 and can_exchange(jax.devices()[:num_devices], DTYPE)
-    runtime = replace(with_pool(limits, NUM_BLOCKS, config), peer_memory=through_peers)
-    split = SplitModel.of(model_shapes(model, DTYPE, mesh))
-    return Recipes(split, Shapes.of(model.share(num_devices), runtime, DTYPE, mesh), runtime)
+    through_peers = num_devices > 1 and can_use_peer_memory(jax.devices()[:num_devices], DTYPE)
+    runtime = replace(with_pool(limits, NUM_BLOCKS, config), has_peer_memory=through_peers)
+    split = SplitModel.of(make_abstract_model(model, DTYPE, mesh))
+    return Recipes(split, DeviceShapes.of(model.shard(num_devices), runtime, DTYPE, mesh), runtime)
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
     """One program for each kind of GEMMs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
-        if recipe.products is not None:
-            chosen.setdefault(recipe.products, recipe)
+        if recipe.gemm_key is not None:
+            chosen.setdefault(recipe.gemm_key, recipe)
     return list(chosen.values())
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
     """Rows of the GEMMs of its programs, by the digest of the weights that a device has."""
     recipes = all_recipes(shape, num_devices, form)
-    rows = {recipe.products[1] for recipe in recipes if recipe.products is not None}
+    rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)
-    model = model_shapes(model_of(shape, form), DTYPE, mesh)
-    return {weights_digest(SplitModel.of(model).own_leaves): sorted(rows)}
+    model = make_abstract_model(model_of(shape, form), DTYPE, mesh)
+    return {weights_digest(SplitModel.of(model).shard_leaves): sorted(rows)}
 
 
 def measure(
-    shape: str, cache: str, path: Path, record: Record, num_devices: int = 1, form: str = "bf16"
-) -> Record:
+    shape: str, cache: str, path: Path, record: GemmRecord, num_devices: int = 1, form: str = "bf16"
+) -> GemmRecord:
     """Let XLA measure: GEMMs one by one, all else as an engine starts.
 
     Returns:
@@ -109,7 +109,7 @@ def measure(
     quiet = time.perf_counter() - begin
     rows = {**record.rows, **rows_measured(shape, num_devices, form)}
     products = results(Path(cache))
-    write_record(path, Record(rows, {**record.results, **products}))
+    write_record(path, GemmRecord(rows, {**record.results, **products}))
     options = {"tensor_parallel_size": num_devices, **FORMATS[form]}
     make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0, **options)
     whole, found = time.perf_counter() - begin, results(Path(cache))
@@ -119,7 +119,7 @@ def measure(
         f"{whole:.1f} s in all",
         flush=True,
     )
-    record = Record(rows, {**record.results, **found})
+    record = GemmRecord(rows, {**record.results, **found})
     write_record(path, record)
     return record
 
@@ -135,7 +135,7 @@ def results(cache: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: GemmRecord) -> None:
     """Write a record, a line an entry."""
     results = {name: b64encode(record.results[name]).decode() for name in sorted(record.results)}
     rows = "".join(f"\n{json.dumps(m)}: {json.dumps(record.rows[m])}," for m in sorted(record.rows))
@@ -160,8 +160,8 @@ def main() -> None:
         prepare_jax(EngineConfig(compilation_cache_dir=cache))
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
-        path = recorded_products(jax.local_devices()[0])
-        record = read_record(path) if args.add and path.is_file() else NO_RECORD
+        path = gemm_record_path(jax.local_devices()[0])
+        record = read_record(path) if args.add and path.is_file() else EMPTY_RECORD
         asked = itertools.product(args.model, args.tensor_parallel_size, args.format)
         for shape, num_devices, form in asked:
             record = measure(shape, cache, path, record, num_devices, form)

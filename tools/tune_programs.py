@@ -30,19 +30,19 @@ def using(op: Op, override: Override) -> Iterator[list]:
     Yields:
         The configs chosen for the op meanwhile; none if what was traced does not ask for any.
     """
-    original, chosen = tuning.tuned, []
+    original, chosen = tuning.apply_tuned_config, []
 
-    def tuned(name, head_size, itemsize, device_kind, config):
+    def apply_tuned_config(name, head_size, itemsize, device_kind, config):
         if (name, head_size, itemsize) != (op.name, op.head_size, op.itemsize):
             return original(name, head_size, itemsize, device_kind, config)
         chosen.append(dataclasses.replace(config, **override))
         return chosen[-1]
 
-    tuning.tuned = tuned
+    tuning.apply_tuned_config = apply_tuned_config
     try:
         yield chosen
     finally:
-        tuning.tuned = original
+        tuning.apply_tuned_config = original
 
 
 def shapes_of(case: Case) -> Any:

@@ -156,9 +156,9 @@ class OrcaMax(BlockManager):
             ValueError: the request has several sequences.
         """
         request = first.request
-        if request.num_seats > 1 or prefix:
+        if request.num_rows > 1 or prefix:
             raise ValueError(
-                f"request {request.request_id!r} has {request.num_seats} sequences, and a "
+                f"request {request.request_id!r} has {request.num_rows} sequences, and a "
                 "contiguous allocator shares nothing: make each a request of its own"
             )
         num_slots = self.num_reserved_slots(request)
@@ -199,7 +199,7 @@ class OrcaMax(BlockManager):
         """Refused: nothing is shared."""
         raise ValueError("a contiguous allocator shares nothing between sequences")
 
-    def adopt(
+    def assign_blocks(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
         """Refused: nothing is swapped."""

@@ -20,7 +20,7 @@ from bench.paper.simulator import Run, Tally, Workload, stream_tokens
 from bench.paper.traces import Piece, TraceRequest
 from jpaged import Engine, SamplingParams
 from jpaged.config import EngineConfig
-from jpaged.core.plan import Goal, StepPlan
+from jpaged.core.plan import SchedulingGoal, StepPlan
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.startup import build_parts
@@ -44,7 +44,7 @@ class WatchedScheduler(Scheduler):
         super().add(request)
         self.requests[request.request_id] = request
 
-    def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
+    def schedule(self, goal: SchedulingGoal = SchedulingGoal.LATENCY) -> StepPlan | None:
         plan = super().schedule(goal)
         if plan is not None and self.watch is not None:
             self.watch(plan)

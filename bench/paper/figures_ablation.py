@@ -250,15 +250,17 @@ def _recovery_seconds(sizes: Sequence[int], settings: Settings) -> dict[int, tup
     from bench import swap
     from bench.common import ALL_SHAPES
     from jpaged.models.registry import read_model_config
-    from jpaged.runtime.timing import measure_costs
+    from jpaged.runtime.preemption_timing import measure_preemption_costs
 
     num_tokens, repeats = (256, 2) if settings.quick else (RECOVERED_TOKENS, 7)
     model = read_model_config(swap.TINY if settings.quick else ALL_SHAPES["opt-13b"])
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     swaps = {size: swap.swap_seconds(model, dtype, size, num_tokens, repeats) for size in sizes}
     runs = swap.Sizes((), (num_tokens,), 2 * num_tokens, 8, num_tokens, repeats)
-    recompute = measure_costs(*swap.make_runner(model, dtype, runs)).recompute(num_tokens)
-    return {size: (recompute, seconds) for size, seconds in swaps.items()}
+    recompute_cost = measure_preemption_costs(*swap.make_runner(model, dtype, runs)).recompute_cost(
+        num_tokens
+    )
+    return {size: (recompute_cost, seconds) for size, seconds in swaps.items()}
 
 
 def _recovery_in_the_paper(size: int) -> str:

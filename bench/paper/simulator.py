@@ -30,10 +30,10 @@ from bench.paper.traces import TraceRequest
 from bench.synthetic_beams import candidates_of
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan
-from jpaged.core.request import Candidates, Request, RequestStatus, StopCriteria
+from jpaged.core.request import BeamCandidates, Request, RequestStatus, StopCriteria
 from jpaged.core.request import Sequence as TokenSequence
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.observe.pool_report import memory_report
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
@@ -177,7 +177,7 @@ def simulate(
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
         manager,
-        PressurePolicy(mode, num_blocks if mode is PreemptionMode.SWAP else 0),
+        PreemptionPolicy(mode, num_blocks if mode is PreemptionMode.SWAP else 0),
     )
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     return _Simulation(work, scheduler, device, Padding(buckets), give_up_at).run()
@@ -229,7 +229,7 @@ class Workload:
                 f"{index}.{each}",
                 self.prompt(index),
                 stop,
-                seq_ids=self._seq_ids,
+                seq_id_counter=self._seq_ids,
                 num_samples=1 if self.is_search else self.width // apart,
                 beam=BeamSearch(self.width) if self.is_search else None,
             )
@@ -299,9 +299,9 @@ class Padding:
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
-        sizes = range(1, buckets.decode_seqs[-1] + 1)
-        self._decode = [0] + [round_up(buckets.decode_seqs, size) for size in sizes]
-        self._logits = [0] + [buckets.logits_rows(rows) for rows in self._decode[1:]]
+        sizes = range(1, buckets.decode_batch_sizes[-1] + 1)
+        self._decode = [0] + [round_up(buckets.decode_batch_sizes, size) for size in sizes]
+        self._logits = [0] + [buckets.num_logits_rows(rows) for rows in self._decode[1:]]
 
     def work_of(self, plan: StepPlan) -> StepWork:
         """The step's work."""
@@ -363,10 +363,10 @@ class Tally:
     def note(self, plan: StepPlan) -> None:
         """A step was planned a moment ago."""
         self.num_moved += sum(len(order.block_ids) for order in plan.swap_outs)
-        self.num_moved += sum(len(order.places) for order in plan.swap_ins)
+        self.num_moved += sum(len(order.copies) for order in plan.swap_ins)
         if not plan.is_decode:
             self._note_prompts(plan)
-        if plan.preempted:
+        if plan.preempted_request_ids:
             self._note_preempted(plan)
         if not plan.scheduled:
             return
@@ -406,11 +406,11 @@ class Tally:
             self._prompt_ends[seq_id] = end
 
     def _note_preempted(self, plan: StepPlan) -> None:
-        self.num_preempted += len(plan.preempted)
-        for request_id in plan.preempted:
+        self.num_preempted += len(plan.preempted_request_ids)
+        for request_id in plan.preempted_request_ids:
             request = self._scheduler.waiting.get(request_id)
             if request is not None and request.status is RequestStatus.PREEMPTED:
-                for sequence in request.live:
+                for sequence in request.live_sequences:
                     has_begun = sequence.num_tokens > sequence.num_prompt_tokens
                     prompt_end = self._prompt_ends.get(sequence.seq_id, 0)
                     reached = sequence.num_tokens - 1 if has_begun else prompt_end
@@ -422,7 +422,7 @@ class Tally:
         limit = scheduler.config.max_num_seqs
         is_full = bool(
             scheduler.waiting
-            and scheduler.running.num_seats + scheduler.waiting.first.num_seats <= limit
+            and scheduler.running.num_rows + scheduler.waiting.first.num_rows <= limit
         )
         report, manager = memory_report(scheduler), scheduler.block_manager
         states = token_states(manager, report, is_full=is_full)
@@ -431,7 +431,7 @@ class Tally:
         held = report.num_used_slots
         if isinstance(manager, OrcaMax):
             held = (manager.ranges.size - manager.ranges.num_free) * manager.block_size
-        num_holding = sum(bool(s.block_table) for s in scheduler.sequences.known.values())
+        num_holding = sum(bool(s.block_table) for s in scheduler.sequences.by_id.values())
         half_blocks = num_holding * manager.block_size / 2
         return _Look(is_full, states, held, held - report.num_token_slots, half_blocks)
 
@@ -565,13 +565,13 @@ class _Simulation:
             candidates = _candidates_for(plan, work.width)
         news = self._scheduler.update(plan, sampled, candidates)
         _raise_faults(news.failed)
-        for sequence, request, _, reason in news.emitted:
+        for sequence, request, _, reason in news.emitted_tokens:
             if sequence.num_output_tokens == 1:
                 work.note_first(index_of(request), self._now)
             self._num_outputs += 1
             if reason is not None and request.is_finished:
                 self._end(request)
-        for request in news.searched:
+        for request in news.advanced_beam_requests:
             work.note_first(index_of(request), self._now)
             self._num_outputs += work.width
             if request.is_finished:
@@ -594,6 +594,6 @@ def _raise_faults(failed: Iterable[tuple[Request, Exception]]) -> None:
         raise ValueError(f"request {request.request_id} cannot be served: {error}") from error
 
 
-def _candidates_for(plan: StepPlan, width: int) -> Candidates:
+def _candidates_for(plan: StepPlan, width: int) -> BeamCandidates:
     hashes = [hash(tuple(row.sequence.token_ids)) % 2**64 for row in plan.scheduled]
     return candidates_of(np.array(hashes, np.uint64), width)

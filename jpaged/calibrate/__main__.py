@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # Loading these takes a while, which the help does without.
     from jpaged.models.checkpoint import check_model
-    from jpaged.terminal.session import one_line
+    from jpaged.terminal.session import format_error
 
     try:
         check_model(args.model)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = {"dtype": args.dtype, "length": args.length}
         scales = calibrate(args.model, text, args.folder, **options)
     except (ValueError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {format_error(error)}", file=sys.stderr)
         return 1
     for layer, (k, v) in scales.items():
         print(f"{layer}: k_scale {k:.3g}, v_scale {v:.3g}")

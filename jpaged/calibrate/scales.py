@@ -17,11 +17,11 @@ from safetensors.numpy import save
 from jpaged.engine.startup import resolve_dtype
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.checkpoint import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    INDEX_FILE_NAME,
+    SINGLE_FILE_NAME,
     CheckpointError,
     read_config,
-    read_tensors,
+    read_tensor_infos,
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
@@ -29,17 +29,23 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import FP8_LEAST, FP8_MAX, LayerKV, select_backend
+from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX, LayerKV, select_backend
 
 BLOCK_SIZE = 16
-SCALES_NAME = "kv_scales.safetensors"
-LINKED_SINGLE = "weights.safetensors"
+SCALES_FILE_NAME = "kv_scales.safetensors"
+LINKED_FILE_NAME = "weights.safetensors"
 """What `model.safetensors` is linked as."""
 
-SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+KV_CACHE_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+}
 """compressed-tensors' words for one scale of all keys of a layer, and one of all values."""
 
-NO_WEIGHTS = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+UNQUANTIZED_WEIGHTS = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
 """Its words for weights as they are."""
 
 
@@ -65,17 +71,19 @@ def calibrate(
     source, folder = resolve_checkpoint(model), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a folder that is new, or empty")
-    if all((source / name).exists() for name in (SINGLE_NAME, LINKED_SINGLE)):
+    if all((source / name).exists() for name in (SINGLE_FILE_NAME, LINKED_FILE_NAME)):
         raise CheckpointError(
-            f"{source} has {SINGLE_NAME}, which is linked as {LINKED_SINGLE}, and a file of that "
+            f"{source} has {SINGLE_FILE_NAME}, which is linked as {LINKED_FILE_NAME}, and a file of that "
             "name too; rename it"
         )
-    content = read_config(source)
-    config = read_model_config(content)
+    raw_config = read_config(source)
+    config = read_model_config(raw_config)
     if config.quantization is not None and config.quantization.has_kv_scales:
         raise CheckpointError(f"{source} has scales of keys and values; load it as it is")
-    if (source / SCALES_NAME).exists():
-        raise CheckpointError(f"{source} has a file {SCALES_NAME}, as what is written; rename it")
+    if (source / SCALES_FILE_NAME).exists():
+        raise CheckpointError(
+            f"{source} has a file {SCALES_FILE_NAME}, as what is written; rename it"
+        )
     if length < 2:
         raise ValueError(f"length={length} must be at least 2 tokens")
     token_ids = Tokenizer.from_folder(source).encode(text)
@@ -83,16 +91,18 @@ def calibrate(
         raise ValueError("the text has no tokens; give one such as the model will see")
     length = min(length, config.max_position_embeddings)
     platform = jax.devices()[0].platform
-    loaded = resolve_dtype(dtype, config, platform)
-    own = plan_model(source, config, dtype=loaded).load()
-    largest = largest_of(own, config, _sequences(token_ids, length), length, loaded)
-    scales = scales_of(largest)
-    found = {f"layers.{i}": (float(k), float(v)) for i, (k, v) in enumerate(scales)}
-    _write(source, folder, content, found)
-    return found
+    weights_dtype = resolve_dtype(dtype, config, platform)
+    loaded_model = plan_model(source, config, dtype=weights_dtype).load()
+    max_abs = measure_max_abs(
+        loaded_model, config, _split_sequences(token_ids, length), length, weights_dtype
+    )
+    scales = compute_scales(max_abs)
+    layer_scales = {f"layers.{i}": (float(k), float(v)) for i, (k, v) in enumerate(scales)}
+    _write_checkpoint(source, folder, raw_config, layer_scales)
+    return layer_scales
 
 
-def _sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int]]:
+def _split_sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int]]:
     """The text's tokens in pieces of `length`, each after the text's first token: that may be the
     one that begins a text, whose keys are like no others."""
     first, rest = token_ids[0], token_ids[1:]
@@ -100,7 +110,7 @@ def _sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int]]:
         yield [first, *rest[start : start + length - 1]]
 
 
-def largest_of(
+def measure_max_abs(
     model: nnx.Module,
     config: ModelConfig,
     sequences: Iterator[list[int]],
@@ -112,77 +122,84 @@ def largest_of(
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(config, num_blocks + 1, BLOCK_SIZE, dtype)
     graph, state = nnx.split(model)
-    largest = np.zeros((config.num_layers, 2), np.float32)
+    max_abs = np.zeros((config.num_layers, 2), np.float32)
     for tokens in sequences:
         padded = np.zeros(num_blocks * BLOCK_SIZE, np.int32)
         padded[: len(tokens)] = tokens
-        found, pool = _step(graph, state, jnp.asarray(padded), jnp.int32(len(tokens)), pool)
-        largest = np.maximum(largest, np.asarray(found))
-    return largest
+        maxima, pool = _run_sequence(
+            graph, state, jnp.asarray(padded), jnp.int32(len(tokens)), pool
+        )
+        max_abs = np.maximum(max_abs, np.asarray(maxima))
+    return max_abs
 
 
 @partial(jax.jit, static_argnames="graph", donate_argnames="pool")
-def _step(
+def _run_sequence(
     graph: Any,
     state: Any,
     tokens: Int32[Array, "T"],
-    count: Int32[Array, ""],
+    num_tokens: Int32[Array, ""],
     pool: tuple[LayerKV, ...],
 ) -> tuple[Float32[Array, "layers 2"], tuple[LayerKV, ...]]:
-    """What a sequence of `count` tokens leaves in blocks 1 and up, where those of sequences before
+    """What a sequence of `num_tokens` tokens leaves in blocks 1 and up, where those of sequences before
     it may be too; padding goes to block 0."""
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
         block_tables=jnp.arange(1, pool[0].k.shape[0], dtype=jnp.int32)[None],
-        seq_lens=count[None],
-        slot_mapping=jnp.where(positions < count, positions + BLOCK_SIZE, 0),
-        query_start_loc=jnp.stack([jnp.zeros_like(count), count]),
+        seq_lens=num_tokens[None],
+        slot_mapping=jnp.where(positions < num_tokens, positions + BLOCK_SIZE, 0),
+        query_start_loc=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
         backend=select_backend(jax.default_backend()),
     )
     _, pool = nnx.merge(graph, state)(tokens, positions, pool, attention)
-    found = [jnp.max(jnp.abs(part[1:])).astype(jnp.float32) for kv in pool for part in kv]
-    return jnp.stack(found).reshape(-1, 2), pool
+    maxima = [jnp.max(jnp.abs(part[1:])).astype(jnp.float32) for kv in pool for part in kv]
+    return jnp.stack(maxima).reshape(-1, 2), pool
 
 
-def scales_of(largest: np.ndarray) -> np.ndarray:
+def compute_scales(max_abs: np.ndarray) -> np.ndarray:
     """The scales, 1 where a layer has zeros alone.
 
     Raises:
         ValueError: a number that is not finite.
     """
-    if not np.isfinite(largest).all():
-        layer, kind = np.argwhere(~np.isfinite(largest))[0]
+    if not np.isfinite(max_abs).all():
+        layer, kind = np.argwhere(~np.isfinite(max_abs))[0]
         raise ValueError(
             f"the {('keys', 'values')[kind]} of layer {layer} are not finite: the checkpoint is "
             "broken, or needs another dtype (bfloat16 for float16)"
         )
-    scales = np.exp2(np.ceil(np.log2(np.maximum(largest, FP8_LEAST) / FP8_MAX)))
-    return np.where(largest > 0, scales, 1).astype(np.float32)
+    scales = np.exp2(np.ceil(np.log2(np.maximum(max_abs, FP8_MIN_ABSMAX) / FP8_MAX)))
+    return np.where(max_abs > 0, scales, 1).astype(np.float32)
 
 
-def _write(
-    source: Path, folder: Path, content: dict, scales: dict[str, tuple[float, float]]
+def _write_checkpoint(
+    source: Path, folder: Path, raw_config: dict, scales: dict[str, tuple[float, float]]
 ) -> None:
     """The folder: links, the scales, and what tells of them."""
-    tensors = read_tensors(source)
+    tensors = read_tensor_infos(source)
     folder.mkdir(parents=True, exist_ok=True)
-    linked = {SINGLE_NAME: LINKED_SINGLE}
+    linked = {SINGLE_FILE_NAME: LINKED_FILE_NAME}
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in ("config.json", INDEX_NAME):
+        if file.is_file() and file.name not in ("config.json", INDEX_FILE_NAME):
             os.symlink(file.resolve(), folder / linked.get(file.name, file.name))
     # What stands before the names of layers differs by family and may be left out; where it is the
     # usual one, other loaders find the scales too.
     is_usual = any(it.name.startswith("model.layers.") for it in tensors)
     prefix = "model." if is_usual else ""
-    own = {
+    scale_tensors = {
         f"{prefix}{layer}.self_attn.{kind}_scale": np.asarray([scale], np.float32)
         for layer, pair in scales.items()
         for kind, scale in zip("kv", pair, strict=True)
     }
-    (folder / SCALES_NAME).write_bytes(save(own))
-    places = {it.name: linked.get(it.file.name, it.file.name) for it in tensors}
-    index = {"metadata": {}, "weight_map": places | dict.fromkeys(own, SCALES_NAME)}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
-    kept = dict(content.get("quantization_config") or NO_WEIGHTS)
-    config = content | {"quantization_config": kept | {"kv_cache_scheme": SCHEME}}
+    (folder / SCALES_FILE_NAME).write_bytes(save(scale_tensors))
+    tensor_files = {it.name: linked.get(it.file.name, it.file.name) for it in tensors}
+    index = {
+        "metadata": {},
+        "weight_map": tensor_files | dict.fromkeys(scale_tensors, SCALES_FILE_NAME),
+    }
+    (folder / INDEX_FILE_NAME).write_text(json.dumps(index, indent=1))
+    quantization = dict(raw_config.get("quantization_config") or UNQUANTIZED_WEIGHTS)
+    config = raw_config | {
+        "quantization_config": quantization | {"kv_cache_scheme": KV_CACHE_SCHEME}
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1))

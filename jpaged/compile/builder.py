@@ -15,7 +15,7 @@ import jax
 from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
-from jpaged.runtime.programs import Name, Programs
+from jpaged.runtime.programs import ProgramName, Programs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,32 +25,32 @@ class ThreadSettings:
     """The settings of the thread that makes this, as far as JAX lets a thread have its own."""
 
     def __init__(self):
-        self._values = _own_settings()
+        self._values = _thread_settings()
 
     def run(self, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
         """Call `work` under these settings, in whatever thread."""
-        present = _own_settings()
+        present = _thread_settings()
         with ExitStack() as stack:
             for name, value in self._values.items():
                 if value is not present[name] and value != present[name]:
-                    stack.enter_context(_manager(name)(value))
+                    stack.enter_context(_setting_context(name)(value))
             return work(*args, **keywords)
 
 
-def _own_settings() -> Mapping[str, Any]:
-    names = [name for name in jax.config.values if _manager(name) is not None]
+def _thread_settings() -> Mapping[str, Any]:
+    names = [name for name in jax.config.values if _setting_context(name) is not None]
     return {name: getattr(jax.config, name) for name in names}
 
 
-def _manager(name: str) -> Any:
+def _setting_context(name: str) -> Any:
     """What sets it for a block of code, if there is such a thing."""
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
-_CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_CACHE_REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
-_MEASURERS = 32
+_NUM_MEASURING_THREADS = 32
 """Threads that compile programs with matrix products, which may wait to be measured."""
 
 
@@ -71,18 +71,18 @@ class ProgramBuilder:
 
     def __init__(
         self,
-        threads: int,
+        num_threads: int,
         store: ProgramStore | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        report_progress: Callable[[int, int], None] = lambda done, total: None,
         compiler: Compiler | None = None,
     ):
-        self._store, self._progress = store, progress
+        self._store, self._report_progress = store, report_progress
         self._compiler = compiler or Compiler()
         self._settings = ThreadSettings()
-        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
-        self._measurers = ThreadPoolExecutor(_MEASURERS)
-        self._building: dict[Name, Future[Any]] = {}
-        self._loaded: set[Name] = set()
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(num_threads)
+        self._measurers = ThreadPoolExecutor(_NUM_MEASURING_THREADS)
+        self._futures: dict[ProgramName, Future[Any]] = {}
+        self._loaded: set[ProgramName] = set()
         self._last_lookup = local()  # of each thread, whether JAX's cache had the program
         self._closed = False
         self._may_compile = Event()
@@ -103,62 +103,64 @@ class ProgramBuilder:
     @property
     def num_loaded(self) -> int:
         """The number of programs so far that came compiled from JAX's cache on disk."""
-        return len(self._loaded & self._building.keys())
+        return len(self._loaded & self._futures.keys())
 
     def add(self, recipes: Iterable[Recipe]) -> None:
         """Begin with these, unless their like was added before."""
         for recipe in recipes:
-            if recipe.name in self._building:
+            if recipe.name in self._futures:
                 continue
             traced = self._submit(self._tracer, lower, recipe, self._store)
-            pool = self._compilers if recipe.products is None else self._measurers
-            self._building[recipe.name] = self._submit(pool, self._compile_later, recipe, traced)
+            pool = self._compilers if recipe.gemm_key is None else self._measurers
+            self._futures[recipe.name] = self._submit(
+                pool, self._compile_when_allowed, recipe, traced
+            )
 
-    def built(self) -> Iterator[tuple[Name, Any]]:
+    def iter_built(self) -> Iterator[tuple[ProgramName, Any]]:
         """Each that was added, as soon as it is compiled."""
-        names = {compiled: name for name, compiled in self._building.items()}
+        names = {compiled: name for name, compiled in self._futures.items()}
         for compiled in as_completed(names):
             yield names[compiled], compiled.result()
 
     def programs(self) -> Programs:
         """Wait for all that were added."""
         built = {}
-        for name, program in self.built():
+        for name, program in self.iter_built():
             built[name] = program
-            self._progress(len(built), len(self._building))
+            self._report_progress(len(built), len(self._futures))
         if self._store is not None:
             self._store.prune()
         return built
 
-    def workspace(self, recipes: Iterable[Recipe], meanwhile: Callable[[], None]) -> int:
+    def workspace(self, recipes: Iterable[Recipe], while_compiling: Callable[[], None]) -> int:
         """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
 
-        If it is not yet, `meanwhile` is called. What that adds is traced and lowered behind them,
+        If it is not yet, `while_compiling` is called. What that adds is traced and lowered behind them,
         and compiled later: XLA compiles a Mosaic kernel only while the process compiles nothing
         else, so `recipes` would wait for all of it.
         """
-        drafts = [recipe.draft() for recipe in recipes]
+        drafts = [recipe.with_unique_name() for recipe in recipes]
 
         def compute() -> int:
             self._may_compile.clear()
             try:
-                compiling = [self._draft(draft) for draft in drafts]
-                meanwhile()
-                return sum(_workspace(future.result()) for future in compiling)
+                compiling = [self._compile_draft(draft) for draft in drafts]
+                while_compiling()
+                return sum(_workspace_bytes(future.result()) for future in compiling)
             finally:
                 self._may_compile.set()
 
         if self._store is None:
             return compute()
         key = f"workspace of {[draft.key for draft in drafts]} {self._compiler.key}"
-        return self._store.number(key, compute)
+        return self._store.load_or_compute(key, compute)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(self._settings.run, work, *args)
 
-    def _draft(self, draft: Recipe) -> Future[Any]:
+    def _compile_draft(self, draft: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, draft.lower)
-        # All of the compilers' threads may wait in `_compile_later`, and so for the drafts.
+        # All of the compilers' threads may wait in `_compile_when_allowed`, and so for the drafts.
         return self._submit(self._measurers, self._compile, draft, traced)
 
     def _compile(self, recipe: Recipe, traced: Future[Any]) -> Any:
@@ -166,20 +168,20 @@ class ProgramBuilder:
         lowered = traced.result()
         if self._closed:
             raise CancelledError
-        self._last_lookup.found = False
+        self._last_lookup.was_hit = False
         program = self._compiler.compile(recipe, lowered)
-        if self._last_lookup.found:
+        if self._last_lookup.was_hit:
             self._loaded.add(recipe.name)
         return program
 
     def _note_lookup(self, event: str, **_: object) -> None:
         """Note whether JAX's cache had a program. JAX calls this in the thread that compiles."""
-        if event == _CACHE_ASKED:
-            self._last_lookup.found = False
-        elif event == _CACHE_HIT:
-            self._last_lookup.found = True
+        if event == _CACHE_REQUEST_EVENT:
+            self._last_lookup.was_hit = False
+        elif event == _CACHE_HIT_EVENT:
+            self._last_lookup.was_hit = True
 
-    def _compile_later(self, recipe: Recipe, traced: Future[Any]) -> Any:
+    def _compile_when_allowed(self, recipe: Recipe, traced: Future[Any]) -> Any:
         self._may_compile.wait()
         return self._compile(recipe, traced)
 
@@ -196,7 +198,7 @@ def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
     return recipe.lower(exported)
 
 
-def _workspace(compiled: Any) -> int:
+def _workspace_bytes(compiled: Any) -> int:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return 0

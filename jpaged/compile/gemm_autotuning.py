@@ -32,28 +32,28 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.compile.recipes import Recipe
-from jpaged.compile.store import write_whole
+from jpaged.compile.store import write_atomically
 from jpaged.models.decoder import DecoderLayer
-from jpaged.models.sharding import AXIS, on_every_device, over
+from jpaged.models.sharding import MESH_AXIS, global_shape_struct, wrap_in_shard_map
 from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
 
-AUTOTUNING = Path(__file__).parent.parent / "assets" / "autotuning"
+AUTOTUNING_DIR = Path(__file__).parent.parent / "assets" / "autotuning"
 """Where records are."""
 
-MEASURED_FROM = 192
+MIN_MEASURED_ROWS = 192
 """Rows from which products are measured."""
 
 MAX_WAIT_S = 60.0
 """For other processes that measure; one may have been stopped."""
 
-Options = dict[str, Any]
+CompilerOptions = dict[str, Any]
 
-CUBLAS_MEASURED: Options = {
+CUBLAS_AUTOTUNING: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
-NOTHING_MEASURED: Options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+NO_AUTOTUNING: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
 class Compiler:
@@ -67,7 +67,7 @@ class Compiler:
         return lowered.compile(dict(recipe.options))
 
 
-class UnrecordedCompiler(Compiler):
+class AutotuningCompiler(Compiler):
     """Compiles programs whose products are not recorded.
 
     The products of a number of rows are measured before the first program that has them is
@@ -89,17 +89,17 @@ class UnrecordedCompiler(Compiler):
         self._measured: set[Path] = set()  # here or by others; a folder may not keep marks
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
-        facts = weights_digest(SplitModel.of(model).own_leaves), backend
+        facts = weights_digest(SplitModel.of(model).shard_leaves), backend
         self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """The program; its products are measured first, if they are to be and were not yet."""
-        _, rows = recipe.products or ("none", 0)
-        if rows < MEASURED_FROM:
-            return lowered.compile({**recipe.options, **NOTHING_MEASURED})
+        _, rows = recipe.gemm_key or ("none", 0)
+        if rows < MIN_MEASURED_ROWS:
+            return lowered.compile({**recipe.options, **NO_AUTOTUNING})
         self._measure("layer", rows)
-        self._measure("head", recipe.logits_rows)
-        return lowered.compile({**recipe.options, **CUBLAS_MEASURED})
+        self._measure("head", recipe.num_logits_rows)
+        return lowered.compile({**recipe.options, **CUBLAS_AUTOTUNING})
 
     def _measure(self, part: str, rows: int) -> None:
         done = (self._folder or Path()) / f"{self._digest}-{part}-{rows}.measured"
@@ -107,17 +107,17 @@ class UnrecordedCompiler(Compiler):
             if done in self._measured:
                 return
             if self._folder is None:  # XLA has it in this process's memory then
-                measure_products(self._model, part, rows, self._backend)
+                measure_gemms(self._model, part, rows, self._backend)
             elif not done.exists():
-                with _alone(self._folder):
+                with _measurement_lock(self._folder):
                     if not done.exists():  # another process has been at it
-                        measure_products(self._model, part, rows, self._backend)
+                        measure_gemms(self._model, part, rows, self._backend)
                         with suppress(OSError):
                             done.touch()
             self._measured.add(done)
 
 
-def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
+def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
     """Have XLA measure the products of `rows` rows that it computes itself, of a layer or the head.
 
     Returns:
@@ -125,49 +125,49 @@ def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
     """
     head = model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
     steps = [head] if part == "head" else _layer_steps(model, backend)
-    alone, num_compiled = Mesh(jax.local_devices()[:1], (AXIS,)), 0
-    placed = partial(over, alone, axis=None)
+    one_device_mesh, num_compiled = Mesh(jax.local_devices()[:1], (MESH_AXIS,)), 0
+    placed = partial(global_shape_struct, one_device_mesh, axis=None)
     for module, step, widths in steps:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
-        arguments, bound = (split.own_leaves, *inputs), split.bind(step)
-        if model.config.num_shares > 1:  # its sums over devices are of one
+        arguments, bound = (split.shard_leaves, *inputs), split.bind(step)
+        if model.config.tensor_parallel_size > 1:  # its sums over devices are of one
             arguments = jax.tree.map(placed, arguments)
-            bound = on_every_device(bound, alone, arguments, {}, PartitionSpec())
+            bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
         if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
-            lowered.compile(CUBLAS_MEASURED)
+            lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1
     return num_compiled
 
 
-Step = tuple[nnx.Module, Callable[..., Any], list[tuple[int, ...]]]
+GemmStep = tuple[nnx.Module, Callable[..., Any], list[tuple[int, ...]]]
 """A part of a model, what it computes with products, and the widths of its inputs."""
 
 
-def _layer_steps(model: Any, backend: Backend) -> Iterator[Step]:
+def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
     """A layer without its attention, each as programs have it: what XLA fuses with a product, a
     bias or the residual stream, belongs to what it measures."""
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
     if layer.mlp.gate_up is None:
-        yield layer, lambda it, x, o: _after_attention(it, x, o, backend), [width, heads]
+        yield layer, lambda it, x, o: _run_after_attention(it, x, o, backend), [width, heads]
         return
     inner = (config.intermediate_size,)
     yield layer, lambda it, o: it.attention.output(o, backend), [heads]
-    yield layer, lambda it, x: it.mlp.inner(x, backend), [width]
+    yield layer, lambda it, x: it.mlp.intermediate(x, backend), [width]
     yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
 
 
-def _after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Backend) -> Any:
+def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Backend) -> Any:
     update = layer.attention.output(heads, backend)
-    rows, hidden = layer.mlp_norm.add(hidden, update, backend)
-    return layer.attention_norm.add(hidden, layer.mlp(rows, backend), backend)
+    rows, hidden = layer.mlp_norm.add_norm(hidden, update, backend)
+    return layer.attention_norm.add_norm(hidden, layer.mlp(rows, backend), backend)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _measurement_lock(folder: Path) -> Iterator[None]:
     """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the
     system has no such lock, all the same."""
     try:
@@ -187,7 +187,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield  # closing the file gives the lock back
 
 
-class Record(msgspec.Struct, frozen=True):
+class GemmRecord(msgspec.Struct, frozen=True):
     """What was measured.
 
     Attributes:
@@ -198,15 +198,15 @@ class Record(msgspec.Struct, frozen=True):
     rows: dict[str, list[int]]
     results: dict[str, bytes]
 
-    def has(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
+    def covers(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
         """Whether a model with such weights has nothing left to measure in steps of such rows."""
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
 
-NO_RECORD = Record({}, {})
+EMPTY_RECORD = GemmRecord({}, {})
 
 
-def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Compiler:
+def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool) -> Compiler:
     """What compiles an engine's programs, in whichever process.
 
     Args:
@@ -215,11 +215,11 @@ def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Com
         recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
             device is a CPU.
     """
-    if recorded:
+    if has_gemm_record:
         return Compiler()
     cache = jax.config.values["jax_compilation_cache_dir"]
     folder = None if cache is None or "://" in cache else autotuning_folder(Path(cache))
-    return UnrecordedCompiler(model, backend, folder)
+    return AutotuningCompiler(model, backend, folder)
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:
@@ -233,7 +233,7 @@ def _digest(*facts: Any) -> str:
     return hashlib.sha256(repr([*facts]).encode()).hexdigest()[:16]
 
 
-def offer_recorded_products(device: Any) -> Record:
+def install_gemm_record(device: Any) -> GemmRecord:
     """Let XLA find how products are computed fastest, as recorded on such a device, where it keeps
     its own measurements: it then measures nothing of that. What is there already stays.
 
@@ -243,32 +243,32 @@ def offer_recorded_products(device: Any) -> Record:
     Returns:
         What XLA finds; nothing if there is no record, or no place for it.
     """
-    cache, path = jax.config.values["jax_compilation_cache_dir"], recorded_products(device)
+    cache, path = jax.config.values["jax_compilation_cache_dir"], gemm_record_path(device)
     if cache is None or "://" in cache or not path.is_file():
-        return NO_RECORD
+        return EMPTY_RECORD
     try:
         record = read_record(path)
     except (OSError, ValueError) as error:  # XLA measures then
         warnings.warn(f"{path} is not used: {error}", stacklevel=2)
-        return NO_RECORD
+        return EMPTY_RECORD
     folder = autotuning_folder(Path(cache))
     try:
         for name, result in record.results.items():
             if not (folder / name).exists():
-                write_whole(folder / name, result)
+                write_atomically(folder / name, result)
     except OSError:  # for reading alone, or full
-        return NO_RECORD
+        return EMPTY_RECORD
     return record
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> GemmRecord:
     """Read a record.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is damaged, or names what is not in XLA's folder.
     """
-    record = msgspec.json.decode(path.read_bytes(), type=Record)
+    record = msgspec.json.decode(path.read_bytes(), type=GemmRecord)
     for name in record.results:
         parts = PurePosixPath(name).parts
         if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
@@ -276,11 +276,11 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def recorded_products(device: Any) -> Path:
+def gemm_record_path(device: Any) -> Path:
     """Where such a device's products are recorded, if they are: for the same XLA and cuBLAS, of
     whose algorithms XLA keeps a number, which says nothing in another version."""
     kind = device.device_kind.replace(" ", "_").replace("/", "_")
-    return AUTOTUNING / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"
+    return AUTOTUNING_DIR / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"
 
 
 def _cublas_version() -> str:

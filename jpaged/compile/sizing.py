@@ -11,13 +11,13 @@ from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.config import EngineConfig, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
-from jpaged.errors import counted
+from jpaged.errors import format_count
 from jpaged.models.config import ModelConfig
-from jpaged.models.sharding import own_bytes
+from jpaged.models.sharding import per_device_bytes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
-from jpaged.runtime.peer_memory import can_exchange
-from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.peer_memory import can_use_peer_memory
+from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.steps import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
@@ -26,7 +26,7 @@ from pallas_kernels import Backend, select_backend
 _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
 
-_SMALL_ARRAYS = 256 * 2**20
+_SMALL_ARRAY_BYTES = 256 * 2**20
 """Bytes for what no program's account has: steps' inputs, results on their way to the host, the
 places for these with their guards (`jpaged.runtime.allocation_guard`), 8 MiB through which devices
 sum (`jpaged.runtime.peer_memory`), and the allocator's gaps."""
@@ -35,7 +35,7 @@ _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
 Steps that a burst would have may be more; they decode, and their logits are counted."""
 
-POOL_GRANULE = 64
+POOL_BLOCK_MULTIPLE = 64
 """Blocks by which pools sized to the device differ, so that nearly equal free memory finds the same
 compiled programs."""
 
@@ -54,7 +54,7 @@ class PlatformDefaults:
     num_scheduler_steps: int = 1
 
 
-BURST_WEIGHT_BYTES = 5 * 10**9
+MAX_BURST_WEIGHT_BYTES = 5 * 10**9
 """Of the weights that an H200 reads, at 4 TB/s, in the 1.3 ms that its host takes to launch a step:
 larger models have no bursts unless they are asked for."""
 
@@ -66,12 +66,12 @@ CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
-class Sized(NamedTuple):
+class SizingResult(NamedTuple):
     """Every number settled."""
 
     runtime: RuntimeConfig
     account: MemoryAccount
-    shapes: Shapes
+    shapes: DeviceShapes
 
 
 class Sizing:
@@ -100,36 +100,36 @@ class Sizing:
     ):
         self._config, self._split, self._dtype = config, split, dtype
         device = devices[0]
-        self._model, self._num_devices = model.share(len(devices)), len(devices)
+        self._model, self._num_devices = model.shard(len(devices)), len(devices)
         limits = [limit for it in devices if (limit := _memory_limit(it)) is not None]
-        self._limit = min(limits, default=None)
-        self._weights = own_bytes(split.leaves)
-        if self._weights > self._most:  # before a byte of them is there
-            more = "" if self._limit is None else ", or more devices (tensor_parallel_size)"
+        self._device_limit = min(limits, default=None)
+        self._weight_bytes = per_device_bytes(split.leaves)
+        if self._weight_bytes > self._max_bytes:  # before a byte of them is there
+            more = "" if self._device_limit is None else ", or more devices (tensor_parallel_size)"
             raise ValueError(
-                f"the model's weights take {self._weights / 2**30:,.1f} GiB{self._on_each} as "
-                f"{dtype.name}, and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a "
-                f"smaller model or dtype{more}; config.json says {model.sizes}"
+                f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB{self._per_device_text} as "
+                f"{dtype.name}, and {self._memory_owner} memory is {self._max_bytes / 2**30:,.1f} GiB: take a "
+                f"smaller model or dtype{more}; config.json says {model.size_summary}"
             )
         limits = resolve_limits(
             config,
             model_max_len=model.max_position_embeddings,
             vocab_size=model.vocab_size,
             backend=select_backend(device.platform),
-            defaults=platform_defaults(device, self._weights),
+            defaults=platform_defaults(device, self._weight_bytes),
         )
-        limits = replace(limits, peer_memory=can_exchange(devices, dtype))
-        self._per_block = block_bytes(self._model, limits.block_size, dtype)
+        limits = replace(limits, has_peer_memory=can_use_peer_memory(devices, dtype))
+        self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
         # Until the pool's size is known, only swap_space bounds the blocks in host memory.
-        self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_per_block))
+        self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))
 
     @property
-    def _host_per_block(self) -> int:
+    def _host_block_bytes(self) -> int:
         """Bytes of host memory that a block takes: what all devices have of it."""
-        return self._num_devices * self._per_block
+        return self._num_devices * self._block_bytes
 
     @property
-    def step_rows(self) -> set[int]:
+    def gemm_row_counts(self) -> set[int]:
         """Rows that the products of steps have."""
         limits, shapes = self._limits, self._draft_shapes
         keys = [(step, key) for step in PLAN_PROGRAMS for key in step.keys(limits, shapes)]
@@ -138,25 +138,25 @@ class Sizing:
     def workspace(
         self,
         builder: ProgramBuilder,
-        shared: SharedCalls,
-        begin_elsewhere: Callable[[RuntimeConfig], bool],
+        shared_calls: SharedCalls,
+        start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
         """Bytes of the largest step's temporaries; 0 where they are not worth a compilation.
 
         If it has to be compiled, programs that have no part in the pool are begun meanwhile: by
-        `begin_elsewhere` unless it says no, else by the builder. `shared` is as of `Recipes`.
+        `start_workers` unless it says no, else by the builder. `shared_calls` is as of `Recipes`.
         """
-        if self._limit is None:  # a CPU step's
+        if self._device_limit is None:  # a CPU step's
             return 0
-        recipes = Recipes(self._split, self._draft_shapes, self._limits, shared)
+        recipes = Recipes(self._split, self._draft_shapes, self._limits, shared_calls)
 
-        def meanwhile() -> None:
-            if not begin_elsewhere(self._limits):
+        def while_compiling() -> None:
+            if not start_workers(self._limits):
                 builder.add(recipes.without_pool())
 
-        return builder.workspace(recipes.largest(), meanwhile)
+        return builder.workspace(recipes.largest_step(), while_compiling)
 
-    def fit(self, workspace: int) -> Sized:
+    def fit(self, workspace: int) -> SizingResult:
         """The numbers, the memory, and the shapes of what lives on the device.
 
         Raises:
@@ -166,56 +166,60 @@ class Sizing:
         account = self._account_without_pool(workspace)
         num_blocks = self._choose_num_blocks(account)
         runtime = with_pool(self._limits, num_blocks, config)
-        runtime = with_swap(runtime, config, self._host_per_block)
+        runtime = with_swap(runtime, config, self._host_block_bytes)
         account = replace(
             account,
-            kv_cache=num_blocks * self._per_block,
-            swap=runtime.num_host_blocks * self._host_per_block,
+            kv_cache=num_blocks * self._block_bytes,
+            swap=runtime.num_host_blocks * self._host_block_bytes,
         )
-        if account.total > self._most:
+        if account.total > self._max_bytes:
             raise ValueError(
-                f"the engine as configured does not fit in {self._whose} memory "
-                f"({self._most / 2**20:,.1f} MiB):\n"
+                f"the engine as configured does not fit in {self._memory_owner} memory "
+                f"({self._max_bytes / 2**20:,.1f} MiB):\n"
                 + "\n".join(account.lines())
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
-        shapes = Shapes.of(self._model, runtime, self._dtype, self._split.mesh)
-        return Sized(runtime, account, shapes)
+        shapes = DeviceShapes.of(self._model, runtime, self._dtype, self._split.mesh)
+        return SizingResult(runtime, account, shapes)
 
     @property
-    def _most(self) -> int:
+    def _max_bytes(self) -> int:
         """Bytes that each device may have; virtual ones of a CPU have the machine's together."""
-        return physical_memory_bytes() // self._num_devices if self._limit is None else self._limit
+        return (
+            physical_memory_bytes() // self._num_devices
+            if self._device_limit is None
+            else self._device_limit
+        )
 
     @property
-    def _whose(self) -> str:
-        if self._limit is not None:
+    def _memory_owner(self) -> str:
+        if self._device_limit is not None:
             return "the device's"
         return "this machine's" if self._num_devices == 1 else "each one's part of this machine's"
 
     @property
-    def _on_each(self) -> str:
+    def _per_device_text(self) -> str:
         return "" if self._num_devices == 1 else f" on each of {self._num_devices} devices"
 
     @cached_property
-    def _draft_shapes(self) -> Shapes:
+    def _draft_shapes(self) -> DeviceShapes:
         limits = replace(self._limits, num_blocks=_DRAFT_BLOCKS)
-        return Shapes.of(self._model, limits, self._dtype, self._split.mesh)
+        return DeviceShapes.of(self._model, limits, self._dtype, self._split.mesh)
 
-    def _account_without_pool(self, one_step: int) -> MemoryAccount:
+    def _account_without_pool(self, step_bytes: int) -> MemoryAccount:
         shapes, workspace = self._draft_shapes, 0
-        if self._limit is not None:
-            large = max(one_step, self._burst_logits_bytes())
-            workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAYS
+        if self._device_limit is not None:
+            large = max(step_bytes, self._burst_logits_bytes())
+            workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAY_BYTES
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
-        sampling = own_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
-        return MemoryAccount(self._weights, sampling, workspace, 0, self._limit)
+        sampling = per_device_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+        return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
         """Of the steps that would be one burst, launched one by one."""
         limits = self._limits
-        rows = limits.num_scheduler_steps * max(limits.buckets.burst_seqs, default=0)
+        rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _choose_num_blocks(self, account: MemoryAccount) -> int:
@@ -233,15 +237,21 @@ class Sizing:
 
     def _fit_blocks(self, available: int) -> int:
         """How many fit in so many bytes, rounded down to whole granules if there are any."""
-        blocks = max(available, 0) // self._per_block
-        return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
+        blocks = max(available, 0) // self._block_bytes
+        return (
+            blocks // POOL_BLOCK_MULTIPLE * POOL_BLOCK_MULTIPLE
+            if blocks > POOL_BLOCK_MULTIPLE
+            else blocks
+        )
 
 
-def platform_defaults(device: Any, weights: int) -> PlatformDefaults:
-    """What `None` stands for with `weights` bytes of them."""
+def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
+    """What `None` stands for with `weight_bytes` bytes of them."""
     if device.platform == "cpu":
         return CPU_DEFAULTS
-    if weights > BURST_WEIGHT_BYTES:  # the device is busy for longer than the host: no bursts
+    if (
+        weight_bytes > MAX_BURST_WEIGHT_BYTES
+    ):  # the device is busy for longer than the host: no bursts
         return replace(GPU_DEFAULTS, num_scheduler_steps=1)
     return GPU_DEFAULTS
 
@@ -282,8 +292,8 @@ def resolve_limits(
     burst = config.num_scheduler_steps or defaults.num_scheduler_steps
     if config.loop_mode is LoopMode.SYNCHRONOUS:
         burst = 1
-    asked_budget = config.max_num_batched_tokens or defaults.max_num_seqs
-    max_num_seqs = config.max_num_seqs or min(defaults.max_num_seqs, asked_budget)
+    requested_budget = config.max_num_batched_tokens or defaults.max_num_seqs
+    max_num_seqs = config.max_num_seqs or min(defaults.max_num_seqs, requested_budget)
     budget = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
     if budget < max_num_seqs:
         raise ValueError(
@@ -323,8 +333,8 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ValueError(
             f"max_model_len={config.max_model_len} tokens do not fit in the KV pool of "
-            f"{counted(num_blocks - 1, 'block')} of {limits.block_size} "
-            f"({counted(capacity, 'token')}); lower "
+            f"{format_count(num_blocks - 1, 'block')} of {limits.block_size} "
+            f"({format_count(capacity, 'token')}); lower "
             f"max_model_len to {capacity} or give the pool more (num_blocks, "
             "kv_cache_memory_bytes, gpu_memory_utilization)"
         )

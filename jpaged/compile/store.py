@@ -26,18 +26,18 @@ import jaxlib
 from flax import nnx
 from jax import export
 
-from jpaged.config import COMPILATION_CACHE, EngineConfig
+from jpaged.config import DEFAULT_COMPILATION_CACHE, EngineConfig
 from jpaged.models.config import ModelConfig
 from pallas_kernels import select_backend
 
-MAX_BYTES = 256 * 2**20
+MAX_STORE_BYTES = 256 * 2**20
 """Of all programs in a folder; those not used for longest are deleted."""
 
-_TRACED = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
-_SETTINGS = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
-_NO_SETTINGS = ("TF_CPP_", "NVIDIA_VISIBLE_", "NVIDIA_DRIVER_", "NVIDIA_REQUIRE_")
+_TRACED_MODULES = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
+_SETTING_PREFIXES = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
+_IGNORED_PREFIXES = ("TF_CPP_", "NVIDIA_VISIBLE_", "NVIDIA_DRIVER_", "NVIDIA_REQUIRE_")
 """What is logged, and which GPUs a container has: no program depends on it."""
-_CACHES = ("_abc_", "__msgspec_")  # which others leave in classes
+_CACHE_PREFIXES = ("_abc_", "__msgspec_")  # which others leave in classes
 _DIGEST_BYTES = 32
 
 
@@ -52,13 +52,15 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path, made_from: Any, device: Any):
-        self._folder, self._keeps = folder, True
-        self._common = _digest(repr(made_from), _environment(device), _code_in_memory())
+        self._folder, self._can_save = folder, True
+        self._common_digest = _digest(
+            repr(made_from), _describe_environment(device), _code_digest()
+        )
 
     @property
-    def made_from(self) -> str:
+    def dependency_digest(self) -> str:
         """The digest of what all its programs depend on."""
-        return self._common.hex()
+        return self._common_digest.hex()
 
     def has(self, key: str) -> bool:
         """Whether there is a program under `key`, damaged or not."""
@@ -77,15 +79,15 @@ class ProgramStore:
 
     def save(self, key: str, exported: export.Exported) -> None:
         """Keep a program; what cannot be kept is told once."""
-        if not self._keeps:
+        if not self._can_save:
             return
         try:
             self._write(key, bytes(exported.serialize()))
         except Exception as error:  # some programs cannot be kept, some folders not be written
-            self._keeps = False
+            self._can_save = False
             warnings.warn(f"programs are not kept: {error}", stacklevel=2)
 
-    def number(self, key: str, compute: Callable[[], int]) -> int:
+    def load_or_compute(self, key: str, compute: Callable[[], int]) -> int:
         """A number kept under `key`, computed if it is not."""
         payload = self._read(key)
         if payload is not None and payload.isdigit():
@@ -95,7 +97,7 @@ class ProgramStore:
             self._write(key, str(value).encode())
         return value
 
-    def prune(self, max_bytes: int = MAX_BYTES) -> None:
+    def prune(self, max_bytes: int = MAX_STORE_BYTES) -> None:
         """Delete what was not used for longest until `max_bytes` are left."""
         with suppress(OSError):  # another process may do the same
             found = [(file.stat(), file) for file in self._folder.iterdir()]
@@ -107,7 +109,7 @@ class ProgramStore:
                 excess -= stat.st_size
 
     def _path(self, key: str) -> Path:
-        return self._folder / _digest(self._common, key).hex()
+        return self._folder / _digest(self._common_digest, key).hex()
 
     def _read(self, key: str) -> bytes | None:
         path = self._path(key)
@@ -121,10 +123,10 @@ class ProgramStore:
         return payload if _digest(payload) == digest else None
 
     def _write(self, key: str, payload: bytes) -> None:
-        write_whole(self._path(key), _digest(payload) + payload)
+        write_atomically(self._path(key), _digest(payload) + payload)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file, its folder made if it is not there, in one go: a reader, in another
     process too, finds all of it or what was there before.
 
@@ -150,11 +152,11 @@ def _digest(*parts: str | bytes) -> bytes:
 
 def traced_modules() -> list[str]:
     """The modules in memory that steps are traced from, sorted."""
-    roots = tuple(f"{root}." for root in _TRACED)
+    roots = tuple(f"{root}." for root in _TRACED_MODULES)
     return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
 
 
-def settings() -> dict[str, Any]:
+def jax_settings() -> dict[str, Any]:
     """JAX's settings as they hold in this thread, less what no program depends on: where it caches,
     and how its client takes its share of the device; how large that is counts by itself."""
     values = jax.config.values.items()
@@ -165,28 +167,34 @@ def settings() -> dict[str, Any]:
     }
 
 
-def device_bytes(device: Any) -> int | None:
+def device_memory_bytes(device: Any) -> int | None:
     """How much of the device JAX's client may use, where it says so; XLA schedules by it."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def _environment(device: Any) -> str:
+def _describe_environment(device: Any) -> str:
     """Versions, settings and the device."""
     variables = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_SETTINGS) and not name.startswith(_NO_SETTINGS)
+        if name.startswith(_SETTING_PREFIXES) and not name.startswith(_IGNORED_PREFIXES)
     }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
     # Some kernels have a program a core, and a device may be lent with fewer than its kind has.
     cores = getattr(device, "core_count", None)
-    chip = client.platform, client.platform_version, device.device_kind, cores, device_bytes(device)
+    chip = (
+        client.platform,
+        client.platform_version,
+        device.device_kind,
+        cores,
+        device_memory_bytes(device),
+    )
     mesh = jax.sharding.get_abstract_mesh()
-    return repr((sorted(settings().items()), sorted(variables.items()), versions, chip, mesh))
+    return repr((sorted(jax_settings().items()), sorted(variables.items()), versions, chip, mesh))
 
 
-def _code_in_memory() -> bytes:
+def _code_digest() -> bytes:
     """A digest of the modules that steps are traced from: their files, and what they hold now,
     where a function or number may have been replaced."""
     modules = [sys.modules[name] for name in traced_modules()]
@@ -203,7 +211,7 @@ def _module_parts(module: ModuleType) -> Iterator[bytes]:
         yield name.encode()
         if inspect.isclass(value) and value.__module__ == module.__name__:
             for attribute, member in sorted(vars(value).items()):
-                if not attribute.startswith(_CACHES):
+                if not attribute.startswith(_CACHE_PREFIXES):
                     yield attribute.encode()
                     yield _value_part(member)
         else:
@@ -259,14 +267,14 @@ def with_usable_cache(config: EngineConfig) -> EngineConfig:
         with tempfile.TemporaryFile(dir=folder):
             return config
     except (OSError, ValueError) as error:  # ValueError: no name of a folder
-        why = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
+        problem = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
     remedy = "give a folder that can, or None to compile at each start"
     if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):  # False for any error
-        warnings.warn(f"{why}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
+        warnings.warn(f"{problem}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
         return config
-    if str(cache) != COMPILATION_CACHE:
-        raise ValueError(f"{why}: {remedy}")
-    warnings.warn(f"{why}, so that each start compiles all; {remedy}", stacklevel=2)
+    if str(cache) != DEFAULT_COMPILATION_CACHE:
+        raise ValueError(f"{problem}: {remedy}")
+    warnings.warn(f"{problem}, so that each start compiles all; {remedy}", stacklevel=2)
     return replace(config, compilation_cache_dir=None)
 
 
@@ -290,7 +298,7 @@ def prepare_jax(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def program_store(
+def open_program_store(
     cache: str | Path | None, model_config: ModelConfig, model: nnx.Module, device: Any
 ) -> ProgramStore | None:
     """Where programs are kept in `cache`, if they may be: only of models whose code is ours."""

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
-from jpaged.core.block_manager import BlockManager, Fit
-from jpaged.core.block_pool import BlockContent, registered_content
-from jpaged.core.groups import work_of
+from jpaged.core.block_manager import BlockManager, GroupFit
+from jpaged.core.block_pool import PrefixCacheEntry, get_cache_entry
+from jpaged.core.groups import pending_work
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
-from jpaged.errors import ErrorKind, RequestError, counted
+from jpaged.errors import ErrorKind, RequestError, format_count
 
-SEATS_PER_FREE_SEAT = 32
+ROWS_PER_FREE_ROW = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""
 
 
@@ -22,14 +22,14 @@ class SchedulerConfig:
     """Limits of a step and of a sequence.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` tokens are computed a step, and
-    prompt and outputs together stay within `max_model_len` tokens. `by_priority`, requests are
+    prompt and outputs together stay within `max_model_len` tokens. `has_priorities`, requests are
     served in the order of their priorities; if not, in that of their arrival.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    by_priority: bool = False
+    has_priorities: bool = False
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -54,109 +54,117 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        self._refused: tuple[object, ...] = ()  # who, and all else that the refusal rests on
-        self._refused_prefix: list[BlockContent] = []
-        self._no_room: tuple[object, ...] = ()  # likewise, if others yield
-        self._no_room_prefix: list[BlockContent] = []
+        self._refused_state: tuple[object, ...] = ()  # who, and all else that the refusal rests on
+        self._refused_prefix: list[PrefixCacheEntry] = []
+        self._no_room_state: tuple[object, ...] = ()  # likewise, if others yield
+        self._no_room_prefix: list[PrefixCacheEntry] = []
 
-    def find(self, request: Request) -> Fit | None:
+    def find_fit(self, request: Request) -> GroupFit | None:
         """How the whole group, its stem settled, fits now: seats and blocks; None if it must
         wait."""
-        if request.num_seats > self.num_free_seats:
+        if request.num_rows > self.num_free_rows:
             return None
-        manager, first, num_spare = self._manager, request.live[0], int(bool(self._running))
-        state = first, len(request.live), num_spare, manager.pool.num_freed
-        if state == self._refused:
-            most = _max_prefix_tokens(request)
-            if not manager.can_extend(self._refused_prefix, first, most):
+        manager, first, num_spare = (
+            self._manager,
+            request.live_sequences[0],
+            int(bool(self._running)),
+        )
+        state = first, len(request.live_sequences), num_spare, manager.pool.num_blocks_freed
+        if state == self._refused_state:
+            max_prefix_tokens = _max_prefix_tokens(request)
+            if not manager.can_extend_prefix(self._refused_prefix, first, max_prefix_tokens):
                 return None
-        fit = self.measure(request)
+        fit = self.measure_fit(request)
         # The spare block keeps a newcomer from being preempted by the next one to grow.
         if manager.can_admit(first, fit.num_needed_blocks + num_spare):
-            self._refused = ()
+            self._refused_state = ()
             return fit
-        self._refused = state
-        self._refused_prefix = [registered_content(block) for block in fit.hits[0]]
+        self._refused_state = state
+        self._refused_prefix = [get_cache_entry(block) for block in fit.hits[0]]
         return None
 
-    def measure(self, request: Request) -> Fit:
+    def measure_fit(self, request: Request) -> GroupFit:
         """How a waiting group would fit if enough blocks were free."""
         if request.status is RequestStatus.SWAPPED:
-            return self._swap_space.measure(request)
-        manager, (first, *others) = self._manager, request.live
+            return self._swap_space.measure_fit(request)
+        manager, (first, *others) = self._manager, request.live_sequences
         prefix = manager.find_prefix(first, _max_prefix_tokens(request))
         num_needed = manager.num_blocks_for(len(first.token_ids)) - len(prefix)
         num_needed += sum(block.ref_cnt == 0 for block in prefix)
-        num_shared = request.num_stem_tokens // manager.block_size
+        num_shared = request.num_common_prefix_tokens // manager.block_size
         num_needed += sum(manager.num_blocks_for(len(s.token_ids)) - num_shared for s in others)
-        return Fit([prefix], num_needed)
+        return GroupFit([prefix], num_needed)
 
-    def would_have_room(self, request: Request, yielding: list[Request], budget: int) -> bool:
-        """Whether there would be seats and blocks for one that `find` has refused, if these runners
-        gave all of theirs back; also behind the next step of the others, of `budget` tokens.
+    def would_fit_after_preemption(
+        self, request: Request, victims: list[Request], token_budget: int
+    ) -> bool:
+        """Whether there would be seats and blocks for one that `find_fit` has refused, if these runners
+        gave all of theirs back; also behind the next step of the others, of `token_budget` tokens.
 
         A refusal is remembered here too. Until a block is given back, a repeated call costs one
         lookup of the block right after the prefix: a block that a yielding request takes leaves the
         free blocks and joins the blocks that it would give back.
         """
-        if request.num_seats > self.num_free_seats + sum(r.num_seats for r in yielding):
+        if request.num_rows > self.num_free_rows + sum(r.num_rows for r in victims):
             return False
-        manager, first = self._manager, request.live[0]
-        sequences = [s for r in yielding for s in r.live]
-        num_spare = int(len(yielding) < len(self._running))
-        state = first, len(request.live), manager.pool.num_returns, num_spare
-        if state == self._no_room:
-            most = _max_prefix_tokens(request)
-            if not manager.can_extend(self._no_room_prefix, first, most):
+        manager, first = self._manager, request.live_sequences[0]
+        sequences = [s for r in victims for s in r.live_sequences]
+        num_spare = int(len(victims) < len(self._running))
+        state = first, len(request.live_sequences), manager.pool.num_free_calls, num_spare
+        if state == self._no_room_state:
+            max_prefix_tokens = _max_prefix_tokens(request)
+            if not manager.can_extend_prefix(self._no_room_prefix, first, max_prefix_tokens):
                 return False
-        given = manager.blocks_only_of(sequences)
-        fit = self.measure(request)
+        freed_blocks = manager.exclusive_blocks(sequences)
+        fit = self.measure_fit(request)
         # What it finds cached in these blocks it takes, though to find them costs nothing now.
         num_needed = fit.num_needed_blocks + num_spare
-        num_needed += len({block.block_id for hits in fit.hits for block in hits} & given)
-        num_room = manager.num_free_blocks + len(given) - num_needed
+        num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
+        num_room = manager.num_free_blocks + len(freed_blocks) - num_needed
         if num_room < 0:
-            self._no_room = state
-            self._no_room_prefix = [registered_content(block) for block in fit.hits[0]]
+            self._no_room_state = state
+            self._no_room_prefix = [get_cache_entry(block) for block in fit.hits[0]]
             return False
-        self._no_room = ()
+        self._no_room_state = ()
         staying = [r for r in self._running if r.priority <= request.priority]
-        return num_room >= sum(manager.num_new_blocks_of(work_of(r, budget)) for r in staying)
+        return num_room >= sum(
+            manager.total_new_blocks(pending_work(r, token_budget)) for r in staying
+        )
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_rows(self) -> int:
         """Sequences that a step has places for, besides those that run."""
-        return self._config.max_num_seqs - self._running.num_seats
+        return self._config.max_num_seqs - self._running.num_rows
 
-    def is_worth_a_step(self, num_waiting: int) -> bool:
+    def is_prefill_worthwhile(self, num_waiting: int) -> bool:
         """Whether seats enough are free for so many that wait, of whatever kind, that a step with
         prompts pays.
 
         Such a step takes longer than its tokens account for, and the seats left free meanwhile cost
         little: as the scheduler plans case B (bench/throughput.py), 36 such steps instead of 168.
         """
-        num_wanted = min(num_waiting, self._config.max_num_seqs // SEATS_PER_FREE_SEAT)
-        return not self._running or self.num_free_seats >= num_wanted
+        num_wanted = min(num_waiting, self._config.max_num_seqs // ROWS_PER_FREE_ROW)
+        return not self._running or self.num_free_rows >= num_wanted
 
-    def would_fill_a_step(
-        self, begun: list[Request], waiting: RequestQueue, num_tokens: int
+    def would_fill_step(
+        self, partial_prefills: list[Request], waiting: RequestQueue, num_tokens: int
     ) -> bool:
         """Whether what is left of prompts that were begun, and those of new lone sequences at the
         head of the line, nothing of which is cached, come to so many tokens; with seats and blocks
         for all of them, and one for each that runs, so that no request is soon preempted for them.
         """
-        if not begun and not self.is_worth_a_step(len(waiting)):
+        if not partial_prefills and not self.is_prefill_worthwhile(len(waiting)):
             return False
         manager = self._manager
-        num_blocks = self._running.num_seats
-        new = islice(takewhile(_is_new_and_lone, waiting), self.num_free_seats)
-        for request in chain(begun, new):
-            first = request.live[0]
+        num_blocks = self._running.num_rows
+        new = islice(takewhile(_is_new_single_sequence, waiting), self.num_free_rows)
+        for request in chain(partial_prefills, new):
+            first = request.live_sequences[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
             # A prompt of which anything is cached begins with a cached block.
-            most = min(manager.block_size, _max_prefix_tokens(request))
-            is_cached = not first.block_table and manager.find_prefix(first, most)
+            max_prefix_tokens = min(manager.block_size, _max_prefix_tokens(request))
+            is_cached = not first.block_table and manager.find_prefix(first, max_prefix_tokens)
             if is_cached or not manager.can_admit(first, num_blocks):
                 return False
             if num_tokens <= 0:
@@ -164,22 +172,22 @@ class Admission:
         return False
 
 
-def _is_new_and_lone(request: Request) -> bool:
-    return request.status is RequestStatus.WAITING and request.num_seats == 1
+def _is_new_single_sequence(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING and request.num_rows == 1
 
 
 def _max_prefix_tokens(request: Request) -> int:
     """A stem is shared by all; without one a last token is left to compute."""
     if request.status is RequestStatus.SWAPPED:
-        return request.live[0].num_computed_tokens
-    return request.num_stem_tokens or len(request.live[0].token_ids) - 1
+        return request.live_sequences[0].num_computed_tokens
+    return request.num_common_prefix_tokens or len(request.live_sequences[0].token_ids) - 1
 
 
-def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> int:
+def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> int:
     """The most tokens that each of the request's sequences reaches, its prompt counted; ValueError
     unless the request, alone in the pool, can run to its end."""
     name, prompt = f"request {request.request_id!r}", request.sequences[0].num_prompt_tokens
-    if request.priority and not config.by_priority:
+    if request.priority and not config.has_priorities:
         raise RequestError(
             "priority",
             f"of {name} has no effect",
@@ -190,31 +198,31 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
         raise ValueError(f"prompt_token_ids of {name} is empty")
     if prompt + 1 > config.max_model_len:
         raise ValueError(
-            f"the prompt of {name} has {counted(prompt, 'token')}, and "
+            f"the prompt of {name} has {format_count(prompt, 'token')}, and "
             f"max_model_len={config.max_model_len} leaves no room for an output token: "
             "shorten the prompt or raise max_model_len"
         )
-    seats, limit = request.num_seats, config.max_num_seqs
-    if seats > limit:
+    num_rows, limit = request.num_rows, config.max_num_seqs
+    if num_rows > limit:
         raise RequestError(
             "",
-            f"{name} runs {seats} sequences and max_num_seqs={limit}",
+            f"{name} runs {num_rows} sequences and max_num_seqs={limit}",
             remedy="lower n, best_of or beam_width, or raise max_num_seqs",
         )
-    max_num_tokens = min(prompt + request.stop.max_tokens, config.max_model_len)
+    max_num_tokens = min(prompt + request.stop_criteria.max_tokens, config.max_model_len)
     needed = _num_needed_blocks(manager, request, max_num_tokens)
     pinned = manager.pins.num_blocks
     usable = manager.pool.num_usable_blocks - pinned
     if needed > usable:
-        beside = f" beside {pinned} pinned ones" if pinned else ""
-        several = f", {seats} sequences" if seats > 1 else ""
+        pinned_note = f" beside {pinned} pinned ones" if pinned else ""
+        several = f", {num_rows} sequences" if num_rows > 1 else ""
         unpin = ", unpin a prefix" if pinned else ""
         fewer = ", n or beam_width" if several else ""
         raise RequestError(
             "",
-            f"{name} may need {counted(needed, 'block')} ({counted(prompt, 'prompt token')}, ",
+            f"{name} may need {format_count(needed, 'block')} ({format_count(prompt, 'prompt token')}, ",
             "max_tokens",
-            f"={request.stop.max_tokens}{several}) and the pool has {usable}{beside}",
+            f"={request.stop_criteria.max_tokens}{several}) and the pool has {usable}{pinned_note}",
             remedy=(f"raise num_blocks{unpin} or lower ", "max_tokens", fewer),
             kind=ErrorKind.TOO_LARGE,
         )
@@ -222,21 +230,21 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
 
 
 def check_pin_fits(
-    manager: BlockManager, num_new_blocks: int, unfinished: Iterable[Request]
+    manager: BlockManager, num_new_blocks: int, unfinished_requests: Iterable[Request]
 ) -> None:
     """Raise ValueError unless each unfinished request could still run to its end, alone, beside
     `num_new_blocks` more pinned ones; what it may share with these is not counted on."""
-    left = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
-    if left < 0:
+    num_remaining_blocks = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
+    if num_remaining_blocks < 0:
         raise ValueError(
-            f"pinning {counted(num_new_blocks, 'block')} leaves the pool {-left} short: "
+            f"pinning {format_count(num_new_blocks, 'block')} leaves the pool {-num_remaining_blocks} short: "
             "raise num_blocks, or unpin another prefix"
         )
-    for request in unfinished:
+    for request in unfinished_requests:
         needed = _num_needed_blocks(manager, request, request.max_num_tokens)
-        if needed > left:
+        if needed > num_remaining_blocks:
             raise ValueError(
-                f"pinning {counted(num_new_blocks, 'block')} leaves {left}, and request "
+                f"pinning {format_count(num_new_blocks, 'block')} leaves {num_remaining_blocks}, and request "
                 f"{request.request_id!r} may need {needed}: wait for its end, or raise num_blocks"
             )
 
@@ -248,10 +256,12 @@ def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: 
     share the prompt's full blocks, whatever befalls them (samples compute its last token each), and
     a pinned prefix is there already.
     """
-    first = request.live[0]
+    first = request.live_sequences[0]
     each = manager.num_blocks_for(max_num_tokens - 1)
-    pinned = manager.num_shared_with_pins(first)
-    if request.num_seats == 1:
+    pinned = manager.num_pinned_prefix_blocks(first)
+    if request.num_rows == 1:
         return each - pinned
-    stem = (first.num_prompt_tokens - (request.beam is None)) // manager.block_size
-    return each + (request.num_seats - 1) * (each - stem) - min(pinned, stem)
+    num_prefix_blocks = (first.num_prompt_tokens - (request.beam is None)) // manager.block_size
+    return (
+        each + (request.num_rows - 1) * (each - num_prefix_blocks) - min(pinned, num_prefix_blocks)
+    )

@@ -111,7 +111,7 @@ class BeamSearch:
         Raises ValueError if the beams are not of one number and one length.
         """
         _check_beams(outputs, scores, token_ids, logprobs)
-        ranked = _rank(scores, token_ids, logprobs)
+        ranked = _rank_continuations(scores, token_ids, logprobs)
         length = len(outputs[0]) + 1
         is_full_length = length >= max_tokens
         self._collect(outputs, ranked[: self.width], length, is_full_length)
@@ -146,8 +146,8 @@ class BeamSearch:
         if self.early_stopping is True or self.width == 1:
             return False
         looks_ahead = self.early_stopping == "never" and self.length_penalty > 0
-        reach = self._score(best.score, max_tokens if looks_ahead else length)
-        return reach > self.hypotheses[-1].score
+        best_possible_score = self._score(best.score, max_tokens if looks_ahead else length)
+        return best_possible_score > self.hypotheses[-1].score
 
     def _score(self, logprob: float, length: int) -> float:
         """The score of an answer, or of a beam as if it were one; float32 arithmetic."""
@@ -158,7 +158,7 @@ class BeamSearch:
             return float(np.float32(logprob) / divisor)
 
 
-def _rank(
+def _rank_continuations(
     scores: Sequence[float], token_ids: np.ndarray, logprobs: np.ndarray
 ) -> list[Continuation]:
     """All continuations, best first."""

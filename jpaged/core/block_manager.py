@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from jpaged.core.block_pool import (
     NULL_BLOCK_ID,
-    BlockContent,
     BlockPool,
     KVBlock,
-    registered_content,
+    PrefixCacheEntry,
+    get_cache_entry,
     require,
 )
-from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, Pins, PrefixCache
+from jpaged.core.prefix_cache import REGISTRATION_ENDED, ROOT_ENTRY_ID, Pins, PrefixCache
 from jpaged.core.request import Sequence
 
 
@@ -27,7 +27,7 @@ class BlockChanges(NamedTuple):
 NO_CHANGES = BlockChanges()
 
 
-class Fit(NamedTuple):
+class GroupFit(NamedTuple):
     """What a waiting group finds of its own in the pool, and what it takes besides.
 
     Attributes:
@@ -59,7 +59,7 @@ class BlockManager:
             raise ValueError(f"prefix_cache has block_size={prefix_cache.block_size}")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.pool = BlockPool(num_blocks, None if prefix_cache is None else prefix_cache.forget)
+        self.pool = BlockPool(num_blocks, None if prefix_cache is None else prefix_cache.unregister)
         self.pins = Pins(self.pool)
 
     @property
@@ -84,10 +84,10 @@ class BlockManager:
     def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:
         """Begin a group that fits: `first` is its first sequence, which has no blocks yet. It gets
         its cached `prefix`, as computed tokens."""
-        self.adopt(first, [block.block_id for block in prefix], prefix)
+        self.assign_blocks(first, [block.block_id for block in prefix], prefix)
         first.num_computed_tokens = len(prefix) * self.block_size
 
-    def adopt(
+    def assign_blocks(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
         """Let a sequence without blocks hold those of `block_table`, of which cached ones lead."""
@@ -95,10 +95,10 @@ class BlockManager:
             raise ValueError(f"sequence {sequence.seq_id} has blocks already")
         self.pool.touch(block_table)
         sequence.block_table = block_table
-        if prefix and sequence.num_chained_blocks != CHAIN_ENDED:
+        if prefix and sequence.num_registered_blocks != REGISTRATION_ENDED:
             *_, last = prefix
-            sequence.num_chained_blocks = len(prefix)
-            sequence.chain_content = registered_content(last).content_id
+            sequence.num_registered_blocks = len(prefix)
+            sequence.last_cache_entry_id = get_cache_entry(last).entry_id
 
     def num_new_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Free blocks that appending `num_tokens` takes, a copy on write counted."""
@@ -109,14 +109,14 @@ class BlockManager:
             return grown + 1
         return grown
 
-    def has_slot(self, sequence: Sequence) -> bool:
+    def has_free_slot(self, sequence: Sequence) -> bool:
         """Whether the sequence's next token takes no free block, as `num_new_blocks` of one tells:
         its last block is partly filled, and no other sequence holds it."""
         if sequence.num_computed_tokens % self.block_size == 0:
             return False
         return self.pool.blocks[sequence.block_table[-1]].ref_cnt == 1
 
-    def num_new_blocks_of(self, work: list[tuple[Sequence, int]]) -> int:
+    def total_new_blocks(self, work: list[tuple[Sequence, int]]) -> int:
         """As `num_new_blocks`, of sequences and tokens that are appended one after the other: the
         last to write a block that only they share need not copy it."""
         if len(work) == 1:
@@ -131,7 +131,7 @@ class BlockManager:
         copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
         return num_blocks + sum(copies)
 
-    def blocks_only_of(self, sequences: Iterable[Sequence]) -> set[int]:
+    def exclusive_blocks(self, sequences: Iterable[Sequence]) -> set[int]:
         """Blocks that become free if all of these sequences give theirs back."""
         held = Counter(block_id for sequence in sequences for block_id in sequence.block_table)
         return {b for b, count in held.items() if self.pool.blocks[b].ref_cnt == count}
@@ -160,8 +160,8 @@ class BlockManager:
             raise ValueError(f"sequence {child.seq_id} has blocks already")
         self.pool.touch(parent.block_table)
         child.block_table = list(parent.block_table)
-        child.num_chained_blocks = parent.num_chained_blocks
-        child.chain_content = parent.chain_content
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.last_cache_entry_id = parent.last_cache_entry_id
 
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks past those that computed tokens fill: of a step that was not made."""
@@ -175,7 +175,7 @@ class BlockManager:
         is then evicted before the head, without which the tail is of no use."""
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
-        sequence.num_chained_blocks, sequence.chain_content = 0, ROOT_CONTENT
+        sequence.num_registered_blocks, sequence.last_cache_entry_id = 0, ROOT_ENTRY_ID
 
     # ---- the prefix cache
 
@@ -189,35 +189,40 @@ class BlockManager:
             return []
         tokens = sequence.token_ids
         most = (len(tokens) - 1 if max_tokens is None else max_tokens) // self.block_size
-        return self.prefix_cache.find_chain(tokens, most, sequence.cache_salt)
+        return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
-    def num_shared_with_pins(self, sequence: Sequence) -> int:
+    def num_pinned_prefix_blocks(self, sequence: Sequence) -> int:
         """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
         are cached as long as they are pinned, and found before others of the same content."""
         if not (self.pins and sequence.reads_prefix_cache):
             return 0
         if sequence.block_table:
-            return sum(block_id in self.pins.holders for block_id in sequence.block_table)
+            return sum(block_id in self.pins.holder_counts for block_id in sequence.block_table)
         # What a swapped-out sequence has not computed yet, it will compute itself.
         # Of steps in flight the last tokens are not known yet.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        most = known if sequence.image_table else None
+        most = known if sequence.host_block_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))
 
-    def can_extend(self, contents: list[BlockContent], sequence: Sequence, max_tokens: int) -> bool:
+    def can_extend_prefix(
+        self, cache_entries: list[PrefixCacheEntry], sequence: Sequence, max_tokens: int
+    ) -> bool:
         """Whether the prefix of these contents, found earlier by `find_prefix`, is longer by now.
         Those evicted meanwhile are taken off the list's end."""
         cache, tokens = self.prefix_cache, sequence.token_ids
         if cache is None or not sequence.reads_prefix_cache:
             return False
-        while contents and not contents[-1].blocks:
-            contents.pop()
-        if (len(contents) + 1) * self.block_size > max_tokens:
+        while cache_entries and not cache_entries[-1].blocks:
+            cache_entries.pop()
+        if (len(cache_entries) + 1) * self.block_size > max_tokens:
             return False
-        parent = contents[-1].content_id if contents else ROOT_CONTENT
-        return cache.find_next(parent, len(contents), tokens, sequence.cache_salt) is not None
+        parent = cache_entries[-1].entry_id if cache_entries else ROOT_ENTRY_ID
+        return (
+            cache.find_next_entry(parent, len(cache_entries), tokens, sequence.cache_salt)
+            is not None
+        )
 
-    def register_computed(self, sequence: Sequence, num_tokens: int) -> None:
+    def register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others use the full blocks of the sequence's first `num_tokens` tokens, whose KV is
         computed. Tokens the host does not know are left out, and so is all of a sequence that lost
         its blocks meanwhile."""
@@ -225,14 +230,16 @@ class BlockManager:
         if cache is None or not table:
             return
         tokens, blocks, salt = sequence.token_ids, self.pool.blocks, sequence.cache_salt
-        first, end = sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size
+        first, end = sequence.num_registered_blocks, min(num_tokens, len(tokens)) // size
         for index in range(first, end):
-            own = tokens[index * size : (index + 1) * size]
-            content = cache.register(blocks[table[index]], sequence.chain_content, own, salt)
+            block_tokens = tokens[index * size : (index + 1) * size]
+            content = cache.register(
+                blocks[table[index]], sequence.last_cache_entry_id, block_tokens, salt
+            )
             if content is None:
-                sequence.num_chained_blocks = CHAIN_ENDED
+                sequence.num_registered_blocks = REGISTRATION_ENDED
                 return
-            sequence.num_chained_blocks, sequence.chain_content = index + 1, content
+            sequence.num_registered_blocks, sequence.last_cache_entry_id = index + 1, content
 
     def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> None:
         """Forget all cached content; `sequences`, all that hold blocks, add none of theirs.
@@ -245,34 +252,38 @@ class BlockManager:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
         for sequence in sequences:
-            if sequence.block_table or sequence.image_table:
-                sequence.num_chained_blocks = CHAIN_ENDED
+            if sequence.block_table or sequence.host_block_table:
+                sequence.num_registered_blocks = REGISTRATION_ENDED
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Prove pool and tables sound; `sequences` must be all that may hold blocks."""
         self.pool.check_integrity()
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity(self.pool.blocks)
-        holders = Counter(self.pins.holders)
+        holder_counts = Counter(self.pins.holder_counts)
         for sequence in sequences:
             self._check_table(sequence)
-            holders.update(sequence.block_table)
+            holder_counts.update(sequence.block_table)
         counted = {b.block_id: b.ref_cnt for b in self.pool.blocks if b.ref_cnt}
-        wrong = sorted({block_id for block_id, _ in counted.items() ^ holders.items()})
+        wrong = sorted({block_id for block_id, _ in counted.items() ^ holder_counts.items()})
         require(not wrong, f"blocks {wrong} are not held as often as they count")
 
     def _check_table(self, sequence: Sequence) -> None:
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens)
-        if sequence.image_table:
+        if sequence.host_block_table:
             require(not table, f"sequence {sequence.seq_id} is swapped out and holds {table}")
-            needed -= len(sequence.image_table)
+            needed -= len(sequence.host_block_table)
         is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
         require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")
         cache, size = self.prefix_cache, self.block_size
         for index, block_id in enumerate(table):
-            own = sequence.token_ids[index * size : (index + 1) * size]
+            block_tokens = sequence.token_ids[index * size : (index + 1) * size]
             block = self.pool.blocks[block_id]
             salt = sequence.cache_salt
-            is_own = cache is None or block.content is None or cache.holds(block, own, salt)
+            is_own = (
+                cache is None
+                or block.cache_entry is None
+                or cache.matches(block, block_tokens, salt)
+            )
             require(is_own, f"sequence {sequence.seq_id} holds {block} of other content")

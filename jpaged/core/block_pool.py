@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jpaged.errors import counted
+from jpaged.errors import format_count
 
 NULL_BLOCK_ID = 0
 
@@ -18,17 +18,17 @@ class OutOfBlocksError(RuntimeError):
     """More blocks were asked for than are free; callers ask how many are free first."""
 
 
-def require(holds: bool, message: str) -> None:
-    """Raise IntegrityError with `message` unless `holds`."""
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    """Raise IntegrityError with `message` unless `condition`."""
+    if not condition:
         raise IntegrityError(message)
 
 
 @dataclass(slots=True, eq=False)
-class BlockContent:
+class PrefixCacheEntry:
     """What a full block holds, as the prefix cache knows it; see there."""
 
-    content_id: int
+    entry_id: int
     parent: int  # content_id of the block before it
     digest: int
     key: bytes  # parent, token ids and salt, spelled out
@@ -42,24 +42,24 @@ class BlockContent:
 
 @dataclass(slots=True, eq=False)
 class KVBlock:
-    """One block's books. `content` is set while the prefix cache may serve its KV to others."""
+    """One block's books. `cache_entry` is set while the prefix cache may serve its KV to others."""
 
     block_id: int
     ref_cnt: int = 0
-    content: BlockContent | None = None
+    cache_entry: PrefixCacheEntry | None = None
 
     def __str__(self) -> str:
         return f"block {self.block_id} (ref_cnt={self.ref_cnt})"
 
 
-def registered_content(block: KVBlock) -> BlockContent:
+def get_cache_entry(block: KVBlock) -> PrefixCacheEntry:
     """The content of a block that the prefix cache knows; IntegrityError if it does not."""
-    if block.content is None:
+    if block.cache_entry is None:
         raise IntegrityError(f"{block} is not registered")
-    return block.content
+    return block.cache_entry
 
 
-class BlockCensus(NamedTuple):
+class BlockCounts(NamedTuple):
     """Where the pool's blocks are, the null block left out; the first three add up to the last.
 
     `cached` blocks are free ones whose content may still serve a prefix hit.
@@ -75,7 +75,7 @@ class BlockPool:
     """`num_blocks` blocks with reference counts; allocate, touch and free cost O(1) a block.
 
     Block 0 is the null block: padding reads and writes it, so it is never handed out. A free block
-    keeps its content until it is handed out; `evict` is then told to forget it.
+    keeps its content until it is handed out; `on_evict` is then told to forget it.
 
     Attributes:
         blocks: All of them, by id.
@@ -86,15 +86,15 @@ class BlockPool:
         num_returns: Calls of `free`, after which others may be the only holders of a block.
     """
 
-    def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
+    def __init__(self, num_blocks: int, on_evict: Callable[[KVBlock], None] | None = None):
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = OrderedDict((b.block_id, b) for b in self.blocks[1:])
-        self.num_cached_blocks = self.num_freed = self.num_returns = 0
-        self._evict = evict
+        self.num_cached_blocks = self.num_blocks_freed = self.num_free_calls = 0
+        self._on_evict = on_evict
 
     @property
     def num_usable_blocks(self) -> int:
@@ -109,52 +109,52 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out the least recently used free blocks; OutOfBlocksError if too few are free."""
         if num_blocks > self.num_free_blocks:
-            wanted = counted(num_blocks, "block")
+            wanted = format_count(num_blocks, "block")
             raise OutOfBlocksError(f"{wanted} wanted, {self.num_free_blocks} free")
         block_ids = []
         for _ in range(num_blocks):
             block_id, block = self.free_block_queue.popitem(last=False)
             block.ref_cnt = 1
-            if block.content is not None and self._evict is not None:
+            if block.cache_entry is not None and self._on_evict is not None:
                 self.num_cached_blocks -= 1
-                self._evict(block)
+                self._on_evict(block)
             block_ids.append(block_id)
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""
         for block_id in block_ids:
-            block = self._handed_out(block_id)
+            block = self._get_usable_block(block_id)
             if block.ref_cnt == 0:
                 if self.free_block_queue.pop(block_id, None) is None:
                     raise IntegrityError(f"block {block_id} is not in the free queue")
-                self.num_cached_blocks -= block.content is not None
+                self.num_cached_blocks -= block.cache_entry is not None
             block.ref_cnt += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
-        self.num_returns += 1
+        self.num_free_calls += 1
         for block_id in block_ids:
-            block = self._handed_out(block_id)
+            block = self._get_usable_block(block_id)
             if block.ref_cnt == 0:
                 raise IntegrityError(f"block {block_id} is freed twice")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self.free_block_queue[block_id] = block
-                self.num_cached_blocks += block.content is not None
-                self.num_freed += 1
+                self.num_cached_blocks += block.cache_entry is not None
+                self.num_blocks_freed += 1
 
-    def _handed_out(self, block_id: int) -> KVBlock:
+    def _get_usable_block(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):
             raise IntegrityError(f"block {block_id} is never handed out")
         return self.blocks[block_id]
 
-    def census(self) -> BlockCensus:
+    def block_counts(self) -> BlockCounts:
         """Count the blocks by looking at each (O(blocks): for reports and checks)."""
-        cached = sum(block.content is not None for block in self.free_block_queue.values())
+        cached = sum(block.cache_entry is not None for block in self.free_block_queue.values())
         used = sum(block.ref_cnt > 0 for block in self.blocks[1:])
         free = len(self.free_block_queue) - cached
-        return BlockCensus(free, used, cached, self.num_usable_blocks)
+        return BlockCounts(free, used, cached, self.num_usable_blocks)
 
     def check_integrity(self) -> None:
         """Prove that every block but the null block is either queued or referenced, not both."""
@@ -164,5 +164,5 @@ class BlockPool:
         require(queued == unused, f"blocks free and used, or lost: {sorted(queued ^ unused)}")
         require(min(b.ref_cnt for b in self.blocks) == 0, "a reference count is negative")
         require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was handed out")
-        cached, counted = self.census().cached, self.num_cached_blocks
+        cached, counted = self.block_counts().cached, self.num_cached_blocks
         require(counted == cached, f"{cached} blocks cached, {counted} counted")

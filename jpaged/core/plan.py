@@ -8,7 +8,7 @@ from jpaged.core.block_manager import BlockChanges
 from jpaged.core.request import FinishReason, Request, Sequence
 
 
-class Goal(Enum):
+class SchedulingGoal(Enum):
     """What steps are to favour."""
 
     LATENCY = auto()
@@ -32,15 +32,15 @@ RowFork = tuple[Sequence, Sequence]
 class SwapOut(NamedTuple):
     """Blocks to copy to host memory: block `block_ids[i]` becomes entry `i` of a new image."""
 
-    image_id: int
+    swap_entry_id: int
     block_ids: tuple[int, ...]
 
 
 class SwapIn(NamedTuple):
     """An image's entries to copy back, each (entry, block id); what is left of it is dropped."""
 
-    image_id: int
-    places: tuple[tuple[int, int], ...]
+    swap_entry_id: int
+    copies: tuple[tuple[int, int], ...]
 
 
 class ScheduledSequence(NamedTuple):
@@ -54,7 +54,7 @@ class ScheduledSequence(NamedTuple):
     sequence: Sequence
     start: int  # num_computed_tokens before this step
     num_scheduled_tokens: int
-    samples: bool  # the step reaches the sequence's last token, so the token it samples counts
+    is_sampled: bool  # the step reaches the sequence's last token, so the token it samples counts
     block_updates: tuple[tuple[int, int], ...] = ()
     """(index in the block table, block id) for each entry that is new since the sequence's last
     scheduled step: the whole table when it joins the batch."""
@@ -66,12 +66,12 @@ class StepPlan:
 
     The runner applies its parts in this order, and the device runs them in the order of launch:
 
-    1. `released`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
+    1. `released_seq_ids`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
        since the last plan, each reported once a stay. A preempted sequence that comes back is in
-       `released` of this plan or an earlier one, and joins like a new one, with its whole table.
+       `released_seq_ids` of this plan or an earlier one, and joins like a new one, with its whole table.
     2. `row_forks`: the child gets a row, and in it a copy of the block table that the parent's row
        has now.
-    3. `dropped`: images of requests that ended while they were out.
+    3. `dropped_swap_entry_ids`: images of requests that ended while they were out.
     4. `swap_outs`: read before anything is written, since other sequences may get these blocks.
     5. `block_copies` (source, destination): before the step's writes.
     6. The step, unless `scheduled` is empty.
@@ -87,11 +87,11 @@ class StepPlan:
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
-    released: tuple[int, ...] = ()
-    preempted: tuple[str, ...] = ()  # ids of requests preempted since the last plan
+    released_seq_ids: tuple[int, ...] = ()
+    preempted_request_ids: tuple[str, ...] = ()  # ids of requests preempted since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
     row_forks: tuple[RowFork, ...] = ()
-    dropped: tuple[int, ...] = ()
+    dropped_swap_entry_ids: tuple[int, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
     failed: tuple[tuple[Request, Exception], ...] = ()
@@ -112,19 +112,21 @@ class StepPlan:
         if self.is_decode:  # each computes the token sampled last, and samples the next
             return self.num_tokens
         joined = (s for s in self.scheduled if s.start < s.sequence.num_admitted_tokens)
-        return self.num_tokens + sum(s.samples for s in joined)
+        return self.num_tokens + sum(s.is_sampled for s in joined)
 
     @property
-    def moves_blocks(self) -> bool:
+    def has_block_moves(self) -> bool:
         """Whether it copies blocks, or swaps or drops images."""
-        return bool(self.block_copies or self.dropped or self.swap_outs or self.swap_ins)
+        return bool(
+            self.block_copies or self.dropped_swap_entry_ids or self.swap_outs or self.swap_ins
+        )
 
 
 def _is_decode_row(row: ScheduledSequence) -> bool:
     return row.start >= row.sequence.num_admitted_tokens and len(row.block_updates) <= 1
 
 
-class Emitted(NamedTuple):
+class EmittedToken(NamedTuple):
     """A sampled token that the host has read, and why its sequence ended if it did."""
 
     sequence: Sequence
@@ -133,12 +135,12 @@ class Emitted(NamedTuple):
     finish_reason: FinishReason | None
 
 
-class StepNews(NamedTuple):
+class StepUpdate(NamedTuple):
     """What reading a step brought: tokens of samples, beam searches that took a step, and requests
     that ended with an error over it."""
 
-    emitted: list[Emitted]
-    searched: list[Request]
+    emitted_tokens: list[EmittedToken]
+    advanced_beam_requests: list[Request]
     failed: list[tuple[Request, Exception]]
 
 
@@ -147,45 +149,51 @@ class PlanBuilder:
     """Collects a step's sequences until its budget of tokens is spent."""
 
     max_num_tokens: int
-    goal: Goal
-    budget: int = field(init=False)  # tokens left
+    goal: SchedulingGoal
+    token_budget: int = field(init=False)  # tokens left
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    joined: set[Sequence] = field(default_factory=set)  # those that get a row with this step
+    joined_sequences: set[Sequence] = field(
+        default_factory=set
+    )  # those that get a row with this step
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     has_preempted: bool = False
-    is_starved: bool = False  # a request waits for blocks that steps in flight still hold
-    faults: dict[Request, Exception] = field(default_factory=dict)  # of planning, the first each
+    is_waiting_for_blocks: bool = (
+        False  # a request waits for blocks that steps in flight still hold
+    )
+    planning_errors: dict[Request, Exception] = field(
+        default_factory=dict
+    )  # of planning, the first each
 
     def __post_init__(self):
-        self.budget = self.max_num_tokens
+        self.token_budget = self.max_num_tokens
 
     @property
     def has_prompts(self) -> bool:
         """Whether a sequence computes more than one token."""
-        return self.max_num_tokens - self.budget > len(self.scheduled)
+        return self.max_num_tokens - self.token_budget > len(self.scheduled)
 
-    def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
+    def add_sequence(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, which has blocks for them, `num_tokens` of the step."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = end = start + num_tokens
-        samples = end == len(sequence.token_ids) + sequence.num_pending_tokens
-        if samples:
+        is_sampled = end == len(sequence.token_ids) + sequence.num_pending_tokens
+        if is_sampled:
             sequence.num_pending_tokens += 1
         sequence.num_in_flight_steps += 1
-        self.budget -= num_tokens
+        self.token_budget -= num_tokens
         if changes.copies:
             self.block_copies.extend(changes.copies)
-        row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
+        row = ScheduledSequence(sequence, start, num_tokens, is_sampled, changes.updates)
         self.scheduled.append(row)
 
-    def drop(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """Take a request's sequences out again; the request is to end at once."""
         for row in self.scheduled:
             if row.sequence.request is request:
                 row.sequence.num_computed_tokens = row.start
                 row.sequence.num_in_flight_steps -= 1
-                row.sequence.num_pending_tokens -= row.samples
+                row.sequence.num_pending_tokens -= row.is_sampled
         self.scheduled = [row for row in self.scheduled if row.sequence.request is not request]
-        for sequence in request.live:
-            if sequence in self.joined:
-                sequence.is_placed = False
+        for sequence in request.live_sequences:
+            if sequence in self.joined_sequences:
+                sequence.has_row = False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.core.beam import BeamSearch
-from jpaged.errors import counted
+from jpaged.errors import format_count
 
 
 class NoTokenError(ArithmeticError):
@@ -16,7 +16,7 @@ class NoTokenError(ArithmeticError):
 
     def __init__(self, num_output_tokens: int):
         super().__init__(
-            f"no token can be sampled after {counted(num_output_tokens, 'output token')}: the "
+            f"no token can be sampled after {format_count(num_output_tokens, 'output token')}: the "
             "model's logits are NaN or infinite, or the sampling parameters forbid every token"
         )
 
@@ -62,7 +62,7 @@ class StopCriteria:
             )
 
 
-class Candidates(NamedTuple):
+class BeamCandidates(NamedTuple):
     """The likeliest next tokens, best first: after one sequence [L], or each of a step's [n, L]."""
 
     token_ids: np.ndarray
@@ -70,10 +70,10 @@ class Candidates(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class BlockImage:
+class SwapEntry:
     """A request's blocks in host memory: `num_blocks` of them, each once however often shared."""
 
-    image_id: int
+    swap_entry_id: int
     num_blocks: int
 
 
@@ -102,16 +102,18 @@ class Sequence:
     num_pending_tokens: int = 0
     num_in_flight_steps: int = 0  # launched steps holding this sequence that are not read yet
     num_admitted_tokens: int = 0  # tokens known when it last joined the batch; see StepPlan
-    is_placed: bool = False  # it has a device row: planned since it joined, or forked from such
+    has_row: bool = False  # it has a device row: planned since it joined, or forked from such
     block_table: list[int] = field(default_factory=list)
-    image_table: list[int] = field(default_factory=list)  # while swapped out; see core/swap.py
+    host_block_table: list[int] = field(default_factory=list)  # while swapped out; see core/swap.py
     cache_salt: str | None = None
     reads_prefix_cache: bool = True
     num_cached_tokens: int | None = None  # found in the cache when it first joined the batch
-    num_chained_blocks: int = 0  # leading blocks whose content the cache knows
-    chain_content: int = 0  # the number of the last one's content
+    num_registered_blocks: int = 0  # leading blocks whose content the cache knows
+    last_cache_entry_id: int = 0  # the number of the last one's content
     score: float = 0.0  # of a beam: its outputs' log probabilities, summed
-    candidates: Candidates | None = None  # of a beam: its next tokens, until all beams have theirs
+    candidates: BeamCandidates | None = (
+        None  # of a beam: its next tokens, until all beams have theirs
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -133,27 +135,27 @@ class Sequence:
 class Request:
     """One request: a group of sequences that is scheduled, preempted and swapped as a whole.
 
-    `sequences` are its samples, finished ones too, or the beams of the moment; `live` are those of
-    them that have not ended. While `num_stem_tokens` is not 0, the first live sequence alone
+    `sequences` are its samples, finished ones too, or the beams of the moment; `live_sequences` are those of
+    them that have not ended. While `num_common_prefix_tokens` is not 0, the first live sequence alone
     computes so many tokens, which all have in common; then the others fork from it.
     """
 
     request_id: str
     sequences: list[Sequence]
-    stop: StopCriteria
-    seq_ids: Iterator[int]  # where new beams get their ids
+    stop_criteria: StopCriteria
+    seq_id_counter: Iterator[int]  # where new beams get their ids
     beam: BeamSearch | None = None
     priority: int = 0  # lower goes first, where the scheduler looks at it
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    arrival: int = -1  # order of arrival, set by Scheduler.add
+    arrival_index: int = -1  # order of arrival, set by Scheduler.add
     max_num_tokens: int = 0  # prompt and outputs at most of each sequence, set by Scheduler.add
-    num_stem_tokens: int = 0
-    image: BlockImage | None = None  # while swapped out
-    live: list[Sequence] = field(init=False)
+    num_common_prefix_tokens: int = 0
+    swap_entry: SwapEntry | None = None  # while swapped out
+    live_sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self):
-        self.live = list(self.sequences)
+        self.live_sequences = list(self.sequences)
         for sequence in self.sequences:
             sequence.request = self
 
@@ -162,9 +164,9 @@ class Request:
         cls,
         request_id: str,
         prompt_token_ids: list[int],
-        stop: StopCriteria,
+        stop_criteria: StopCriteria,
         *,
-        seq_ids: Iterator[int],
+        seq_id_counter: Iterator[int],
         num_samples: int = 1,
         seed: int = 0,
         beam: BeamSearch | None = None,
@@ -174,13 +176,13 @@ class Request:
     ) -> "Request":
         """A request of `num_samples` sequences, or one from which beams will fork.
 
-        `seq_ids` gives ids that are unique among unfinished sequences. Each sample draws from a
+        `seq_id_counter` gives ids that are unique among unfinished sequences. Each sample draws from a
         seed of its own, so that sample i equals the only one of a request whose `seed`, a 64-bit
         integer, is i higher.
         """
         sequences = [
             Sequence(
-                next(seq_ids),
+                next(seq_id_counter),
                 list(prompt_token_ids),
                 len(prompt_token_ids),
                 index=index,
@@ -190,28 +192,28 @@ class Request:
             )
             for index in range(num_samples)
         ]
-        return cls(request_id, sequences, stop, seq_ids, beam, priority)
+        return cls(request_id, sequences, stop_criteria, seq_id_counter, beam, priority)
 
     def end_unqueued(self, reason: FinishReason) -> None:
         """End it before the scheduler ever had it."""
-        self.status, self.finish_reason, self.live = RequestStatus.FINISHED, reason, []
+        self.status, self.finish_reason, self.live_sequences = RequestStatus.FINISHED, reason, []
         for sequence in self.sequences:
             sequence.finish_reason = reason
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Its place in line: the lowest is served first and preempted last."""
-        return self.priority, self.arrival
+        return self.priority, self.arrival_index
 
     @property
-    def num_seats(self) -> int:
+    def num_rows(self) -> int:
         """Sequences it may have in a step."""
-        return self.beam.width if self.beam is not None else len(self.live)
+        return self.beam.width if self.beam is not None else len(self.live_sequences)
 
     @property
-    def is_read(self) -> bool:
+    def is_fully_read(self) -> bool:
         """Whether the host knows all its tokens, and no step in flight computes any."""
-        return not any(s.num_pending_tokens or s.num_in_flight_steps for s in self.live)
+        return not any(s.num_pending_tokens or s.num_in_flight_steps for s in self.live_sequences)
 
     @property
     def is_finished(self) -> bool:

@@ -1,7 +1,7 @@
 """Preemption by swap: a group's blocks go to host memory as one image and come back as one.
 
 An image holds each block once, however many of the group's sequences share it. While the group is
-out, its sequences have an `image_table` (entries of the image) in place of their block tables, so
+out, its sequences have an `host_block_table` (entries of the image) in place of their block tables, so
 that forking, pruning and ending go on as before.
 """
 
@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from jpaged.core.block_manager import BlockManager, Fit
+from jpaged.core.block_manager import BlockManager, GroupFit
 from jpaged.core.block_pool import KVBlock, require
 from jpaged.core.groups import num_tokens_to_recompute
 from jpaged.core.plan import SwapIn, SwapOut
-from jpaged.core.prefix_cache import CHAIN_ENDED
-from jpaged.core.request import BlockImage, Request, RequestStatus
+from jpaged.core.prefix_cache import REGISTRATION_ENDED
+from jpaged.core.request import Request, RequestStatus, SwapEntry
 
 
 class PreemptionMode(StrEnum):
@@ -46,20 +46,20 @@ class PreemptionCosts:
     swap_seconds: tuple[tuple[int, float], ...]
 
     def __post_init__(self):
-        _check("prefill_seconds", self.prefill_seconds)
-        _check("swap_seconds", self.swap_seconds)
+        _check_times("prefill_seconds", self.prefill_seconds)
+        _check_times("swap_seconds", self.swap_seconds)
 
-    def recompute(self, num_tokens: int) -> float:
+    def recompute_cost(self, num_tokens: int) -> float:
         """Seconds to compute so many tokens again."""
-        return _cover(self.prefill_seconds, num_tokens)
+        return _sum_step_seconds(self.prefill_seconds, num_tokens)
 
-    def swap(self, num_blocks: int) -> float:
+    def swap_cost(self, num_blocks: int) -> float:
         """Seconds to bring so many blocks to the host and back."""
-        return 2 * _along(self.swap_seconds, num_blocks)
+        return 2 * _interpolate_seconds(self.swap_seconds, num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class PressurePolicy:
+class PreemptionPolicy:
     """How to preempt: `num_host_blocks` blocks fit in host memory, `costs` decide for `AUTO`."""
 
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
@@ -81,138 +81,147 @@ class SwapSpace:
         num_used_blocks: Blocks of host memory that images hold.
     """
 
-    def __init__(self, policy: PressurePolicy, manager: BlockManager):
+    def __init__(self, policy: PreemptionPolicy, manager: BlockManager):
         self.policy = policy
-        self.num_used_blocks = 0
+        self.num_used_host_blocks = 0
         self._manager = manager
-        self._num_images = 0
+        self._last_swap_entry_id = 0
         self._dropped: list[int] = []
-        self._outs: list[SwapOut] = []
-        self._ins: list[SwapIn] = []
+        self._swap_outs: list[SwapOut] = []
+        self._swap_ins: list[SwapIn] = []
 
     @property
-    def has_returns(self) -> bool:
+    def has_swap_ins(self) -> bool:
         """Whether a group comes back with the next plan."""
-        return bool(self._ins)
+        return bool(self._swap_ins)
 
-    def take_orders(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
-        """`dropped`, `swap_outs` and `swap_ins` of the next plan: those since the last call."""
-        orders = tuple(self._dropped), tuple(self._outs), tuple(self._ins)
-        for list_ in (self._dropped, self._outs, self._ins):
+    def pop_swap_changes(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
+        """`dropped_swap_entry_ids`, `swap_outs` and `swap_ins` of the next plan: those since the last call."""
+        changes = tuple(self._dropped), tuple(self._swap_outs), tuple(self._swap_ins)
+        for list_ in (self._dropped, self._swap_outs, self._swap_ins):
             list_.clear()
-        return orders
+        return changes
 
     # ---- out
 
-    def chosen_for(self, request: Request) -> bool:
+    def should_swap(self, request: Request) -> bool:
         """Whether a group about to be preempted shall be swapped out; if not, it is recomputed."""
         policy = self.policy
         if policy.mode is PreemptionMode.RECOMPUTE:
             return False
-        num_blocks = len(_held_blocks(request))
-        if not 0 < num_blocks <= policy.num_host_blocks - self.num_used_blocks:
+        num_blocks = len(_group_block_ids(request))
+        if not 0 < num_blocks <= policy.num_host_blocks - self.num_used_host_blocks:
             return False
         if policy.mode is PreemptionMode.SWAP or policy.costs is None:
             return True
-        recompute = policy.costs.recompute(num_tokens_to_recompute(request))
-        return policy.costs.swap(num_blocks) < recompute
+        recompute_cost = policy.costs.recompute_cost(num_tokens_to_recompute(request))
+        return policy.costs.swap_cost(num_blocks) < recompute_cost
 
     def swap_out(self, request: Request) -> None:
         """Take the group's blocks away, and have them copied before anybody writes there."""
-        entries = {block_id: entry for entry, block_id in enumerate(_held_blocks(request))}
-        for sequence in request.live:
-            sequence.image_table = [entries[block_id] for block_id in sequence.block_table]
-            is_ended = sequence.num_chained_blocks == CHAIN_ENDED
+        entries = {block_id: entry for entry, block_id in enumerate(_group_block_ids(request))}
+        for sequence in request.live_sequences:
+            sequence.host_block_table = [entries[block_id] for block_id in sequence.block_table]
+            is_ended = sequence.num_registered_blocks == REGISTRATION_ENDED
             self._manager.free(sequence)
-            sequence.num_chained_blocks = CHAIN_ENDED if is_ended else 0
-        self._num_images += 1
-        request.image = BlockImage(self._num_images, len(entries))
-        self.num_used_blocks += len(entries)
-        self._outs.append(SwapOut(self._num_images, tuple(entries)))
+            sequence.num_registered_blocks = REGISTRATION_ENDED if is_ended else 0
+        self._last_swap_entry_id += 1
+        request.swap_entry = SwapEntry(self._last_swap_entry_id, len(entries))
+        self.num_used_host_blocks += len(entries)
+        self._swap_outs.append(SwapOut(self._last_swap_entry_id, tuple(entries)))
 
     # ---- in
 
-    def measure(self, request: Request) -> Fit:
+    def measure_fit(self, request: Request) -> GroupFit:
         """How the group would come back if enough blocks were free: with those to compute what it
         has not, since it would be swapped out again without them.
 
         Full blocks that the prefix cache still has, or has again, are shared and not copied.
         """
         manager = self._manager
-        hits = [manager.find_prefix(s, s.num_computed_tokens) for s in request.live]
+        hits = [manager.find_prefix(s, s.num_computed_tokens) for s in request.live_sequences]
         found = {block.block_id: block for blocks in hits for block in blocks}
         num_needed = sum(block.ref_cnt == 0 for block in found.values())
-        num_needed += len(_entries(request) - _hit_entries(request, hits).keys())
-        stem = request.num_stem_tokens
-        computing = request.live[:1] if stem else request.live
-        ends = [(stem or len(sequence.token_ids), sequence.image_table) for sequence in computing]
+        num_needed += len(_host_block_indices(request) - _cached_host_blocks(request, hits).keys())
+        num_prefix_tokens = request.num_common_prefix_tokens
+        computing = request.live_sequences[:1] if num_prefix_tokens else request.live_sequences
+        ends = [
+            (num_prefix_tokens or len(sequence.token_ids), sequence.host_block_table)
+            for sequence in computing
+        ]
         num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
         partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
-        num_copies = len(partial) - len({s.image_table[-1] for s in partial})  # on write
-        return Fit(hits, num_needed + num_copies)
+        num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})  # on write
+        return GroupFit(hits, num_needed + num_copies)
 
     def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
-        """Give the group blocks for its image, shared as they were; `hits` as in its `Fit`."""
+        """Give the group blocks for its image, shared as they were; `hits` as in its `GroupFit`."""
         pool = self._manager.pool
-        places = {e: block.block_id for e, block in _hit_entries(request, hits).items()}
-        held = list(places.values())
+        block_ids_by_index = {
+            e: block.block_id for e, block in _cached_host_blocks(request, hits).items()
+        }
+        held = list(block_ids_by_index.values())
         pool.touch(held)  # before the others are taken: these may lie in the free queue
-        copied = sorted(_entries(request) - places.keys())
+        copied = sorted(_host_block_indices(request) - block_ids_by_index.keys())
         fresh = pool.allocate(len(copied))
-        places.update(zip(copied, fresh, strict=True))
-        for sequence, prefix in zip(request.live, hits, strict=True):
-            self._manager.adopt(sequence, [places[e] for e in sequence.image_table], prefix)
-            sequence.image_table = []
+        block_ids_by_index.update(zip(copied, fresh, strict=True))
+        for sequence, prefix in zip(request.live_sequences, hits, strict=True):
+            self._manager.assign_blocks(
+                sequence, [block_ids_by_index[e] for e in sequence.host_block_table], prefix
+            )
+            sequence.host_block_table = []
         pool.free(held + fresh)
-        image_id = self._forget(request)
-        self._ins.append(SwapIn(image_id, tuple(zip(copied, fresh, strict=True))))
+        swap_entry_id = self._remove_entry(request)
+        self._swap_ins.append(SwapIn(swap_entry_id, tuple(zip(copied, fresh, strict=True))))
 
     def drop(self, request: Request) -> None:
         """The group ended; if it was out, its image is dropped."""
-        if request.image is None:
+        if request.swap_entry is None:
             return
-        image_id = self._forget(request)
-        left = [order for order in self._outs if order.image_id != image_id]
-        if len(left) == len(self._outs):  # the copy was made, or is under way
-            self._dropped.append(image_id)
-        self._outs = left
+        swap_entry_id = self._remove_entry(request)
+        left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
+        if len(left) == len(self._swap_outs):  # the copy was made, or is under way
+            self._dropped.append(swap_entry_id)
+        self._swap_outs = left
 
-    def _forget(self, request: Request) -> int:
-        image = request.image
-        require(image is not None, f"request {request.request_id!r} has no image")
-        request.image = None
-        self.num_used_blocks -= image.num_blocks  # pyright: ignore[reportOptionalMemberAccess]
-        return image.image_id  # pyright: ignore[reportOptionalMemberAccess]
+    def _remove_entry(self, request: Request) -> int:
+        swap_entry = request.swap_entry
+        require(swap_entry is not None, f"request {request.request_id!r} has no image")
+        request.swap_entry = None
+        self.num_used_host_blocks -= swap_entry.num_blocks  # pyright: ignore[reportOptionalMemberAccess]
+        return swap_entry.swap_entry_id  # pyright: ignore[reportOptionalMemberAccess]
 
-    def check_integrity(self, unfinished: Iterable[Request]) -> None:
+    def check_integrity(self, unfinished_requests: Iterable[Request]) -> None:
         """Prove that images are just those of groups that are out, within the bound."""
-        images = [request.image for request in unfinished if request.image is not None]
-        used = sum(image.num_blocks for image in images)
-        require(used == self.num_used_blocks, f"{used} host blocks used, not counted so")
+        images = [
+            request.swap_entry for request in unfinished_requests if request.swap_entry is not None
+        ]
+        used = sum(swap_entry.num_blocks for swap_entry in images)
+        require(used == self.num_used_host_blocks, f"{used} host blocks used, not counted so")
         require(used <= self.policy.num_host_blocks, f"{used} host blocks used, too many")
-        for request in unfinished:
+        for request in unfinished_requests:
             is_out = request.status is RequestStatus.SWAPPED
-            require(is_out == (request.image is not None), f"{request.request_id!r} misplaced")
+            require(is_out == (request.swap_entry is not None), f"{request.request_id!r} misplaced")
 
 
-def _held_blocks(request: Request) -> dict[int, None]:
+def _group_block_ids(request: Request) -> dict[int, None]:
     """The group's blocks, each once, in the order of its sequences."""
-    return dict.fromkeys(b for sequence in request.live for b in sequence.block_table)
+    return dict.fromkeys(b for sequence in request.live_sequences for b in sequence.block_table)
 
 
-def _entries(request: Request) -> set[int]:
-    return {entry for sequence in request.live for entry in sequence.image_table}
+def _host_block_indices(request: Request) -> set[int]:
+    return {entry for sequence in request.live_sequences for entry in sequence.host_block_table}
 
 
-def _hit_entries(request: Request, hits: list[list[KVBlock]]) -> dict[int, KVBlock]:
+def _cached_host_blocks(request: Request, hits: list[list[KVBlock]]) -> dict[int, KVBlock]:
     return {
         entry: block
-        for sequence, blocks in zip(request.live, hits, strict=True)
-        for entry, block in zip(sequence.image_table, blocks, strict=False)
+        for sequence, blocks in zip(request.live_sequences, hits, strict=True)
+        for entry, block in zip(sequence.host_block_table, blocks, strict=False)
     }
 
 
-def _cover(times: tuple[tuple[int, float], ...], amount: int) -> float:
+def _sum_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
     """As many of the largest size as are full, and the smallest size that holds the rest."""
     largest, seconds = times[-1]
     whole, rest = divmod(amount, largest)
@@ -220,7 +229,7 @@ def _cover(times: tuple[tuple[int, float], ...], amount: int) -> float:
     return whole * seconds + last
 
 
-def _along(times: tuple[tuple[int, float], ...], amount: int) -> float:
+def _interpolate_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
     """In proportion between two sizes, and past the largest as before it."""
     if not amount:
         return 0.0
@@ -232,7 +241,7 @@ def _along(times: tuple[tuple[int, float], ...], amount: int) -> float:
     return last[1] + (amount - last[0]) * slope
 
 
-def _check(name: str, times: tuple[tuple[int, float], ...]) -> None:
+def _check_times(name: str, times: tuple[tuple[int, float], ...]) -> None:
     sizes = [0, *(size for size, _ in times)]
     rising = all(a < b for a, b in pairwise(sizes))
     if not times or not rising or not all(seconds >= 0 for _, seconds in times):

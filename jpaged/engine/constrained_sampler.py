@@ -14,32 +14,32 @@ from functools import partial
 from typing import Any
 
 from jpaged.config import LoopMode
-from jpaged.core.plan import Emitted, Goal
+from jpaged.core.plan import EmittedToken, SchedulingGoal
 from jpaged.core.request import FinishReason, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.errors import ErrorKind
-from jpaged.runtime.model_runner import Fault, ModelRunner, UnsampledStep
+from jpaged.runtime.model_runner import ModelRunner, RequestFault, UnsampledStep
 from jpaged.runtime.results import StepHandle
-from jpaged.structured_outputs.mask_client import Answer, Constraint, Items, MaskProcess
+from jpaged.structured_outputs.mask_client import Answer, AnswerRows, Constraint, MaskWorkerClient
 from jpaged.structured_outputs.matcher import GrammarError
 
-_COMPILING_WAIT = 0.005
+_MAX_COMPILE_WAIT_S = 0.005
 """Maximum seconds that a turn with nothing else to do waits for a grammar."""
 
-_LONGEST_WAIT = 1.0
+_MAX_MASK_WAIT_S = 1.0
 """Maximum seconds that a step waits for the masks of rows that cannot skip the step. It applies
 while the mask worker runs, if all rows have a grammar or the goal is throughput."""
 
-_MOST_LEFT = 0.25
+_MAX_LATE_FRACTION = 0.25
 """Maximum share of late rows for which the waiting time is proportional to the share."""
 
-_LONGEST_STEP = 0.05
+_MAX_STEP_S = 0.05
 """Maximum duration of a step in seconds, as `WaitBudget` counts it. A longer time between two steps
 includes a pause."""
 
 
-def _late() -> GrammarError:
+def _late_mask_error() -> GrammarError:
     return GrammarError(
         "structured_outputs",
         ": the mask worker did not answer in time, and this request cannot skip a step",
@@ -51,7 +51,7 @@ def _late() -> GrammarError:
 class ConstrainedSampler:
     """Samples steps for the loop. Requests without a grammar never call it.
 
-    `requests` are the loop's unfinished requests by id. `masks` is None if none can have a grammar.
+    `requests` are the loop's unfinished requests by id. `mask_client` is None if none can have a grammar.
 
     Attributes:
         compiling: Requests that the loop queues when their grammars are compiled, in their order.
@@ -60,38 +60,40 @@ class ConstrainedSampler:
 
     def __init__(
         self,
-        masks: MaskProcess | None,
+        mask_client: MaskWorkerClient | None,
         scheduler: Scheduler,
         runner: ModelRunner,
         mode: LoopMode,
         requests: Mapping[str, RequestState],
     ):
         self.compiling: dict[RequestState, Constraint] = {}
-        self.unread: StepHandle | None = None
-        self._masks: Any = masks
+        self.unread_step: StepHandle | None = None
+        self._mask_client: Any = mask_client
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        self._over = set[Answer]()  # answers that end with the tokens of the step being read
+        self._ended_answers = set[
+            Answer
+        ]()  # answers that end with the tokens of the step being read
 
-    def take_compiled(self, *, may_wait: bool) -> list[RequestState]:
+    def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
         """Remove the requests from `compiling` whose grammars are compiled, or cannot be."""
         if may_wait:  # nothing else is to do
-            next(iter(self.compiling.values())).wait(_COMPILING_WAIT)
-        taken = [state for state, constraint in self.compiling.items() if constraint.is_ready]
-        for state in taken:
+            next(iter(self.compiling.values())).wait(_MAX_COMPILE_WAIT_S)
+        compiled = [state for state, constraint in self.compiling.items() if constraint.is_ready]
+        for state in compiled:
             del self.compiling[state]
-        return taken
+        return compiled
 
     def sample(
-        self, step: UnsampledStep, slack: float, goal: Goal
-    ) -> tuple[StepHandle, list[Fault], list[Sequence]]:
+        self, step: UnsampledStep, device_wait_s: float, goal: SchedulingGoal
+    ) -> tuple[StepHandle, list[RequestFault], list[Sequence]]:
         """Sample a step with masks, and have the mask worker make the next masks.
 
         Args:
             step: The step. Its layers must be launched, and all steps before it must be read.
             slack: Seconds that the host has just waited for the device.
-            goal: With `Goal.THROUGHPUT`, rows without a grammar also wait for a busy mask worker.
+            goal: With `SchedulingGoal.THROUGHPUT`, rows without a grammar also wait for a busy mask worker.
 
         Returns:
             The step's handle; the requests that fail, each with its error; and the sequences whose
@@ -100,48 +102,50 @@ class ConstrainedSampler:
         """
         items = [
             (answer, row)
-            for row, (sequence, _, _, samples, _) in enumerate(step.scheduled)
-            if samples and sequence.finish_reason is None
-            if (answer := self._answer_of(sequence)) is not None
+            for row, (sequence, _, _, is_sampled, _) in enumerate(step.scheduled)
+            if is_sampled and sequence.finish_reason is None
+            if (answer := self._sequence_answer(sequence)) is not None
         ]
         if not items:
             handle = self._runner.launch_sampling(step)
             return handle, list(handle.faults), []
-        self._wait_budget.begin(slack)
-        may_leave = partial(self._should_stop_waiting, step, items, goal)
-        allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
-        self._wait_budget.note_step()
-        leaving = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
-        if leaving:
-            rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
-            step = replace(step, plan=self._scheduler.put_back(step.plan, rows))
-        handle = self.unread = self._runner.launch_sampling(step, allowed)
-        ahead = self._is_overlapped and not handle.is_shared
-        self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
+        self._wait_budget.begin_wait(device_wait_s)
+        should_stop = partial(self._should_stop_waiting, step, items, goal)
+        allowed, ended, late = self._mask_client.gather_masks(items, step.num_rows, should_stop)
+        self._wait_budget.end_wait()
+        skipping_rows = {items[i][1] for i in late if self._can_skip(step, items[i][1])}
+        if skipping_rows:
+            rows = [i for i, row in enumerate(step.row_indices.tolist()) if row in skipping_rows]
+            step = replace(step, plan=self._scheduler.postpone_rows(step.plan, rows))
+        handle = self.unread_step = self._runner.launch_sampling(step, allowed)
+        send_now = self._is_overlapped and not handle.is_tensor_parallel
+        self._mask_client.request_masks(
+            {*late, *(i for i, _ in ended)}, handle.read_row_tokens, send_now=send_now
+        )
         sequences = [step.scheduled[row].sequence for _, row in items]
-        faults = [(sequences[i].request, error) for i, error in over if error is not None]
-        staying = [i for i in late if items[i][1] not in leaving]
-        faults += [(sequences[i].request, _late()) for i in staying]
-        complete = [sequences[i] for i, error in over if error is None]
-        return handle, [*faults, *handle.faults], complete
+        faults = [(sequences[i].request, error) for i, error in ended if error is not None]
+        cannot_skip = [i for i in late if items[i][1] not in skipping_rows]
+        faults += [(sequences[i].request, _late_mask_error()) for i in cannot_skip]
+        completed = [sequences[i] for i, error in ended if error is None]
+        return handle, [*faults, *handle.faults], completed
 
-    def await_taken(self) -> None:
-        """Wait until the mask worker has the tokens of the `unread` step, which is being read. An
+    def await_mask_worker(self) -> None:
+        """Wait until the mask worker has the tokens of the `unread_step` step, which is being read. An
         interrupt must not break in."""
-        self.unread, self._over = None, self._masks.await_taken()
+        self.unread_step, self._ended_answers = None, self._mask_client.await_taken()
 
-    def find_over(self, emitted: Iterable[Emitted]) -> set[Sequence]:
+    def find_ended(self, emitted: Iterable[EmittedToken]) -> set[Sequence]:
         """Return the sequences of `emitted` whose answers end with the token just read: their
         grammars are complete, or failed."""
-        found, over, self._over = set[Sequence](), self._over, set()
+        found, ended, self._ended_answers = set[Sequence](), self._ended_answers, set()
         for sequence, _, _, reason in emitted:
             is_last = reason is FinishReason.LENGTH
-            answer = self._answer_of(sequence) if over or is_last else None
-            if answer in over or (is_last and answer and self._masks.await_end(answer)):
+            answer = self._sequence_answer(sequence) if ended or is_last else None
+            if answer in ended or (is_last and answer and self._mask_client.await_end(answer)):
                 found.add(sequence)
         return found
 
-    def _answer_of(self, sequence: Sequence) -> Answer | None:
+    def _sequence_answer(self, sequence: Sequence) -> Answer | None:
         """Return the answer that a sequence's next token must fit; None without a grammar."""
         state = self._requests[sequence.request.request_id]
         return state.samples[sequence.index].answer if state.is_constrained else None
@@ -149,8 +153,8 @@ class ConstrainedSampler:
     def _should_stop_waiting(
         self,
         step: UnsampledStep,
-        items: Items,
-        goal: Goal,
+        items: AnswerRows,
+        goal: SchedulingGoal,
         late: SequenceOf[int],
         heavy: Collection[int],
     ) -> bool:
@@ -163,25 +167,30 @@ class ConstrainedSampler:
             late: Indices in `items` of the answers without a mask.
             heavy: Indices among `late` of the heavy answers.
         """
-        masks, num_rows = self._masks, len(step.scheduled)
-        has_others, has_plain = len(late) < num_rows, len(items) < num_rows
-        if has_others:
-            is_late = masks.seconds_left == 0
+        mask_client, num_rows = self._mask_client, len(step.scheduled)
+        has_ready_rows, has_unconstrained_rows = len(late) < num_rows, len(items) < num_rows
+        if has_ready_rows:
+            is_late = mask_client.seconds_left == 0
         else:  # a request that arrives would have to wait
-            is_late = masks.seconds_waited >= masks.longest_wait
+            is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
-            may_skip = has_others and self._is_overlapped
-            share = (len(late) - len(heavy)) / num_rows
-            if not (may_skip and self._wait_budget.is_over(share, has_plain=has_plain)):
+            may_skip = has_ready_rows and self._is_overlapped
+            late_fraction = (len(late) - len(heavy)) / num_rows
+            if not (
+                may_skip
+                and self._wait_budget.is_spent(
+                    late_fraction, has_unconstrained_rows=has_unconstrained_rows
+                )
+            ):
                 return False
-        staying = {i for i in late if not self._can_skip(step, items[i][1])}
-        if not staying or not is_late:
-            return not staying
+        cannot_skip = {i for i in late if not self._can_skip(step, items[i][1])}
+        if not cannot_skip or not is_late:
+            return not cannot_skip
         # On a busy machine the mask worker may just have had no CPU time.
-        is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
+        is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
         # Streams without a grammar wait no longer, whatever the reason.
-        is_busy = is_busy and (goal is Goal.THROUGHPUT or not has_plain)
-        return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
+        is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
+        return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:
         """Return whether a row can skip the step, so that a later step computes its token again.
@@ -194,7 +203,7 @@ class ConstrainedSampler:
         return (
             item.start >= sequence.num_admitted_tokens
             and item.num_scheduled_tokens == 1
-            and len(request.live) == 1
+            and len(request.live_sequences) == 1
             and not self._requests[request.request_id].params.adjusts_logits
         )
 
@@ -210,34 +219,36 @@ class WaitBudget:
     - If more rows are late: by the duration of a step. Rows without a grammar then keep at least
       half of their speed. If all rows have a grammar, this budget sets no limit.
 
-    Late rows whose grammar takes milliseconds for a token (`State.HEAVY`) do not count.
+    Late rows whose grammar takes milliseconds for a token (`AnswerState.HEAVY`) do not count.
     """
 
     def __init__(self):
-        self._began = self._step_began = time.perf_counter()
-        self._slack = self._step_seconds = 0.0
+        self._wait_start = self._step_start = time.perf_counter()
+        self._device_wait_s = self._step_s = 0.0
 
-    def begin(self, slack: float) -> None:
-        """Start the budget of a step, for which the host has just waited `slack` seconds for the
+    def begin_wait(self, device_wait_s: float) -> None:
+        """Start the budget of a step, for which the host has just waited `device_wait_s` seconds for the
         device."""
-        self._began, self._slack = time.perf_counter(), slack
+        self._wait_start, self._device_wait_s = time.perf_counter(), device_wait_s
 
-    def is_over(self, share: float, *, has_plain: bool) -> bool:
+    def is_spent(self, late_fraction: float, *, has_unconstrained_rows: bool) -> bool:
         """Return whether the step has used up its waiting time.
 
         Args:
             share: Late rows as a share of the step's rows, 0 to 1, without rows of heavy answers.
             has_plain: Whether the step has rows without a grammar.
         """
-        if share > _MOST_LEFT:
-            share = 1.0 if has_plain else float("inf")
-        seconds = self._slack + (share and share * self._step_seconds)
-        return time.perf_counter() - self._began >= seconds
+        if late_fraction > _MAX_LATE_FRACTION:
+            late_fraction = 1.0 if has_unconstrained_rows else float("inf")
+        seconds = self._device_wait_s + (late_fraction and late_fraction * self._step_s)
+        return time.perf_counter() - self._wait_start >= seconds
 
-    def note_step(self) -> None:
+    def end_wait(self) -> None:
         """Note that the step has stopped waiting. Measure the time from the end of the previous
         step's wait to the beginning of this wait."""
         now = time.perf_counter()
-        seconds = self._began - self._step_began  # without waits, or each would lengthen the next
-        self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
-        self._step_began = now
+        seconds = (
+            self._wait_start - self._step_start
+        )  # without waits, or each would lengthen the next
+        self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
+        self._step_start = now

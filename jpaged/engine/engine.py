@@ -8,8 +8,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.plan import Goal, StepPlan
-from jpaged.engine.loop import EngineLoop, deferred_interrupts
+from jpaged.core.plan import SchedulingGoal, StepPlan
+from jpaged.engine.loop import EngineLoop, defer_interrupts
 from jpaged.engine.preprocessing import (
     PIN_PARAMS,
     normalize_prompt,
@@ -71,8 +71,8 @@ class Engine:
         self.memory_account = parts.memory_account
         self._runner = parts.runner
         self._preprocessor = parts.preprocessor
-        masks = parts.preprocessor.masks
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, masks)
+        mask_client = parts.preprocessor.mask_client
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, mask_client)
 
     def add_request(
         self,
@@ -101,7 +101,7 @@ class Engine:
             RuntimeError: a step failed earlier.
         """
         state = self._make_state(prompt, params, priority, request_id)
-        state.polled = True
+        state.is_polled = True
         self._loop.add([state])
         return state.request_id
 
@@ -139,12 +139,12 @@ class Engine:
             RuntimeError: a step failed, now or earlier.
         """
         self.advance()
-        with deferred_interrupts():  # asking for a text decodes it, which must not be interrupted
-            outputs = [self._output(state) for state in list(self._loop.undelivered)]
+        with defer_interrupts():  # asking for a text decodes it, which must not be interrupted
+            outputs = [self._make_output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
 
-    def _output(self, state: RequestState) -> RequestOutput:
+    def _make_output(self, state: RequestState) -> RequestOutput:
         try:
             return state.output()
         except Exception:  # of this request alone
@@ -165,15 +165,15 @@ class Engine:
 
     def advance(self) -> None:
         """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
-        self._loop.advance(Goal.LATENCY)
+        self._loop.advance(SchedulingGoal.LATENCY)
 
     def take_deltas(self) -> list[RequestDelta]:
         """What the requests of `add_request` grew by since the last call of this method.
 
         Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
         """
-        news, self._loop.undelivered = self._loop.undelivered, {}
-        return [self._take_delta(state) for state in news]
+        states, self._loop.undelivered = self._loop.undelivered, {}
+        return [self._take_delta(state) for state in states]
 
     def _take_delta(self, state: RequestState) -> RequestDelta:
         try:
@@ -190,12 +190,12 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> RequestState:
-        """The preprocessor's `make_state`, of one prompt and its parameters as the caller gave
+        """The preprocessor's `make_request_state`, of one prompt and its parameters as the caller gave
         them; it is told which ids are in use."""
-        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        (own,), in_use = pair_params(params, 1), self._loop.requests
-        make = self._preprocessor.make_state
-        return make(given, own, priority, request_id=request_id, ids_in_use=in_use)
+        normalized = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        (sampling_params,), in_use = pair_params(params, 1), self._loop.requests
+        make = self._preprocessor.make_request_state
+        return make(normalized, sampling_params, priority, request_id=request_id, ids_in_use=in_use)
 
     # Whole generations
 
@@ -222,39 +222,42 @@ class Engine:
             TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
             RuntimeError: a step failed.
         """
-        given = normalize_prompts(prompts, vocab_size=self.vocab_size)
-        asked = pair_params(params, len(given)), pair_priorities(priority, len(given))
+        normalized = normalize_prompts(prompts, vocab_size=self.vocab_size)
+        per_prompt = (
+            pair_params(params, len(normalized)),
+            pair_priorities(priority, len(normalized)),
+        )
         in_use = self._loop.requests
         states = [
-            self._preprocessor.make_state(*each, ids_in_use=in_use)
-            for each in zip(given, *asked, strict=True)
+            self._preprocessor.make_request_state(*each, ids_in_use=in_use)
+            for each in zip(normalized, *per_prompt, strict=True)
         ]
         for state in states:
             state.check_grammar()
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
         with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
-            return self._complete(states, Goal.THROUGHPUT, bar.update)
+            return self._run_to_end(states, SchedulingGoal.THROUGHPUT, bar.update)
 
-    def _complete(
-        self, states: list[RequestState], goal: Goal, progress: Callable[[int], object]
+    def _run_to_end(
+        self, states: list[RequestState], goal: SchedulingGoal, on_ended: Callable[[int], object]
     ) -> list[RequestOutput]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
         If one of them is refused, none is started. Each output is made when its request has ended,
         its texts too, which others' steps hide in the overlapped loop.
         """
-        left, outputs = set(states), dict[RequestState, RequestOutput]()
+        unfinished, outputs = set(states), dict[RequestState, RequestOutput]()
         try:
             self._loop.add(states)
-            while left:
-                ended = left.intersection(self._loop.advance(goal))
-                left -= ended
-                progress(len(ended))
+            while unfinished:
+                ended = unfinished.intersection(self._loop.advance(goal))
+                unfinished -= ended
+                on_ended(len(ended))
                 for state in ended:
-                    state.raise_fault()
+                    state.raise_if_failed()
                 outputs |= {state: state.output() for state in ended}
         finally:
-            with deferred_interrupts():  # a second Ctrl-C too
+            with defer_interrupts():  # a second Ctrl-C too
                 for state in states:
                     self._loop.abort(state)
         return [outputs[state] for state in states]
@@ -311,11 +314,11 @@ class Engine:
                 best_of above n).
             RuntimeError: a step failed.
         """
-        (own,) = pair_params(params, 1)
-        own.check_streamable()
-        state = self._make_state(prompt, own)
+        (sampling_params,) = pair_params(params, 1)
+        sampling_params.check_streamable()
+        state = self._make_state(prompt, sampling_params)
         state.check_grammar()
-        deltas = _deltas(self._loop, state)
+        deltas = _stream_deltas(self._loop, state)
         # A generator that was never started does not run its `finally`. Before the request is
         # queued, after which a Ctrl-C may come at once.
         weakref.finalize(deltas, self._loop.abort, state)
@@ -367,7 +370,7 @@ class Engine:
             TypeError, ValueError: there is no tokenizer or no chat template, or a message is
                 malformed.
         """
-        tokenizer = self._preprocessor.need_tokenizer("chat")
+        tokenizer = self._preprocessor.require_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
 
     # Prefixes
@@ -388,18 +391,18 @@ class Engine:
                 off, or the pin leaves too few blocks for an unfinished request to end.
             RuntimeError: a step failed, or the prefix's hash is another's.
         """
-        prefix = self._preprocessor.whole_blocks(prompt, self.runtime_config.block_size)
+        prefix = self._preprocessor.cut_to_full_blocks(prompt, self.runtime_config.block_size)
         scheduler, wanted = self._loop.scheduler, (prefix.token_ids or [], prefix.cache_salt)
         self._loop.check_alive()
         pin = scheduler.pin_prefix(*wanted)
         while pin is None:
             in_use = self._loop.requests
-            state = self._preprocessor.make_state(prefix, PIN_PARAMS, ids_in_use=in_use)
-            self._complete([state], Goal.LATENCY, int)
+            state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
+            self._run_to_end([state], SchedulingGoal.LATENCY, int)
             pin = scheduler.pin_prefix(*wanted)
             # Where others run, they may have its blocks: it may have been preempted while its token
             # was on the way. To compute it again is to wait for them at most.
-            if pin is None and not scheduler.has_unfinished:
+            if pin is None and not scheduler.has_unfinished_requests:
                 message = "the prefix's hash is that of another: reset_prefix_cache() first"
                 raise RuntimeError(message)
         return pin
@@ -478,13 +481,15 @@ class Engine:
         self._loop.scheduler.check_integrity()
 
 
-def _deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None, None]:
+def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None, None]:
     """A request's answers as they grow, each to its last delta; closing it early aborts it."""
     try:
-        while state.growing:
-            if not any(sample.has_news for sample in state.growing):  # others may have advanced it
-                loop.advance(Goal.LATENCY)
-            yield from state.take_growth()
-        state.raise_fault()
+        while state.undelivered_samples:
+            if not any(
+                sample.has_update for sample in state.undelivered_samples
+            ):  # others may have advanced it
+                loop.advance(SchedulingGoal.LATENCY)
+            yield from state.take_sample_deltas()
+        state.raise_if_failed()
     finally:
         loop.abort(state)

@@ -20,7 +20,7 @@ from types import FrameType
 from weakref import WeakSet
 
 from jpaged.config import LoopMode
-from jpaged.core.plan import Emitted, Goal, StepPlan
+from jpaged.core.plan import EmittedToken, SchedulingGoal, StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.constrained_sampler import ConstrainedSampler
@@ -31,24 +31,24 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.structured_outputs.mask_client import MaskProcess
+from jpaged.structured_outputs.mask_client import MaskWorkerClient
 
 
 @contextmanager
-def deferred_interrupts() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Let a Ctrl-C that comes inside the block take effect at its end."""
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
         yield  # nothing would raise here
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *call: interrupts.append(call))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
+        signal.signal(signal.SIGINT, previous_handler)
+        if interrupts:
+            previous_handler(*interrupts[0])
 
 
 class EngineLoop:
@@ -68,7 +68,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: ModelRunner,
         mode: LoopMode,
-        masks: MaskProcess | None = None,
+        mask_client: MaskWorkerClient | None = None,
     ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
@@ -77,24 +77,28 @@ class EngineLoop:
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
-        self._constrained = ConstrainedSampler(masks, scheduler, runner, mode, self.requests)
-        self._num_constrained = 0  # requests with a grammar
-        self._unsampled: UnsampledStep | None = None  # the last step, while its masks are awaited
-        self._seconds_waited = 0.0  # for tokens
-        self._in_flight: deque[StepHandle] = deque()
+        self._constrained_sampler = ConstrainedSampler(
+            mask_client, scheduler, runner, mode, self.requests
+        )
+        self._num_constrained_requests = 0  # requests with a grammar
+        self._unsampled_step: UnsampledStep | None = (
+            None  # the last step, while its masks are awaited
+        )
+        self._device_wait_s = 0.0  # for tokens
+        self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False
-        self._dropped: list[RequestState] = []  # to be aborted as soon as it is not
+        self._deferred_aborts: list[RequestState] = []  # to be aborted as soon as it is not
 
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
-        return bool(self.requests or self._in_flight or self._unsampled)
+        return bool(self.requests or self._steps_in_flight or self._unsampled_step)
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start. O(sequences)."""
         counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
-        return engine_stats(self.scheduler, len(self._constrained.compiling), counts)
+        return engine_stats(self.scheduler, len(self._constrained_sampler.compiling), counts)
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a step failed: what the device holds is then unknown."""
@@ -102,7 +106,7 @@ class EngineLoop:
             message = "the engine failed in an earlier step: make a new one"
             raise RuntimeError(message) from RuntimeError(self._failure)
 
-    def advance(self, goal: Goal) -> list[RequestState]:
+    def advance(self, goal: SchedulingGoal) -> list[RequestState]:
         """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
         requests that ended.
 
@@ -113,34 +117,34 @@ class EngineLoop:
             RuntimeError: a step failed, now or earlier.
         """
         self.check_alive()
-        ended = self._queue_compiled() if self._constrained.compiling else []
+        ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled is None:  # an interrupt may have left one
-            with self._undisturbed(fatal=True):
+        if self._unsampled_step is None:  # an interrupt may have left one
+            with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
-                self._in_flight += launched
+                self._steps_in_flight += launched
                 faults = [fault for plan in plans for fault in plan.failed]
                 faults += [fault for handle in launched for fault in handle.faults]
-                ended += self._settle({}, faults)
+                ended += self._update_requests({}, faults)
             num_ahead = len(launched)
-        if self._unsampled is not None:
-            ended += self._sample_constrained(self._unsampled, goal)
+        if self._unsampled_step is not None:
+            ended += self._sample_constrained(self._unsampled_step, goal)
             num_ahead = 1
         if self._mode is not LoopMode.OVERLAPPED:
             num_ahead = 0
-        while len(self._in_flight) > num_ahead:
-            ended += self._read()
-        if not self.scheduler.has_unfinished:
+        while len(self._steps_in_flight) > num_ahead:
+            ended += self._read_step()
+        if not self.scheduler.has_unfinished_requests:
             self.drain()  # the last requests' wasted steps hold blocks until they are read
         return ended
 
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
-        if self._unsampled is not None and self._failure is None:
-            self._sample_constrained(self._unsampled, Goal.LATENCY)
-        while self._in_flight and self._failure is None:
-            self._read()
+        if self._unsampled_step is not None and self._failure is None:
+            self._sample_constrained(self._unsampled_step, SchedulingGoal.LATENCY)
+        while self._steps_in_flight and self._failure is None:
+            self._read_step()
 
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests, in their order; those whose grammars are not compiled yet, as soon as
@@ -152,7 +156,7 @@ class EngineLoop:
             RuntimeError: a step failed earlier.
         """
         self.check_alive()
-        with self._undisturbed():
+        with self._critical_section():
             for state in states:
                 request = state.request
                 if request.request_id in self.requests:
@@ -161,14 +165,14 @@ class EngineLoop:
                 constraint = state.constraint
                 if constraint is not None and not constraint.is_ready:
                     self.scheduler.check(request)
-                    self._constrained.compiling[state] = constraint
+                    self._constrained_sampler.compiling[state] = constraint
                 else:
-                    self._queue(state)
+                    self._enqueue(state)
                 self.requests[request.request_id] = state
-                self._num_constrained += state.is_constrained
+                self._num_constrained_requests += state.is_constrained
                 self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 
-    def _queue(self, state: RequestState) -> None:
+    def _enqueue(self, state: RequestState) -> None:
         """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
         could not be compiled; nothing is changed then."""
         state.check_grammar()
@@ -180,32 +184,34 @@ class EngineLoop:
 
     def _queue_compiled(self) -> list[RequestState]:
         """Queue the requests whose grammars are compiled by now; gives those that fail over it."""
-        is_idle = not (self.scheduler.has_unfinished or self._in_flight or self._unsampled)
-        with self._undisturbed():
+        is_idle = not (
+            self.scheduler.has_unfinished_requests or self._steps_in_flight or self._unsampled_step
+        )
+        with self._critical_section():
             failed: dict[RequestState, None] = {}
-            for state in self._constrained.take_compiled(may_wait=is_idle):
+            for state in self._constrained_sampler.pop_compiled(may_wait=is_idle):
                 try:
-                    self._queue(state)
+                    self._enqueue(state)
                 except Exception as error:
                     state.request.end_unqueued(FinishReason.ERROR)
                     state.fail(error)
                     failed[state] = None
-            return self._settle(failed, ())
+            return self._update_requests(failed, ())
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
         if self.requests.get(state.request_id) is not state:
             return
         if self._is_busy:  # the garbage collector found a dropped stream in the middle of a step
-            self._dropped.append(state)
+            self._deferred_aborts.append(state)
             return
-        with self._undisturbed():
-            self._constrained.compiling.pop(state, None)
+        with self._critical_section():
+            self._constrained_sampler.compiling.pop(state, None)
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
 
-    def _schedule(self, goal: Goal) -> list[StepPlan]:
+    def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst.
 
         Who waits is to have the place of who ends at once, unless only the end of all counts.
@@ -215,48 +221,52 @@ class EngineLoop:
             plans.append(plan)
             if len(plans) == self._runner.burst_steps:
                 break
-            others_wait = goal is Goal.LATENCY and self.scheduler.waiting
+            others_wait = goal is SchedulingGoal.LATENCY and self.scheduler.waiting
             if others_wait or self._is_constrained(plan) or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
     def _is_constrained(self, plan: StepPlan) -> bool:
         """Return whether a row of the plan that samples has a grammar."""
-        return self._num_constrained > 0 and any(
-            item.samples and self.requests[item.sequence.request.request_id].is_constrained
+        return self._num_constrained_requests > 0 and any(
+            item.is_sampled and self.requests[item.sequence.request.request_id].is_constrained
             for item in plan.scheduled
         )
 
-    def _launch(self, plans: list[StepPlan], goal: Goal) -> list[StepHandle]:
+    def _launch(self, plans: list[StepPlan], goal: SchedulingGoal) -> list[StepHandle]:
         """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one is
-        constrained, only its layers are launched, as `_unsampled`."""
+        constrained, only its layers are launched, as `_unsampled_step`."""
         runner = self._runner
-        free = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
+        unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
         # All but the last were found to fit, or would have been the last.
-        if len(free) == runner.burst_steps > 1 and runner.fits_burst(free[-1], goal):
-            handles = runner.launch_burst(free, self._params_of)
+        if len(unconstrained) == runner.burst_steps > 1 and runner.fits_burst(
+            unconstrained[-1], goal
+        ):
+            handles = runner.launch_burst(unconstrained, self._request_params)
         else:
-            handles = [runner.launch(plan, self._params_of) for plan in free]
-        if len(free) < len(plans):
-            self._unsampled = runner.launch_layers(plans[-1], self._params_of)
+            handles = [runner.launch(plan, self._request_params) for plan in unconstrained]
+        if len(unconstrained) < len(plans):
+            self._unsampled_step = runner.launch_layers(plans[-1], self._request_params)
         for plan in plans:
-            self._note_launched(plan)
+            self._record_launch(plan)
         return handles
 
-    def _note_launched(self, plan: StepPlan) -> None:
+    def _record_launch(self, plan: StepPlan) -> None:
         """Count a step; note it in its requests' metrics and in the watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        counts["num_steps"] += bool(plan.scheduled or plan.moves_blocks)  # others only tell faults
+        counts["num_steps"] += bool(
+            plan.scheduled or plan.has_block_moves
+        )  # others only tell faults
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens
             self._num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
         num_used = manager.pool.num_usable_blocks - manager.num_free_blocks
         counts["peak_used_blocks"] = max(counts["peak_used_blocks"], num_used)
         counts["num_block_copies"] += len(plan.block_copies)
-        counts["num_swapped_out_blocks"] += sum(len(order.block_ids) for order in plan.swap_outs)
-        counts["num_swapped_in_blocks"] += sum(len(order.places) for order in plan.swap_ins)
-        counts["num_preemptions"] += len(plan.preempted)
-        for request_id in plan.preempted:
+        counts["num_swapped_out_blocks"] += sum(len(swap.block_ids) for swap in plan.swap_outs)
+        counts["num_swapped_in_blocks"] += sum(len(swap.copies) for swap in plan.swap_ins)
+        counts["num_preemptions"] += len(plan.preempted_request_ids)
+        for request_id in plan.preempted_request_ids:
             if request_id in self.requests:
                 self.requests[request_id].metrics.num_preemptions += 1
         now = time.monotonic()
@@ -269,50 +279,66 @@ class EngineLoop:
             for watch in tuple(self.watches):
                 watch.note(plan)
 
-    def _sample_constrained(self, step: UnsampledStep, goal: Goal) -> list[RequestState]:
+    def _sample_constrained(self, step: UnsampledStep, goal: SchedulingGoal) -> list[RequestState]:
         """Sample a step whose layers are launched, once all steps before it are read; gives the
         requests that ended. An interrupt while waiting for a step loses nothing."""
-        ended, before = [], self._seconds_waited
-        while self._in_flight:
-            ended += self._read()
-        with self._undisturbed(fatal=True):
-            slack = self._seconds_waited - before
-            handle, faults, over = self._constrained.sample(step, slack, goal)
-            self._unsampled = None
-            self._in_flight.append(handle)
-            tokens = [Emitted(it, it.request, it.token_ids[-1], None) for it in over]
-            return ended + self._settle(self._tell(tokens, handle.plan, None, over), faults)
+        ended, before = [], self._device_wait_s
+        while self._steps_in_flight:
+            ended += self._read_step()
+        with self._critical_section(fatal=True):
+            device_wait_s = self._device_wait_s - before
+            handle, faults, ended_sequences = self._constrained_sampler.sample(
+                step, device_wait_s, goal
+            )
+            self._unsampled_step = None
+            self._steps_in_flight.append(handle)
+            tokens = [
+                EmittedToken(it, it.request, it.token_ids[-1], None) for it in ended_sequences
+            ]
+            return ended + self._update_requests(
+                self._notify_requests(tokens, handle.plan, None, ended_sequences), faults
+            )
 
-    def _params_of(self, request: Request) -> SamplingParams:
+    def _request_params(self, request: Request) -> SamplingParams:
         return self.requests[request.request_id].params
 
-    def _read(self) -> list[RequestState]:
+    def _read_step(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
-        handle, start = self._in_flight[0], time.perf_counter()
+        handle, start = self._steps_in_flight[0], time.perf_counter()
         try:
             result = handle.read()
-            self._seconds_waited += time.perf_counter() - start
+            self._device_wait_s += time.perf_counter() - start
         except Exception as error:  # not Ctrl-C: the step can be waited for again
-            self._note_failure(error)
+            self._record_failure(error)
             raise
-        with self._undisturbed(fatal=True):
-            self._in_flight.popleft()
-            constrained = self._constrained if handle is self._constrained.unread else None
+        with self._critical_section(fatal=True):
+            self._steps_in_flight.popleft()
+            constrained = (
+                self._constrained_sampler
+                if handle is self._constrained_sampler.unread_step
+                else None
+            )
             if constrained is not None:
-                constrained.await_taken()
-            ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
+                constrained.await_mask_worker()
+            failed = (
+                self._notify_prompt_logprobs(handle.plan, result) if result.prompt_logprobs else {}
+            )
             candidates = None if result.logprobs is None else result.candidates
-            news = self.scheduler.update(handle.plan, result.token_ids, candidates)
-            self.counts["num_generated_tokens"] += len(news.emitted)
-            over = () if constrained is None else constrained.find_over(news.emitted)
+            update = self.scheduler.update(handle.plan, result.token_ids, candidates)
+            self.counts["num_generated_tokens"] += len(update.emitted_tokens)
+            ended_sequences = (
+                () if constrained is None else constrained.find_ended(update.emitted_tokens)
+            )
             # Several samples of one request may end with this step: it is retired after the last.
-            advanced = self._tell(news.emitted, handle.plan, result.logprobs, over)
-            if news.searched:
-                advanced |= self._tell_searches(news.searched)
-            return self._settle(advanced | ill, news.failed)
+            advanced = self._notify_requests(
+                update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
+            )
+            if update.advanced_beam_requests:
+                advanced |= self._notify_searches(update.advanced_beam_requests)
+            return self._update_requests(advanced | failed, update.failed)
 
-    def _settle(
+    def _update_requests(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
     ) -> list[RequestState]:
         """Fail the requests in `faults`, mark them and the `advanced` ones as undelivered, and
@@ -324,53 +350,57 @@ class EngineLoop:
                 advanced[state] = None
         ended = []
         for state in advanced:
-            if state.polled:  # noted here, so that no Ctrl-C loses it
+            if state.is_polled:  # noted here, so that no Ctrl-C loses it
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
                 ended.append(state)
         return ended
 
-    def _tell(
+    def _notify_requests(
         self,
-        emitted: list[Emitted],
+        emitted: list[EmittedToken],
         plan: StepPlan,
         scores: TokenScores | None,
-        over: Collection[Sequence],
+        ended_sequences: Collection[Sequence],
     ) -> dict[RequestState, None]:
         """Tell requests of those of their tokens that they must hear of, such as end sequences in
-        `over` by their grammars; the requests."""
-        told: dict[RequestState, None] = {}
+        `ended_sequences` by their grammars; the requests."""
+        notified: dict[RequestState, None] = {}
         requests = self.requests
         scored = () if scores is None else plan.scheduled
         rows = {item.sequence.seq_id: row for row, item in enumerate(scored)}
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
-            if reason is None and state.is_quiet and sequence not in over:
+            if reason is None and state.can_skip_updates and sequence not in ended_sequences:
                 continue
-            told[state] = None
+            notified[state] = None
             try:
-                if state.accept(token, scores, rows.get(sequence.seq_id, 0)):
+                if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
                     # Also where the same token was its last: the stop string wins.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)
-        return told
+        return notified
 
-    def _tell_searches(self, searched: list[Request]) -> dict[RequestState, None]:
+    def _notify_searches(self, searched: list[Request]) -> dict[RequestState, None]:
         """Note the time of a beam search's first step; those that are over."""
-        over: dict[RequestState, None] = {}
+        ended: dict[RequestState, None] = {}
         for request in searched:
             state = self.requests[request.request_id]
-            state.note_first_token()
+            state.record_first_token()
             if request.is_finished and request.beam is not None:
-                found = request.beam.hypotheses[: state.params.n]
-                self.counts["num_generated_tokens"] += sum(len(h.output_token_ids) for h in found)
-                over[state] = None
-        return over
+                hypotheses = request.beam.hypotheses[: state.params.n]
+                self.counts["num_generated_tokens"] += sum(
+                    len(h.output_token_ids) for h in hypotheses
+                )
+                ended[state] = None
+        return ended
 
-    def _tell_prompts(self, plan: StepPlan, result: StepResult) -> dict[RequestState, None]:
+    def _notify_prompt_logprobs(
+        self, plan: StepPlan, result: StepResult
+    ) -> dict[RequestState, None]:
         """Give requests what the step scored of their prompts; those that fail over it."""
         failed: dict[RequestState, None] = {}
         for item in plan.scheduled:
@@ -396,27 +426,27 @@ class EngineLoop:
         except Exception as error:
             self._fail(state, error)
         self.counts["num_finished"] += 1
-        self._num_constrained -= state.is_constrained
+        self._num_constrained_requests -= state.is_constrained
         del self.requests[state.request_id]
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         """Keep what the error tells, not itself: its frames have this loop, and nothing else of an
         engine is in a cycle."""
         self._failure = "".join(traceback.format_exception(error))
 
     @contextmanager
-    def _undisturbed(self, *, fatal: bool = False) -> Iterator[None]:
+    def _critical_section(self, *, fatal: bool = False) -> Iterator[None]:
         """Neither Ctrl-C nor the abort of a stream that is collected breaks into the block; if it
         is `fatal`, all of it happens, or the engine is known to have failed."""
-        with deferred_interrupts():
+        with defer_interrupts():
             self._is_busy = True
             try:
                 yield
             except BaseException as error:
                 if fatal:
-                    self._note_failure(error)
+                    self._record_failure(error)
                 raise
             finally:
                 self._is_busy = False
-            while self._dropped:
-                self.abort(self._dropped.pop())
+            while self._deferred_aborts:
+                self.abort(self._deferred_aborts.pop())

@@ -11,17 +11,17 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
-from jpaged.errors import RequestError, RequestTypeError, brief, counted
+from jpaged.errors import RequestError, RequestTypeError, format_count, short_repr
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
-from jpaged.structured_outputs.mask_client import MaskProcess
+from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
 
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_DESCRIPTION = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class NormalizedPrompt:
     """A checked prompt; at least one of the first two is set, and nothing is empty.
 
     Attributes:
@@ -36,8 +36,8 @@ class Prompt:
     cache_salt: str | None = None
 
 
-def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[Prompt]:
-    """Bring one prompt, or a list of prompts, to a list of `Prompt`.
+def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[NormalizedPrompt]:
+    """Bring one prompt, or a list of prompts, to a list of `NormalizedPrompt`.
 
     A flat list of integers is one prompt. Token ids are checked against `vocab_size` (ids from 0
     to `vocab_size - 1`) if it is given.
@@ -46,8 +46,8 @@ def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list
         TypeError: something is of a kind that no prompt is; the message says which and where.
         ValueError: an empty prompt, an unknown key, or a token id out of range.
     """
-    prompts = _untangle(prompts)
-    if not isinstance(prompts, list) or _is_token_list(prompts):
+    prompts = _to_list(prompts)
+    if not isinstance(prompts, list) or _is_token_ids(prompts):
         return [normalize_prompt(prompts, name="prompt", vocab_size=vocab_size)]
     if not prompts:
         raise ValueError("prompts is empty: give at least one prompt")
@@ -59,17 +59,17 @@ def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list
 
 def normalize_prompt(
     prompt: object, *, name: str = "prompt", vocab_size: int | None = None
-) -> Prompt:
-    """Bring one prompt to a `Prompt`; errors call it `name`. Raises as `normalize_prompts`.
+) -> NormalizedPrompt:
+    """Bring one prompt to a `NormalizedPrompt`; errors call it `name`. Raises as `normalize_prompts`.
 
     A mapping may have both a text and token ids: the ids are used, the text is reported back.
     """
-    prompt = _untangle(prompt)
+    prompt = _to_list(prompt)
     if isinstance(prompt, Mapping):
-        return _from_mapping(prompt, name, vocab_size)
+        return _prompt_from_mapping(prompt, name, vocab_size)
     if isinstance(prompt, list):
-        return Prompt(token_ids=_checked_ids(prompt, name, vocab_size))
-    return Prompt(text=_checked_text(prompt, name))
+        return NormalizedPrompt(token_ids=_check_token_ids(prompt, name, vocab_size))
+    return NormalizedPrompt(text=_check_text(prompt, name))
 
 
 def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
@@ -86,14 +86,14 @@ def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, (list, tuple)):
-        raise TypeError(_not_params("params", params))
+        raise TypeError(_params_error("params", params))
     for i, item in enumerate(params):
         if not isinstance(item, SamplingParams):
-            raise TypeError(_not_params(f"params[{i}]", item))
+            raise TypeError(_params_error(f"params[{i}]", item))
     if len(params) != num_prompts:
         raise ValueError(
-            f"params has {counted(len(params), 'entry', 'entries')} for "
-            f"{counted(num_prompts, 'prompt')}: "
+            f"params has {format_count(len(params), 'entry', 'entries')} for "
+            f"{format_count(num_prompts, 'prompt')}: "
             "give one SamplingParams for all, or one for each"
         )
     return list(params)
@@ -112,86 +112,92 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
         return [0] * num_prompts
     if not isinstance(priority, (list, tuple)):
         raise RequestTypeError(
-            "priority", "must be a list of integers, one a prompt", value=brief(priority)
+            "priority", "must be a list of integers, one a prompt", value=short_repr(priority)
         )
     if len(priority) != num_prompts:
         raise ValueError(
-            f"priority has {counted(len(priority), 'entry', 'entries')} for "
-            f"{counted(num_prompts, 'prompt')}: give one for each"
+            f"priority has {format_count(len(priority), 'entry', 'entries')} for "
+            f"{format_count(num_prompts, 'prompt')}: give one for each"
         )
-    return [checked_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
+    return [check_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
 
 
-def checked_priority(value: object, name: str = "priority") -> int:
+def check_priority(value: object, name: str = "priority") -> int:
     """The integer `value`; TypeError if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise RequestTypeError(
-            name, "must be an integer; lower is served earlier", value=brief(value)
+            name, "must be an integer; lower is served earlier", value=short_repr(value)
         )
     return int(value)
 
 
-def _not_params(name: str, value: object) -> str:
-    return f"{name} must be SamplingParams, got {type(value).__name__}: {brief(value)}"
+def _params_error(name: str, value: object) -> str:
+    return f"{name} must be SamplingParams, got {type(value).__name__}: {short_repr(value)}"
 
 
-def _untangle(value: object) -> object:
+def _to_list(value: object) -> object:
     """Tuples, ranges and arrays become lists, so that the rest knows one kind of sequence."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return list(value) if isinstance(value, (tuple, range)) else value
 
 
-def _is_token_list(items: list[Any]) -> bool:
+def _is_token_ids(items: list[Any]) -> bool:
     """Any integer makes it one: `[1, 2, "x"]` is a prompt with a bad id, not three prompts."""
     return any(isinstance(item, (int, np.integer)) for item in items)
 
 
-def _from_mapping(prompt: Mapping[Any, Any], name: str, vocab_size: int | None) -> Prompt:
-    unknown = [key for key in prompt if key not in _KEYS]
+def _prompt_from_mapping(
+    prompt: Mapping[Any, Any], name: str, vocab_size: int | None
+) -> NormalizedPrompt:
+    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
     if unknown:
         raise RequestError(
-            name, f"has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}"
+            name, f"has the unknown key {unknown[0]!r}; known are {', '.join(_PROMPT_KEYS)}"
         )
-    text, ids = prompt.get("prompt"), _untangle(prompt.get("prompt_token_ids"))
+    text, ids = prompt.get("prompt"), _to_list(prompt.get("prompt_token_ids"))
     if text is None and ids is None:
         raise RequestError(name, "has neither 'prompt' nor 'prompt_token_ids'")
-    return Prompt(
-        text=None if text is None else _checked_text(text, f"{name}['prompt']"),
+    return NormalizedPrompt(
+        text=None if text is None else _check_text(text, f"{name}['prompt']"),
         token_ids=(
-            None if ids is None else _checked_ids(ids, f"{name}['prompt_token_ids']", vocab_size)
+            None
+            if ids is None
+            else _check_token_ids(ids, f"{name}['prompt_token_ids']", vocab_size)
         ),
-        cache_salt=_checked_salt(prompt.get("cache_salt"), f"{name}['cache_salt']"),
+        cache_salt=_check_salt(prompt.get("cache_salt"), f"{name}['cache_salt']"),
     )
 
 
-def _checked_salt(salt: object, name: str) -> str | None:
+def _check_salt(salt: object, name: str) -> str | None:
     if salt is None or (isinstance(salt, str) and salt):
         return salt
     if isinstance(salt, str):
         raise RequestError(name, "is empty", remedy="give a non-empty string, or leave it out")
     raise RequestTypeError(
-        name, f"must be a non-empty string; got {type(salt).__name__}: {brief(salt)}"
+        name, f"must be a non-empty string; got {type(salt).__name__}: {short_repr(salt)}"
     )
 
 
-def _checked_text(text: object, name: str) -> str:
+def _check_text(text: object, name: str) -> str:
     if not isinstance(text, str):
-        raise RequestTypeError(name, f"must be {_FORMS}; got {type(text).__name__}: {brief(text)}")
+        raise RequestTypeError(
+            name, f"must be {_PROMPT_DESCRIPTION}; got {type(text).__name__}: {short_repr(text)}"
+        )
     if not text:
         raise RequestError(name, "is empty", remedy="give at least one character")
     return text
 
 
-def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
+def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     if not isinstance(ids, list):
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
         raise RequestError(name, "is empty", remedy="give at least one token id")
     if set(map(type, ids)) != {int}:  # one pass in C for the usual case
-        ids = [_checked_id(token_id, name, i) for i, token_id in enumerate(ids)]
+        ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
-    if not _all_below(limit, ids):
+    if not _are_in_range(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
         known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
         raise RequestError(
@@ -200,7 +206,7 @@ def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     return ids.copy()
 
 
-def _all_below(limit: float, ids: list[int]) -> bool:
+def _are_in_range(limit: float, ids: list[int]) -> bool:
     """Whether all are from 0 to less than `limit`. As numbers of a machine they are compared in a
     quarter of the time."""
     try:
@@ -209,12 +215,12 @@ def _all_below(limit: float, ids: list[int]) -> bool:
         return min(ids) >= 0 and max(ids) < limit
 
 
-def _checked_id(token_id: object, name: str, position: int) -> int:
+def _check_token_id(token_id: object, name: str, position: int) -> int:
     if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
         raise RequestTypeError(
             name,
             f": the token id at position {position} must be an integer; got "
-            f"{type(token_id).__name__}: {brief(token_id)}",
+            f"{type(token_id).__name__}: {short_repr(token_id)}",
         )
     return int(token_id)
 
@@ -246,12 +252,14 @@ class Preprocessor:
     max_num_seqs: int
     eos_token_ids: frozenset[int]
     seed: int
-    masks: MaskProcess | None = None
+    mask_client: MaskWorkerClient | None = None
 
     def __post_init__(self):
-        self._arrivals, self._seq_ids, self._names = (itertools.count() for _ in range(3))
+        self._arrival_numbers, self._seq_ids, self._request_numbers = (
+            itertools.count() for _ in range(3)
+        )
 
-    def tokenize(self, prompt: Prompt) -> Prompt:
+    def tokenize(self, prompt: NormalizedPrompt) -> NormalizedPrompt:
         """The prompt with its token ids.
 
         Raises:
@@ -259,11 +267,11 @@ class Preprocessor:
         """
         if prompt.token_ids is not None or prompt.text is None:
             return prompt
-        ids = self.need_tokenizer("a text prompt").encode(prompt.text)
-        ids = _checked_ids(ids, "prompt['prompt_token_ids']", self.vocab_size)
+        ids = self.require_tokenizer("a text prompt").encode(prompt.text)
+        ids = _check_token_ids(ids, "prompt['prompt_token_ids']", self.vocab_size)
         return replace(prompt, token_ids=ids)
 
-    def whole_blocks(self, prompt: object, block_size: int) -> Prompt:
+    def cut_to_full_blocks(self, prompt: object, block_size: int) -> NormalizedPrompt:
         """A prompt cut to the full blocks of `block_size` tokens that it begins with.
 
         Raises:
@@ -273,29 +281,29 @@ class Preprocessor:
         ids = checked.token_ids or []
         if len(ids) < block_size:
             raise ValueError(
-                f"the prefix has {counted(len(ids), 'token')} and only full blocks of {block_size} "
+                f"the prefix has {format_count(len(ids), 'token')} and only full blocks of {block_size} "
                 "are shared: give a longer one, or make the engine with a smaller block_size"
             )
-        whole = ids[: len(ids) // block_size * block_size]
-        return replace(checked, text=None, token_ids=whole)
+        full_blocks = ids[: len(ids) // block_size * block_size]
+        return replace(checked, text=None, token_ids=full_blocks)
 
-    def need_tokenizer(self, what: str) -> Tokenizer:
+    def require_tokenizer(self, purpose: str) -> Tokenizer:
         """The tokenizer.
 
         Raises:
-            ValueError: there is none, though `what` needs it.
+            ValueError: there is none, though `purpose` needs it.
         """
         if self.tokenizer is None:
             raise RequestError(
                 "",
-                f"{what} needs a tokenizer and skip_tokenizer_init=True loaded none",
+                f"{purpose} needs a tokenizer and skip_tokenizer_init=True loaded none",
                 remedy="give token ids, or make the engine with skip_tokenizer_init=False",
             )
         return self.tokenizer
 
-    def make_state(
+    def make_request_state(
         self,
-        prompt: Prompt,
+        prompt: NormalizedPrompt,
         params: SamplingParams,
         priority: int = 0,
         *,
@@ -323,38 +331,38 @@ class Preprocessor:
             max_model_len=self.max_model_len,
         )
         if params.stop_strings:
-            self.need_tokenizer(f"stop={params.stop!r}")
+            self.require_tokenizer(f"stop={params.stop!r}")
         if params.structured_outputs is not None:
-            self.need_tokenizer("structured_outputs")
-        prompt, priority = self.tokenize(prompt), checked_priority(priority)
-        token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
-        search = _search_of(params, endings)
+            self.require_tokenizer("structured_outputs")
+        prompt, priority = self.tokenize(prompt), check_priority(priority)
+        token_ids, end_token_ids = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
+        search = _make_beam_search(params, end_token_ids)
         request = Request.from_prompt(
-            self._name(request_id, ids_in_use),
+            self._choose_request_id(request_id, ids_in_use),
             token_ids,
             StopCriteria(
                 max_tokens=params.max_tokens or self.max_model_len,
                 min_tokens=params.min_tokens,
-                stop_token_ids=endings,
+                stop_token_ids=end_token_ids,
             ),
-            seq_ids=self._seq_ids,
+            seq_id_counter=self._seq_ids,
             num_samples=params.num_samples if search is None else 1,
-            seed=self._seed_of(params),
+            seed=self._choose_seed(params),
             beam=search,
             priority=priority,
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
-        constraint, form = None, params.structured_outputs
-        if form is not None and self.masks is not None:
-            constraint = self.masks.submit(form, endings, params.num_samples)
-        own = self.tokenizer, self.eos_token_ids, constraint
-        return RequestState(request, params, prompt.text, token_ids, *own)
+        constraint, spec = None, params.structured_outputs
+        if spec is not None and self.mask_client is not None:
+            constraint = self.mask_client.submit(spec, end_token_ids, params.num_samples)
+        state_arguments = self.tokenizer, self.eos_token_ids, constraint
+        return RequestState(request, params, prompt.text, token_ids, *state_arguments)
 
-    def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
+    def _choose_request_id(self, request_id: str | None, ids_in_use: Container[str]) -> str:
         if request_id is None:
-            names = (f"request-{number}" for number in self._names)
+            names = (f"request-{number}" for number in self._request_numbers)
             return next(name for name in names if name not in ids_in_use)
         if not isinstance(request_id, str) or not request_id:
             raise RequestTypeError(
@@ -362,14 +370,14 @@ class Preprocessor:
             )
         return request_id
 
-    def _seed_of(self, params: SamplingParams) -> int:
-        arrival = next(self._arrivals)
+    def _choose_seed(self, params: SamplingParams) -> int:
+        arrival = next(self._arrival_numbers)
         if params.seed is not None:
             return int(params.seed)  # a numpy integer would overflow
         return self.seed + (arrival + 1) * _SEED_STRIDE
 
 
-def _search_of(params: SamplingParams, endings: frozenset[int]) -> BeamSearch | None:
+def _make_beam_search(params: SamplingParams, end_token_ids: frozenset[int]) -> BeamSearch | None:
     """The beam search that is asked for."""
     if params.beam_width is None:
         return None
@@ -377,5 +385,5 @@ def _search_of(params: SamplingParams, endings: frozenset[int]) -> BeamSearch | 
         params.beam_width,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
-        end_token_ids=endings,
+        end_token_ids=end_token_ids,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.core.beam import BeamSearch, Hypothesis
-from jpaged.core.plan import Emitted, ScheduledSequence
+from jpaged.core.plan import EmittedToken, ScheduledSequence
 from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.observe.statistics import RequestMetrics
@@ -20,7 +20,7 @@ from jpaged.structured_outputs.mask_client import Answer, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import LOGPROB_COLUMN, NUM_FACTS, RANK_COLUMN, TOKEN_COLUMN
+from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN_COLUMN
 
 
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
@@ -42,10 +42,10 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         self,
         scores: np.ndarray,
         tokenizer: Tokenizer | None,
-        made: list[dict[int, Logprob]] | None = None,
+        cached_entries: list[dict[int, Logprob]] | None = None,
     ):
         self._scores, self._tokenizer = scores, tokenizer
-        self._made = [] if made is None else made
+        self._cached_entries = [] if cached_entries is None else cached_entries
 
     def __len__(self) -> int:
         return len(self._scores)
@@ -70,28 +70,28 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 
     @property
     def _entries(self) -> list[dict[int, Logprob]]:
-        made, num = self._made, len(self._scores)
-        if len(made) < num:
-            made += self._make(self._scores[len(made) :])
-        return made if len(made) == num else made[:num]
+        cached_entries, num = self._cached_entries, len(self._scores)
+        if len(cached_entries) < num:
+            cached_entries += self._decode_scores(self._scores[len(cached_entries) :])
+        return cached_entries if len(cached_entries) == num else cached_entries[:num]
 
-    def _make(self, scores: np.ndarray) -> list[dict[int, Logprob]]:
-        token_ids = [[row[TOKEN_COLUMN], *row[NUM_FACTS::2]] for row in scores.tolist()]
+    def _decode_scores(self, scores: np.ndarray) -> list[dict[int, Logprob]]:
+        token_ids = [[row[TOKEN_COLUMN], *row[NUM_TOKEN_COLUMNS::2]] for row in scores.tolist()]
         floats = scores.view(np.float32).tolist()
-        logprobs = [[row[LOGPROB_COLUMN], *row[NUM_FACTS + 1 :: 2]] for row in floats]
+        logprobs = [[row[LOGPROB_COLUMN], *row[NUM_TOKEN_COLUMNS + 1 :: 2]] for row in floats]
         texts: dict[int, str] = {}
         if self._tokenizer is not None:
             for token_id in {token_id for row in token_ids for token_id in row}:
                 texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         entries = []
-        for (own, *likeliest), (own_logprob, *others), rank in zip(
+        for (chosen, *likeliest), (chosen_logprob, *others), rank in zip(
             token_ids, logprobs, scores[:, RANK_COLUMN].tolist(), strict=True
         ):
-            found = {own: Logprob(own_logprob, rank, texts.get(own))}
-            for place, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                if token_id != own and logprob != -np.inf:  # no grammar forbids it
-                    found[token_id] = Logprob(logprob, place, texts.get(token_id))
-            entries.append(found)
+            entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen))}
+            for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
+                if token_id != chosen and logprob != -np.inf:  # no grammar forbids it
+                    entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
+            entries.append(entry)
         return entries
 
 
@@ -121,8 +121,8 @@ class SampleState:
     answer: Answer | None = None  # how its grammar took the tokens that were read
     _detokenizer: Detokenizer = field(init=False)
     _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
-    _scores_width: int = 4 * NUM_FACTS  # of these rows, in bytes
-    _made_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
+    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # of these rows, in bytes
+    _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
     _stop_string: str | None = None
     _is_complete: bool = False  # its grammar allows nothing more
     _num_read: int = 0  # output tokens that the detokenizer has
@@ -131,7 +131,7 @@ class SampleState:
     def __post_init__(self):
         self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
-    def accept(self, reason: FinishReason | None) -> bool:
+    def accept_token(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
 
         Only needed of the last token, and of every one where stop strings are looked for.
@@ -175,20 +175,20 @@ class SampleState:
             index: Its place among the answers.
             is_ranked: Whether the sum of its log-probabilities decides that.
         """
-        asked = self.params.logprobs is not None
+        wants_logprobs = self.params.logprobs is not None
         self._read_tokens()
         return CompletionOutput(
             index=index,
             text=self._detokenizer.text,
             token_ids=self.sequence.output_token_ids,
-            cumulative_logprob=self.cumulative_logprob if asked or is_ranked else None,
-            logprobs=self._logprobs() if asked else None,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs or is_ranked else None,
+            logprobs=self._make_logprobs() if wants_logprobs else None,
             finish_reason=self.sequence.finish_reason,
-            stop_reason=None if self.sequence.finish_reason is None else self._stop_reason(),
+            stop_reason=None if self.sequence.finish_reason is None else self._find_stop_reason(),
         )
 
     @property
-    def has_news(self) -> bool:
+    def has_update(self) -> bool:
         """Whether a delta would tell anything; not for one whose last delta was taken."""
         sequence = self.sequence
         return sequence.finish_reason is not None or sequence.num_output_tokens > self._num_sent
@@ -203,8 +203,8 @@ class SampleState:
             text=self._detokenizer.take_delta(),
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
-            stop_reason=self._stop_reason(),
-            logprobs=list(self._logprobs(start)) if self.params.logprobs is not None else None,
+            stop_reason=self._find_stop_reason(),
+            logprobs=list(self._make_logprobs(start)) if self.params.logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
         )
@@ -216,24 +216,24 @@ class SampleState:
         self._num_read += len(new)
         return self._detokenizer.append(new, ended_by_token=ended_by_token)
 
-    def _logprobs(self, start: int = 0) -> TokenLogprobs:
+    def _make_logprobs(self, start: int = 0) -> TokenLogprobs:
         """Those of the tokens from `start` on; what is made of all is made once."""
         width = self._scores_width
-        copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
-        made = self._made_logprobs if start == 0 else None
-        return TokenLogprobs(copied.reshape(-1, width // 4), self.tokenizer, made)
+        rows = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
+        cached_entries = self._cached_logprobs if start == 0 else None
+        return TokenLogprobs(rows.reshape(-1, width // 4), self.tokenizer, cached_entries)
 
-    def _stop_reason(self) -> str | int | None:
+    def _find_stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
             return self._stop_string
         if self._is_complete:
             return None
         if self.sequence.finish_reason is not FinishReason.STOP:
             return None
-        return _stop_token(self.sequence.token_ids, self.eos_token_ids)
+        return _find_stop_token_id(self.sequence.token_ids, self.eos_token_ids)
 
 
-def _stop_token(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
+def _find_stop_token_id(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
     return None if token_ids[-1] in eos_token_ids else token_ids[-1]
 
 
@@ -266,14 +266,16 @@ class RequestState:
     eos_token_ids: frozenset[int]
     constraint: Constraint | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
-    polled: bool = False
-    is_quiet: bool = False
+    is_polled: bool = False
+    can_skip_updates: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
-    growing: list[SampleState] = field(init=False)
-    _reads_all: bool = field(init=False)  # each token may be the last one, as its text has it
+    undelivered_samples: list[SampleState] = field(init=False)
+    _reads_every_token: bool = field(
+        init=False
+    )  # each token may be the last one, as its text has it
     _is_ranked: bool = field(init=False)
-    _told_prompt: bool = False
+    _has_sent_prompt_logprobs: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -284,8 +286,8 @@ class RequestState:
             SampleState(sequence, *shared, answer=answer)
             for sequence, answer in zip(sequences, answers, strict=True)
         ]
-        self.growing = list(self.samples)
-        self._reads_all = bool(self.params.stop_strings)
+        self.undelivered_samples = list(self.samples)
+        self._reads_every_token = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
 
     @property
@@ -303,7 +305,7 @@ class RequestState:
         if self.constraint is not None:
             self.constraint.check()
 
-    def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
+    def accept_token(self, emitted: EmittedToken, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in; needed of each while the request is not quiet, and of the last.
 
         Args:
@@ -318,21 +320,23 @@ class RequestState:
             GrammarError: the grammar does not allow the token.
         """
         if self.metrics.first_token_time is None:
-            self.note_first_token()
+            self.record_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(scores, index)
         is_over = sample.answer is not None and sample.answer.is_over
-        if emitted.finish_reason is None and not (self._reads_all or is_over):
+        if emitted.finish_reason is None and not (self._reads_every_token or is_over):
             return False
-        return sample.accept(emitted.finish_reason)
+        return sample.accept_token(emitted.finish_reason)
 
-    def note_first_token(self) -> None:
+    def record_first_token(self) -> None:
         """A token of the request was read; after the first, whose time is kept, it may be quiet."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
             params = self.params
-            self.is_quiet = not (self.polled or params.needs_logprobs or self._reads_all)
+            self.can_skip_updates = not (
+                self.is_polled or params.needs_logprobs or self._reads_every_token
+            )
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
@@ -342,7 +346,7 @@ class RequestState:
             scores: One row for each prompt token right after one of its positions.
         """
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
-        packed = scores.first(self.params.prompt_logprobs or 0)
+        packed = scores.packed_top(self.params.prompt_logprobs or 0)
         new = packed[max(len(known) - item.start - 1, 0) :]
         known.extend(TokenLogprobs(new, self.tokenizer))
 
@@ -352,31 +356,31 @@ class RequestState:
         If the grammar and the sampling parameters together allow no token, the error names both.
         """
         if isinstance(error, NoTokenError) and self.constraint is not None:
-            error = self._conflict(self.constraint) or error
+            error = self._find_conflict(self.constraint) or error
         self.error = self.error or error
         if self.request.is_finished:
             self.request.finish_reason = FinishReason.ERROR
             for sequence in self.request.sequences:
                 sequence.finish_reason = FinishReason.ERROR
 
-    def _conflict(self, constraint: Constraint) -> GrammarError | None:
+    def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the next token of some sample is forbidden by the grammar and the
         sampling parameters together; None if the model's logits are at fault."""
-        form = self.params.structured_outputs
+        spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
             num_tokens = sample.sequence.num_output_tokens
             allowed = constraint.allowed_ids(answer)
             names = self.params.names_that_forbid_all(allowed, num_tokens, self.eos_token_ids)
-            if names and form is not None:
+            if names and spec is not None:
                 return GrammarError(
-                    f"structured_outputs.{form.kind}",
+                    f"structured_outputs.{spec.kind}",
                     f"and {' and '.join(names)} together allow no token after {num_tokens} tokens "
                     "of the answer",
                     remedy="change one of them, or leave it out",
                 )
         return None
 
-    def raise_fault(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise RuntimeError if the request failed."""
         if self.error is not None:
             raise RuntimeError(f"request {self.request_id!r} failed") from self.error
@@ -394,8 +398,10 @@ class RequestState:
             request_id=request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._own_prompt_logprobs(),
-            outputs=self._outputs() if request.beam is None else self._found(request.beam),
+            prompt_logprobs=self._copy_prompt_logprobs(),
+            outputs=self._sample_outputs()
+            if request.beam is None
+            else self._beam_outputs(request.beam),
             finished=request.is_finished,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
@@ -405,7 +411,9 @@ class RequestState:
         """What is new since the last call; the cost is that of the new tokens."""
         return RequestDelta(
             request_id=self.request_id,
-            deltas=list(self.take_growth()) if self.params.is_streamable else self._whole(),
+            deltas=list(self.take_sample_deltas())
+            if self.params.is_streamable
+            else self._final_deltas(),
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
@@ -414,56 +422,58 @@ class RequestState:
             error_info=self.error.info if isinstance(self.error, RequestError) else None,
         )
 
-    def take_growth(self) -> Iterator[TextDelta]:
+    def take_sample_deltas(self) -> Iterator[TextDelta]:
         """What each sample that has news grew by since its last delta, made when it is asked for:
         with what came meanwhile."""
-        for sample in [sample for sample in self.growing if sample.has_news]:
+        for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)
             if delta.finished:
-                self.growing.remove(sample)
+                self.undelivered_samples.remove(sample)
             yield delta
 
-    def _whole(self) -> list[TextDelta]:
+    def _final_deltas(self) -> list[TextDelta]:
         """The answers, once it is known which they are."""
         answers = self.output().outputs if self.request.is_finished else ()
         return [TextDelta.of(self.request_id, answer) for answer in answers]
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        if self._told_prompt or self.metrics.first_token_time is None:
+        if self._has_sent_prompt_logprobs or self.metrics.first_token_time is None:
             return None
-        self._told_prompt = True
-        return self._own_prompt_logprobs()
+        self._has_sent_prompt_logprobs = True
+        return self._copy_prompt_logprobs()
 
-    def _outputs(self) -> list[CompletionOutput]:
+    def _sample_outputs(self) -> list[CompletionOutput]:
         """All samples in their order, or the best of them so far, best first."""
         chosen, is_ranked = self.samples, self._is_ranked
         if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
-    def _found(self, search: BeamSearch) -> list[CompletionOutput]:
+    def _beam_outputs(self, search: BeamSearch) -> list[CompletionOutput]:
         """A beam search's best answers; none before its end, or if it did not come to it."""
         if self.request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return []
         best = search.hypotheses[: self.params.n]
-        return [self._found_output(i, found) for i, found in enumerate(best)]
+        return [self._beam_output(i, hypothesis) for i, hypothesis in enumerate(best)]
 
-    def _found_output(self, index: int, found: Hypothesis) -> CompletionOutput:
-        token_ids = found.output_token_ids
+    def _beam_output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
+        token_ids = hypothesis.output_token_ids
         detokenizer = _detokenizer(self.tokenizer, self.prompt_token_ids, self.params)
-        detokenizer.append(token_ids, ended_by_token=found.is_ended)
+        detokenizer.append(token_ids, ended_by_token=hypothesis.is_ended)
         detokenizer.finish()
         return CompletionOutput(
             index=index,
             text=detokenizer.text,
             token_ids=list(token_ids),
-            cumulative_logprob=found.cumulative_logprob,
-            finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
-            stop_reason=_stop_token(token_ids, self.eos_token_ids) if found.is_ended else None,
-            score=found.score,
+            cumulative_logprob=hypothesis.cumulative_logprob,
+            finish_reason=FinishReason.STOP if hypothesis.is_ended else FinishReason.LENGTH,
+            stop_reason=_find_stop_token_id(token_ids, self.eos_token_ids)
+            if hypothesis.is_ended
+            else None,
+            score=hypothesis.score,
         )
 
-    def _own_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def _copy_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
         return list(self._prompt_logprobs) or [None]

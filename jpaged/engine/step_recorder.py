@@ -6,14 +6,14 @@ from typing import Any
 
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
-from jpaged.runtime.programs import Name
+from jpaged.runtime.programs import ProgramName
 from jpaged.runtime.results import StepHandle
 
-_REPLACED = "programs", "launch_layers", "launch_burst"
+_WRAPPED_ATTRIBUTES = "programs", "launch_layers", "launch_burst"
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """One launch: a step, or a burst of them.
 
     Attributes:
@@ -23,13 +23,13 @@ class Launch:
     """
 
     plans: tuple[StepPlan, ...]
-    programs: list[Name] = field(default_factory=list)
+    programs: list[ProgramName] = field(default_factory=list)
 
-    def batch_size(self, kind: str) -> int | None:
+    def batch_size(self, program_name: str) -> int | None:
         """Sequences to which its program of a kind (decode, decode_burst, sample) is padded; None
         if it called none."""
         for name, key in self.programs:
-            if name == kind:
+            if name == program_name:
                 return key[0] if isinstance(key, tuple) else key
         return None
 
@@ -50,49 +50,51 @@ class StepRecorder:
         runner: ModelRunner,
         before: Callable[[Sequence[StepPlan]], object] = lambda plans: None,
     ):
-        self.launches: list[Launch] = []
-        self._runner, self._before = runner, before
-        self._replaced: dict[str, Any] | None = None  # None while it is closed
+        self.launches: list[RecordedLaunch] = []
+        self._runner, self._before_launch = runner, before
+        self._original_attributes: dict[str, Any] | None = None  # None while it is closed
         self._launch: Any = None
 
     def __enter__(self) -> "StepRecorder":
         """Begin to record; RuntimeError if it is open already."""
-        if self._replaced is not None:
+        if self._original_attributes is not None:
             raise RuntimeError("this recorder is open already: make another one")
         runner = self._runner
-        self._replaced = {name: vars(runner)[name] for name in _REPLACED if name in vars(runner)}
+        self._original_attributes = {
+            name: vars(runner)[name] for name in _WRAPPED_ATTRIBUTES if name in vars(runner)
+        }
         launch_layers, launch_burst = runner.launch_layers, runner.launch_burst
         programs = runner.programs.items()
-        runner.programs = {name: self._noted(name, program) for name, program in programs}
+        runner.programs = {name: self._wrap_program(name, program) for name, program in programs}
 
-        def recorded(plan: StepPlan, sampling: Any) -> UnsampledStep:
-            self._note_plans([plan])
+        def launch_and_record(plan: StepPlan, sampling: Any) -> UnsampledStep:
+            self._record_plans([plan])
             return launch_layers(plan, sampling)
 
-        def recorded_burst(plans: list[StepPlan], sampling: Any) -> list[StepHandle]:
-            self._note_plans(plans)
+        def launch_burst_and_record(plans: list[StepPlan], sampling: Any) -> list[StepHandle]:
+            self._record_plans(plans)
             return launch_burst(plans, sampling)
 
-        runner.launch_layers, runner.launch_burst = recorded, recorded_burst
-        self._launch = recorded
+        runner.launch_layers, runner.launch_burst = launch_and_record, launch_burst_and_record
+        self._launch = launch_and_record
         return self
 
     def __exit__(self, *_: object) -> None:
         """Record no longer; RuntimeError if another recorder was opened since and is open."""
-        if self._replaced is None:
+        if self._original_attributes is None:
             return
         if self._runner.launch_layers is not self._launch:
             raise RuntimeError("another recorder was opened since: close that one first")
-        for name in _REPLACED:
+        for name in _WRAPPED_ATTRIBUTES:
             delattr(self._runner, name)  # methods of the class are found again
-        vars(self._runner).update(self._replaced)
-        self._replaced = None
+        vars(self._runner).update(self._original_attributes)
+        self._original_attributes = None
 
-    def _note_plans(self, plans: Sequence[StepPlan]) -> None:
-        self._before(plans)
-        self.launches.append(Launch(tuple(plans)))
+    def _record_plans(self, plans: Sequence[StepPlan]) -> None:
+        self._before_launch(plans)
+        self.launches.append(RecordedLaunch(tuple(plans)))
 
-    def _noted(self, name: Name, program: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_program(self, name: ProgramName, program: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
             if self.launches:
                 self.launches[-1].programs.append(name)

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
-from jpaged.models.formats import Rows
-from jpaged.models.linear import Linear, linear
+from jpaged.models.formats import LinearInput
+from jpaged.models.linear import Linear, make_linear
 from jpaged.models.norm import RMSNorm, make_norm
-from jpaged.models.sharding import Unsummed
+from jpaged.models.sharding import PendingAllReduce
 from pallas_kernels import (
     Backend,
     HeadNorms,
@@ -43,9 +43,9 @@ class AttentionInputs:
         query_start_loc: where each sequence's tokens begin in the flattened ones, and the end.
             None: a decode step, one token a sequence (T == B).
         backend: attention implementation; static.
-        shared: calls what other steps have as well, to be lowered once for all (see
+        call_shared: calls what other steps have as well, to be lowered once for all (see
             `paged_prefill_attention`); static.
-        peers: as of `sharding.Unsummed`. A layer has two such sums, in turn: of its heads, and of
+        peer_header: as of `sharding.PendingAllReduce`. A layer has two such sums, in turn: of its heads, and of
             its feed-forward.
     """
 
@@ -54,20 +54,22 @@ class AttentionInputs:
     slot_mapping: Int32[Array, "T"]
     query_start_loc: Int32[Array, "B+1"] | None
     backend: Backend
-    shared: Callable | None = None
-    peers: Int32[Array, "W"] | None = None
+    call_shared: Callable | None = None
+    peer_header: Int32[Array, "W"] | None = None
 
-    _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peers")
+    _ARRAY_FIELDS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peer_header")
 
     def tree_flatten_with_keys(self):
         """The arrays, by name; the rest is static."""
-        keyed = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._ARRAYS]
-        return keyed, (self.backend, self.shared)
+        keyed = [
+            (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._ARRAY_FIELDS
+        ]
+        return keyed, (self.backend, self.call_shared)
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
         """Skips `__init__`, since JAX also builds trees of placeholders."""
-        self, names = object.__new__(cls), (*cls._ARRAYS, "backend", "shared")
+        self, names = object.__new__(cls), (*cls._ARRAY_FIELDS, "backend", "call_shared")
         vars(self).update(zip(names, (*arrays, *static), strict=True))
         return self
 
@@ -89,11 +91,11 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     if rope.rope_type == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.rope_type == "llama3":
-        return _llama3(frequencies, rope)
+        return _scale_llama3(frequencies, rope)
     return frequencies
 
 
-def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+def _scale_llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Wavelengths over `original / low` slow down by the factor, under `original / high` stay."""
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
     turns = np.float32(rope.original_max_position_embeddings / (2 * math.pi)) * frequencies
@@ -115,26 +117,32 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
-        self.layer = layer = config.layers[index]
-        self.qkv = cast(Linear, linear(config, f"layers.{index}.attention.qkv", dtype))
-        self.output = cast(Linear, linear(config, f"layers.{index}.attention.output", dtype))
-        self.q_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
-        self.k_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
+        self.layer_config = layer_config = config.layers[index]
+        self.qkv = cast(Linear, make_linear(config, f"layers.{index}.attention.qkv", dtype))
+        self.output = cast(Linear, make_linear(config, f"layers.{index}.attention.output", dtype))
+        self.q_norm = (
+            make_norm(config, config.head_size, dtype=dtype) if layer_config.qk_norm else None
+        )
+        self.k_norm = (
+            make_norm(config, config.head_size, dtype=dtype) if layer_config.qk_norm else None
+        )
         is_scaled = config.kv_cache_dtype == FP8_DTYPE
         self.k_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
         self.v_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
 
     def __call__(
         self,
-        x: Rows,
+        x: LinearInput,
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "parts T D"] | Unsummed, LayerKV]:
+    ) -> tuple[Float[Array, "parts T D"] | PendingAllReduce, LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
         qkv = self.qkv(x, attention.backend)
         out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
-        return self.output.update(out, attention.backend, attention.peers, turn=0), kv
+        return self.output.forward_residual(
+            out, attention.backend, attention.peer_header, buffer_index=0
+        ), kv
 
     def attend(
         self,
@@ -146,9 +154,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
         """What lies between the two projections; returns the heads' results and the new pool."""
         options = {
-            "scale": self.layer.scale,
-            "sliding_window": self.layer.sliding_window,
-            "soft_cap": self.layer.soft_cap,
+            "scale": self.layer_config.scale,
+            "sliding_window": self.layer_config.sliding_window,
+            "soft_cap": self.layer_config.soft_cap,
             "scales": self.scales(),
             "backend": attention.backend,
         }
@@ -158,16 +166,18 @@ class Attention(nnx.Module):
             return rope_decode_attention(
                 qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
             )
-        q, kv = self.store(qkv, kv, attention, angles, dtype)
+        q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
         rows = q.astype(kv.attention_dtype(q.dtype))
         if starts is None:
             out = paged_decode_attention(rows, kv, tables, lens, **options)
         else:
-            shared = attention.shared
-            out = paged_prefill_attention(rows, kv, tables, starts, lens, shared=shared, **options)
+            call_shared = attention.call_shared
+            out = paged_prefill_attention(
+                rows, kv, tables, starts, lens, call_shared=call_shared, **options
+            )
         return out.astype(q.dtype), kv
 
-    def store(
+    def store_kv(
         self,
         qkv: Float[Array, "parts T heads H"],
         kv: LayerKV,

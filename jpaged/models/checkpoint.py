@@ -18,19 +18,19 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+INDEX_FILE_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
 SUPPORTED_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-FP8_NAME = "F8_E4M3"
-FILE_DTYPES = SUPPORTED_DTYPES | {FP8_NAME: np.dtype(ml_dtypes.float8_e4m3fn)}
+FP8_FILE_DTYPE = "F8_E4M3"
+FILE_DTYPES = SUPPORTED_DTYPES | {FP8_FILE_DTYPE: np.dtype(ml_dtypes.float8_e4m3fn)}
 """Of tensors in checkpoints."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_DOWNLOADED = [
+_DOWNLOAD_PATTERNS = [
     "config*.json",
     "generation_config.json",
     "hf_quant_config.json",
@@ -43,14 +43,14 @@ _DOWNLOADED = [
     "added_tokens.json",
     "chat_template*",
 ]
-_NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors", "adapter_*"]
-_MAX_NAMED = 10
+_IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors", "adapter_*"]
+_MAX_LISTED_NAMES = 10
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
 """Of the files that are read of a checkpoint, here and by its tokenizer's class."""
 
 
-_ALIASES = (
+_SUFFIX_ALIASES = (
     (".weight_scale", ".weight_scale_inv"),
     (".input_scale", ".activation_scale"),
     (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
@@ -70,14 +70,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, as its file's header describes it; `start` is the byte of the
+    """One tensor of a checkpoint, as its file's header describes it; `byte_offset` is the byte of the
     file at which it begins."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int = 0
+    byte_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class WeightRule:
     file_axes: tuple[tuple[int, ...], ...] | None = None
     axis: int = 0
     start: int = 0
-    add: float = 0.0
-    fills: bool = False
-    scale: str | None = None
+    addend: float = 0.0
+    is_scalar: bool = False
+    scale_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class WeightRules:
 
     rules: Sequence[WeightRule]
     prefix: str = ""
-    unneeded: str = ""
+    ignored_pattern: str = ""
     head_prefix: str = ""
 
     def find(self, name: str) -> WeightRule | None:
@@ -142,21 +142,21 @@ class WeightRules:
         """The rules of the tensor of that name; none if it is unknown."""
         prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
         source = re.sub(f"^(?:{prefix})", "", name)
-        if self.unneeded and re.fullmatch(self.unneeded, source):
+        if self.ignored_pattern and re.fullmatch(self.ignored_pattern, source):
             return [WeightRule(source, None)]
-        for name, alias in _ALIASES:
+        for name, alias in _SUFFIX_ALIASES:
             source = source.removesuffix(alias) + name if source.endswith(alias) else source
-        return self._by_source.get(source, ())
+        return self._rules_by_source.get(source, ())
 
     @cached_property
-    def _by_source(self) -> dict[str, list[WeightRule]]:
+    def _rules_by_source(self) -> dict[str, list[WeightRule]]:
         found: dict[str, list[WeightRule]] = {}
         for rule in self.rules:
             found.setdefault(rule.source, []).append(rule)
         return found
 
 
-def open_tensors(file: Path) -> safe_open:
+def open_safetensors(file: Path) -> safe_open:
     """The file, mapped and its header checked, but none of its tensors read.
 
     Raises:
@@ -170,10 +170,10 @@ def open_tensors(file: Path) -> safe_open:
         ) from error
 
 
-def named_list(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first few of the names, and how many more there are."""
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_LISTED_NAMES
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_model(model: str | Path) -> None:
@@ -188,10 +188,12 @@ def check_model(model: str | Path) -> None:
     if folder is None:
         from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-        with _hub_errors(str(model)):
-            kept = try_to_load_from_cache(str(model), "config.json")
-            if isinstance(kept, str):  # the network is not needed, and is asked for the rest later
-                folder = Path(kept).parent
+        with _convert_hub_errors(str(model)):
+            cached_path = try_to_load_from_cache(str(model), "config.json")
+            if isinstance(
+                cached_path, str
+            ):  # the network is not needed, and is asked for the rest later
+                folder = Path(cached_path).parent
             else:
                 folder = Path(snapshot_download(str(model), allow_patterns=["config.json"]))
     read_config(folder)
@@ -213,9 +215,9 @@ def resolve_checkpoint(model: str | Path) -> Path:
     if folder is None:
         from huggingface_hub import model_info, snapshot_download
 
-        with _hub_errors(str(model)):
+        with _convert_hub_errors(str(model)):
             fetched = snapshot_download(
-                str(model), allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED
+                str(model), allow_patterns=_DOWNLOAD_PATTERNS, ignore_patterns=_IGNORE_PATTERNS
             )
             folder = Path(fetched)
             if not any(folder.glob("*.safetensors")):
@@ -232,7 +234,7 @@ def _local_folder(model: str | Path) -> Path | None:
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        _refuse_endless(folder)
+        _refuse_special_files(folder)
         return folder.resolve()
     if folder.exists():
         raise CheckpointError(f"model={str(model)!r} is a file; give the folder that holds it.")
@@ -244,7 +246,7 @@ def _local_folder(model: str | Path) -> Path | None:
     return None
 
 
-def _refuse_endless(folder: Path) -> None:
+def _refuse_special_files(folder: Path) -> None:
     """Refuse a FIFO, a socket or a device, of which reading may wait for ever or never end."""
     for path in sorted(folder.iterdir()):
         is_read = path.name.endswith(_READ_SUFFIXES) and path.exists()
@@ -256,18 +258,18 @@ def _refuse_endless(folder: Path) -> None:
 
 
 @contextmanager
-def _hub_errors(model: str) -> Iterator[None]:
+def _convert_hub_errors(model: str) -> Iterator[None]:
     """Raise what fails in the block, a download of the hub's `model`, as a CheckpointError."""
     try:
         yield
     except Exception as error:  # the hub's client also raises what its HTTP library raises
         folder = Path(model).expanduser().absolute()
         raise CheckpointError(
-            f"model={model!r} is not a folder (looked for {folder}), and {_hub_problem(error)}."
+            f"model={model!r} is not a folder (looked for {folder}), and {_hub_error_text(error)}."
         ) from error
 
 
-def _hub_problem(error: Exception) -> str:
+def _hub_error_text(error: Exception) -> str:
     """Return why a download from the hub failed, and the remedy."""
     from huggingface_hub import errors
 
@@ -286,8 +288,8 @@ def _hub_problem(error: Exception) -> str:
         )
     lines = str(error).strip(" .\n").splitlines()
     reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
-    is_of_network = isinstance(error, (ConnectionError, TimeoutError))
-    if isinstance(error, OSError) and error.errno is not None and not is_of_network:
+    is_network_error = isinstance(error, (ConnectionError, TimeoutError))
+    if isinstance(error, OSError) and error.errno is not None and not is_network_error:
         return f"its download could not be written: {reason}; make room, or set HF_HOME"
     return f"could not reach the model hub: {reason}; check the network, or pass a local folder"
 
@@ -300,11 +302,11 @@ def read_config(folder: Path) -> dict:
     """
     folder = Path(folder)
     config = _read_json_object(folder / "config.json", "a Hugging Face model folder has one")
-    own = folder / "hf_quant_config.json"
-    if config.get("quantization_config") is None and own.is_file():
-        content = _read_json_object(own, "fetch it again")
+    modelopt_file = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and modelopt_file.is_file():
+        content = _read_json_object(modelopt_file, "fetch it again")
         if not isinstance(kept := content.get("quantization"), dict):
-            raise CheckpointError(f"{own} has no object 'quantization'; fetch it again.")
+            raise CheckpointError(f"{modelopt_file} has no object 'quantization'; fetch it again.")
         config["quantization_config"] = {"quant_method": "modelopt", **kept}
     return config
 
@@ -338,7 +340,7 @@ def _read_json_object(file: Path, remedy: str) -> dict:
     return content
 
 
-def read_tensors(folder: Path) -> list[TensorInfo]:
+def read_tensor_infos(folder: Path) -> list[TensorInfo]:
     """All tensors of a checkpoint, from its headers alone, in the order they lie in its files.
 
     A name held by two files appears twice. An index, where there is one, must agree with the files.
@@ -347,9 +349,9 @@ def read_tensors(folder: Path) -> list[TensorInfo]:
         CheckpointError: no safetensors file, a broken file, or files that contradict the index.
     """
     folder = Path(folder)
-    if (folder / SINGLE_NAME).is_file():
-        return _read_header(folder / SINGLE_NAME)
-    if (folder / INDEX_NAME).is_file():
+    if (folder / SINGLE_FILE_NAME).is_file():
+        return _read_header(folder / SINGLE_FILE_NAME)
+    if (folder / INDEX_FILE_NAME).is_file():
         return _read_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -362,36 +364,38 @@ def _refuse_without_safetensors(folder: Path) -> None:
     pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickled:
         raise CheckpointError(
-            f"{folder} holds {named_list(pickled)} but no .safetensors file. Pickled weights are "
+            f"{folder} holds {format_names(pickled)} but no .safetensors file. Pickled weights are "
             "never opened, since opening them can run code. Convert them: in a place you trust, "
             "load the model with transformers and call `save_pretrained`, which writes safetensors."
         )
     raise CheckpointError(
-        f"{folder} holds no .safetensors file (it holds: {named_list(names) or 'nothing'}). If the "
+        f"{folder} holds no .safetensors file (it holds: {format_names(names) or 'nothing'}). If the "
         "model is published only as .bin or .pt files, convert it to safetensors first."
     )
 
 
 def _read_indexed(folder: Path) -> list[TensorInfo]:
-    index = folder / INDEX_NAME
-    shard_of = _read_json_object(index, "it names the shards").get("weight_map")
-    if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
+    index = folder / INDEX_FILE_NAME
+    files_by_tensor = _read_json_object(index, "it names the shards").get("weight_map")
+    if not isinstance(files_by_tensor, dict) or not all(
+        isinstance(x, str) for x in files_by_tensor.values()
+    ):
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names.")
-    shards = sorted(set(shard_of.values()))
+    shards = sorted(set(files_by_tensor.values()))
     if foreign := [name for name in shards if Path(name).name != name]:
-        raise CheckpointError(f"{index} names files outside its folder: {named_list(foreign)}.")
+        raise CheckpointError(f"{index} names files outside its folder: {format_names(foreign)}.")
     if absent := [name for name in shards if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{index} names shards that are missing: {named_list(absent)}; fetch them again."
+            f"{index} names shards that are missing: {format_names(absent)}; fetch them again."
         )
     tensors = [tensor for name in shards for tensor in _read_header(folder / name)]
-    held, indexed = {(it.name, it.file.name) for it in tensors}, set(shard_of.items())
+    held, indexed = {(it.name, it.file.name) for it in tensors}, set(files_by_tensor.items())
     problems = []
     for what, pairs in (
         ("tensors of the index are not in their shard", indexed - held),
         ("tensors of the shards are not in the index", held - indexed),
     ):
-        listed = named_list([f"{name} in {shard}" for name, shard in sorted(pairs)])
+        listed = format_names([f"{name} in {shard}" for name, shard in sorted(pairs)])
         problems += [f"{len(pairs)} {what}: {listed}"] if pairs else []
     if problems:
         raise CheckpointError(f"{index} and its shards disagree: {'; '.join(problems)}.")
@@ -399,16 +403,18 @@ def _read_indexed(folder: Path) -> list[TensorInfo]:
 
 
 def _read_header(file: Path) -> list[TensorInfo]:
-    with open_tensors(file) as opened:
-        starts = _read_starts(file)
-        pieces = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+    with open_safetensors(file) as opened:
+        starts = _read_byte_offsets(file)
+        slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
         return [
-            TensorInfo(name, file, piece.get_dtype(), tuple(piece.get_shape()), starts[name])
-            for name, piece in pieces
+            TensorInfo(
+                name, file, tensor_slice.get_dtype(), tuple(tensor_slice.get_shape()), starts[name]
+            )
+            for name, tensor_slice in slices
         ]
 
 
-def _read_starts(file: Path) -> dict[str, int]:
+def _read_byte_offsets(file: Path) -> dict[str, int]:
     """At which byte each tensor begins, from a header that has been checked.
 
     Raises:
@@ -420,7 +426,7 @@ def _read_starts(file: Path) -> dict[str, int]:
         entries = json.loads(opened.read(size), object_pairs_hook=list)
     counts = Counter(name for name, _ in entries)
     if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise CheckpointError(f"{file} holds {named_list(twice)} twice.")
+        raise CheckpointError(f"{file} holds {format_names(twice)} twice.")
     first = 8 + size
     tensors = ((name, dict(entry)) for name, entry in entries if name != "__metadata__")
     return {name: first + entry["data_offsets"][0] for name, entry in tensors}
@@ -433,16 +439,16 @@ def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
         CheckpointError: the file is not what it was when its header was read.
     """
     if not tensor.shape:
-        with open_tensors(tensor.file) as opened:
+        with open_safetensors(tensor.file) as opened:
             return opened.get_tensor(tensor.name)
-    if tensor.dtype != FP8_NAME:
-        with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
+    if tensor.dtype != FP8_FILE_DTYPE:
+        with open_safetensors(tensor.file) as opened:  # closing it gives back the pages just read
             return opened.get_slice(tensor.name)[rows]
     # The safetensors package has no numpy arrays of these.
     row = math.prod(tensor.shape[1:])
     first, last, _ = rows.indices(tensor.shape[0])
-    count, place = (last - first) * row, tensor.start + first * row
-    read = np.fromfile(tensor.file, np.uint8, count, offset=place)
+    count, first_byte = (last - first) * row, tensor.byte_offset + first * row
+    read = np.fromfile(tensor.file, np.uint8, count, offset=first_byte)
     if read.size != count:
         raise CheckpointError(f"{tensor.file} is shorter than it was; fetch it again.")
     return read.view(FILE_DTYPES[tensor.dtype]).reshape(-1, *tensor.shape[1:])

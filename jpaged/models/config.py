@@ -1,6 +1,6 @@
 """What a model is: `ModelConfig`, and how its family reads it from the fields of a `config.json`.
 
-A family's `describe(fields)` reads each field through `Fields`, whose errors name field, value and
+A family's `describe(fields)` reads each field through `ConfigFields`, whose errors name field, value and
 what is supported, and returns a `ModelConfig`. Fields that change the computation of some model
 and that the family does not read must have a value that leaves the computation as it is.
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
-from jpaged.models.formats import Format, Projection
+from jpaged.models.formats import Projection, WeightFormat
 
 RopeType = Literal["default", "linear", "llama3"]
-NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
-NormPlace = Literal["before", "after", "sum"]
+NormType = Literal["rms", "offset_rms", "layer", "bare_layer"]
+NormPosition = Literal["before", "after", "sum"]
 
 FP8_DTYPE = "float8_e4m3fn"
 """Of a KV pool in FP8."""
 
-MAX_SHARES = 8
+MAX_TENSOR_PARALLEL_SIZE = 8
 """Most devices that share a model."""
 
 
@@ -59,17 +59,17 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantizationConfig:
     """In which format a model's projections are kept.
 
     Attributes:
-        format: `Plain` if only the KV cache has scales.
+        format: `UnquantizedFormat` if only the KV cache has scales.
         plain: paths of the projections that are kept as they are.
         has_kv_scales: the checkpoint has scales for keys and values in FP8.
     """
 
-    format: type[Format]
-    plain: tuple[str, ...] = ()
+    format: type[WeightFormat]
+    unquantized_paths: tuple[str, ...] = ()
     has_kv_scales: bool = False
 
 
@@ -101,7 +101,7 @@ class ModelConfig:
         quantization: in which format projections are; None: as all other weights.
         kv_cache_dtype: dtype of the KV pool, where it is not that of the weights; no field of a
             checkpoint's config.
-        num_shares: devices that share the model; with several this is what one of them computes,
+        tensor_parallel_size: devices that share the model; with several this is what one of them computes,
             with its own number of heads and its own part of the intermediate size.
     """
 
@@ -115,12 +115,12 @@ class ModelConfig:
     max_position_embeddings: int
     activation: str
     layers: tuple[LayerConfig, ...]
-    gated: bool
-    norm: NormKind
+    is_gated: bool
+    norm_type: NormType
     norm_eps: float
     tie_word_embeddings: bool
-    norms: tuple[NormPlace, ...] = ("before",)
-    final_norm: bool = True
+    norm_positions: tuple[NormPosition, ...] = ("before",)
+    has_final_norm: bool = True
     embedding_size: int = 0
     embedding_scale: float | None = None
     position_offset: int | None = None
@@ -131,14 +131,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None
-    quantization: Quantization | None = None
+    quantization: QuantizationConfig | None = None
     kv_cache_dtype: str | None = None
-    num_shares: int = 1
+    tensor_parallel_size: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
 
-    def share(self, count: int) -> "ModelConfig":
+    def shard(self, count: int) -> "ModelConfig":
         """What each of `count` devices computes of the model (`jpaged.models.sharding`).
 
         Devices beyond the number of KV heads have a KV head together.
@@ -146,12 +146,16 @@ class ModelConfig:
         Raises:
             ValueError: heads or widths cannot be shared by so many, or this is a share already.
         """
-        if self.num_shares > 1:
-            raise ValueError(f"num_shares={self.num_shares}: a share is not shared again")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}: shard the whole model's configuration, not a shard's"
+            )
         if count == 1:
             return self
-        if wrong := self._not_shared(count):
-            fitting = [n for n in range(1, MAX_SHARES + 1) if not self._not_shared(n)]
+        if wrong := self._indivisible_size(count):
+            fitting = [
+                n for n in range(1, MAX_TENSOR_PARALLEL_SIZE + 1) if not self._indivisible_size(n)
+            ]
             raise ValueError(
                 f"tensor_parallel_size={count} does not go with the model's {wrong}; "
                 f"use {' or '.join(map(str, fitting))}"
@@ -161,10 +165,10 @@ class ModelConfig:
             num_heads=self.num_heads // count,
             num_kv_heads=max(self.num_kv_heads // count, 1),
             intermediate_size=self.intermediate_size // count,
-            num_shares=count,
+            tensor_parallel_size=count,
         )
 
-    def _not_shared(self, count: int) -> str | None:
+    def _indivisible_size(self, count: int) -> str | None:
         """The first size that so many devices cannot share, if any."""
         if count == 1:  # whole, whatever its blocks of scales are
             return None
@@ -175,7 +179,7 @@ class ModelConfig:
             return f"num_key_value_heads={kv_heads}"
         if self.intermediate_size % count:
             return f"intermediate_size={self.intermediate_size}"
-        group = 1 if self.quantization is None else self.quantization.format.scaled_rows
+        group = 1 if self.quantization is None else self.quantization.format.outputs_per_scale
         own_kv_heads = max(kv_heads // count, 1)
         for name, whole, own in (
             ("num_attention_heads", self.num_heads, self.num_heads // count * self.head_size),
@@ -187,10 +191,10 @@ class ModelConfig:
         return None
 
     @property
-    def table_rows(self) -> int:
+    def num_embedding_rows(self) -> int:
         """Rows of a token table that each device has: all of them where devices cannot share."""
-        shared = not self.vocab_size % self.num_shares
-        return self.vocab_size // self.num_shares if shared else self.vocab_size
+        shared = not self.vocab_size % self.tensor_parallel_size
+        return self.vocab_size // self.tensor_parallel_size if shared else self.vocab_size
 
     @property
     def num_layers(self) -> int:
@@ -202,17 +206,17 @@ class ModelConfig:
         there is none."""
         _, _, in_layer = path.removeprefix("layers.").partition(".")
         found = self.projections.get(in_layer if path.startswith("layers.") else path)
-        kept = self.quantization
-        if found is None or kept is None or path in kept.plain:
+        quantization = self.quantization
+        if found is None or quantization is None or path in quantization.unquantized_paths:
             return found
-        return replace(found, format=kept.format)
+        return replace(found, format=quantization.format)
 
     @property
     def projections(self) -> dict[str, Projection]:
         """The projections, their formats aside, by their paths: in each layer, and those between
         the widths of embedding and layers, where these differ."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
-        is_shared = self.num_shares > 1
+        is_shared = self.tensor_parallel_size > 1
         heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
         projections = {
             "attention.qkv": Projection((width,), heads, (head,), self.qkv_bias),
@@ -221,7 +225,7 @@ class ModelConfig:
             ),
             "mlp.down": Projection((inner,), (("down", width),), (), self.mlp_bias, is_shared),
         }
-        if self.gated:
+        if self.is_gated:
             halves = (("gate", 1), ("up", 1))
             projections["mlp.gate_up"] = Projection((width,), halves, (inner,), self.mlp_bias)
         else:
@@ -232,7 +236,7 @@ class ModelConfig:
         return projections
 
     @property
-    def sizes(self) -> str:
+    def size_summary(self) -> str:
         """The fields that decide how large the parameters are, by their names in a config."""
         sizes = {
             "vocab_size": self.vocab_size,
@@ -255,17 +259,17 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
 # The largest that a field can be: several times what any model has, and little enough that what
 # the field stands for takes little memory before it is compared with the checkpoint and the device.
-_MOST = {
+_MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2**20),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**22),
     "vocab_size": 2**24,
 }
-_MOST_OF_OTHERS = 2**30  # positions and tokens, which are counted in 32 bits
+_DEFAULT_MAX_VALUE = 2**30  # positions and tokens, which are counted in 32 bits
 
 # Fields that change the computation of some model, with the values that leave it as it is here.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
     "is_encoder_decoder": (None, False),
@@ -295,24 +299,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
 }
-_shown = Repr()
-_shown.maxlong = _shown.maxstring = _shown.maxother = 100
+_value_repr = Repr()
+_value_repr.maxlong = _value_repr.maxstring = _value_repr.maxother = 100
 
 
-def refuse(field: str, value: object, supported: object) -> ValueError:
+def field_error(field: str, value: object, supported: object) -> ValueError:
     """The error for a field whose value is not supported."""
-    shown = _shown.repr(value)  # a file may hold anything, deep and long
+    shown = _value_repr.repr(value)  # a file may hold anything, deep and long
     return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 
-def refuse_head_size(value: int, supported: str) -> ValueError:
+def head_size_error(value: int, supported: str) -> ValueError:
     """The same for a head size, which is a field of its own or follows from two others."""
     derived = "where it is missing it is hidden_size / num_attention_heads"
-    return refuse("head_dim", value, f"{supported} ({derived})")
+    return field_error("head_dim", value, f"{supported} ({derived})")
 
 
 @dataclass
-class Fields:
+class ConfigFields:
     """Typed access to a config; every error names field and value.
 
     Attributes:
@@ -324,11 +328,11 @@ class Fields:
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
-    _read: set[str] = field(default_factory=set)
+    _read_names: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None, *, alias: str = "") -> Any:
         """The value under `name` or `alias`; the default if it is missing, None if it is null."""
-        self._read.add(name)
+        self._read_names.add(name)
         for values in (self.values, self.defaults):
             for key in (name, alias):
                 if key in values:
@@ -340,9 +344,12 @@ class Fields:
 
     def integer(self, name: str, default: Any = REQUIRED, *, alias: str = "") -> int:
         """An integer from 1 to the field's most."""
-        value, most = self.get(name, default, alias=alias), _MOST.get(name, _MOST_OF_OTHERS)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise refuse(self.prefix + name, value, f"integers from 1 to {most}")
+        value, max_value = (
+            self.get(name, default, alias=alias),
+            _MAX_FIELD_VALUES.get(name, _DEFAULT_MAX_VALUE),
+        )
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= max_value:
+            raise field_error(self.prefix + name, value, f"integers from 1 to {max_value}")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
@@ -354,7 +361,7 @@ class Fields:
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
-            raise refuse(self.prefix + name, value, "finite numbers above 0")
+            raise field_error(self.prefix + name, value, "finite numbers above 0")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -366,7 +373,7 @@ class Fields:
         value = self.get(name, default)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise refuse(self.prefix + name, value, "true, false")
+            raise field_error(self.prefix + name, value, "true, false")
         return value
 
     def choice(self, name: str, default: Any, choices: Sequence[Any]) -> Any:
@@ -374,94 +381,100 @@ class Fields:
         value = self.get(name, default)
         if value not in choices:
             supported = ", ".join("null" if it is None else str(it) for it in choices)
-            raise refuse(self.prefix + name, value, supported)
+            raise field_error(self.prefix + name, value, supported)
         return value
 
     def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
         """An object; an empty one where it is missing or null, unless it is required."""
         value = self.get(name, REQUIRED) if required else self.get(name) or {}
         if not isinstance(value, Mapping):
-            raise refuse(self.prefix + name, value, "an object")
+            raise field_error(self.prefix + name, value, "an object")
         return value
 
     def ignore(self, names: Collection[str]) -> None:
         """Take fields as read that make no difference."""
-        self._read.update(names)
+        self._read_names.update(names)
 
     def refuse_unread(self) -> None:
         """Refuse what `values` has besides what was read."""
-        for key in self.values.keys() - self._read:
+        for key in self.values.keys() - self._read_names:
             if self.values[key] is not None:
-                supported = ", ".join(sorted(self._read))
-                raise refuse(self.prefix + key, self.values[key], supported)
+                supported = ", ".join(sorted(self._read_names))
+                raise field_error(self.prefix + key, self.values[key], supported)
 
-    def optional_nested(self, name: str) -> "Fields | None":
+    def optional_nested(self, name: str) -> "ConfigFields | None":
         """The fields of the object of that name; None where it is missing or null."""
         return None if self.get(name) is None else self.nested(name)
 
-    def nested(self, name: str) -> "Fields":
+    def nested(self, name: str) -> "ConfigFields":
         """The fields of the object of that name, which must be there."""
         value, name = self.get(name, REQUIRED), self.prefix + name
         if not isinstance(value, Mapping):
-            raise refuse(name, value, "an object")
-        return Fields(value, prefix=name + ".")
+            raise field_error(name, value, "an object")
+        return ConfigFields(value, prefix=name + ".")
 
-    def check_unread(self) -> None:
+    def refuse_unsupported_fields(self) -> None:
         """Refuse fields that change the computation and that were not read."""
-        for name, neutral in _NEUTRAL.items():
-            if name not in self._read and (value := self.values.get(name)) not in neutral:
-                raise refuse(self.prefix + name, value, " or ".join(map(repr, neutral)))
+        for name, neutral in _NEUTRAL_VALUES.items():
+            if name not in self._read_names and (value := self.values.get(name)) not in neutral:
+                raise field_error(self.prefix + name, value, " or ".join(map(repr, neutral)))
 
 
 # ------------------------------------------------------------------- what several families read
 
 
-def tokens_and_dtype(fields: Fields, *, bos: int | None, eos: int | None) -> dict[str, Any]:
+def read_tokens_and_dtype(
+    fields: ConfigFields, *, bos: int | None, eos: int | None
+) -> dict[str, Any]:
     """Special tokens and the checkpoint's dtype."""
     bos_id, eos_ids = fields.get("bos_token_id", bos), fields.get("eos_token_id", eos)
     if bos_id is not None and not isinstance(bos_id, int):
-        raise refuse("bos_token_id", bos_id, "an integer, null")
+        raise field_error("bos_token_id", bos_id, "an integer, null")
     ids = eos_ids if isinstance(eos_ids, list | tuple) else [] if eos_ids is None else [eos_ids]
     if not all(isinstance(token, int) for token in ids):
-        raise refuse("eos_token_id", eos_ids, "an integer, a list of integers, null")
+        raise field_error("eos_token_id", eos_ids, "an integer, a list of integers, null")
     dtype = fields.get("dtype", alias="torch_dtype")
     dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     if dtype not in (None, *CHECKPOINT_DTYPES):
-        raise refuse("dtype", dtype, ", ".join(CHECKPOINT_DTYPES))
+        raise field_error("dtype", dtype, ", ".join(CHECKPOINT_DTYPES))
     return {"bos_token_id": bos_id, "eos_token_ids": tuple(ids), "checkpoint_dtype": dtype}
 
 
-def divided_head_size(hidden_size: int, num_heads: int) -> int:
+def derive_head_size(hidden_size: int, num_heads: int) -> int:
     """The head size of models whose heads share the hidden size."""
     if hidden_size % num_heads:
-        raise refuse("num_attention_heads", num_heads, f"divisors of hidden_size={hidden_size}")
+        raise field_error(
+            "num_attention_heads", num_heads, f"divisors of hidden_size={hidden_size}"
+        )
     return hidden_size // num_heads
 
 
-def learned_positions(hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     """GPT-2 and OPT: heads that share the hidden size, and attention without rotation."""
-    head_size = divided_head_size(hidden_size, num_heads)
+    head_size = derive_head_size(hidden_size, num_heads)
     return {
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_size": head_size,
         "layers": (LayerConfig(head_size**-0.5),) * num_layers,
-        "gated": False,
+        "is_gated": False,
     }
 
 
-def rotary(fields: Fields, model_type: str, default_head_size: int | None = None) -> dict[str, Any]:
+def read_rotary_config(
+    fields: ConfigFields, model_type: str, default_head_size: int | None = None
+) -> dict[str, Any]:
     """LLaMA and those after it: all of their description but the layers and the special tokens."""
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     head_size = fields.optional_integer("head_dim", default_head_size)
-    head_size = head_size or divided_head_size(hidden_size, num_heads)
+    head_size = head_size or derive_head_size(hidden_size, num_heads)
     if num_heads % num_kv_heads:
         wanted = f"divisors of num_attention_heads={num_heads}"
-        raise refuse("num_key_value_heads", num_kv_heads, wanted)
+        raise field_error("num_key_value_heads", num_kv_heads, wanted)
     if head_size % 2:
-        raise refuse_head_size(head_size, "even sizes, with rotary embedding")
+        raise head_size_error(head_size, "even sizes, with rotary embedding")
     return {
         "model_type": model_type,
         "vocab_size": fields.integer("vocab_size"),
@@ -472,59 +485,59 @@ def rotary(fields: Fields, model_type: str, default_head_size: int | None = None
         "intermediate_size": fields.integer("intermediate_size"),
         "max_position_embeddings": _num_positions(fields),
         "activation": fields.choice("hidden_act", "silu", ACTIVATIONS),
-        "gated": True,
-        "norm": "rms",
+        "is_gated": True,
+        "norm_type": "rms",
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
 
 
-def _num_positions(fields: Fields) -> int:
+def _num_positions(fields: ConfigFields) -> int:
     """How many positions there are. Vicuna's configs have in `max_position_embeddings` those before
     a linear scaling, and the scaled number in `max_sequence_length`."""
     num_positions = fields.integer("max_position_embeddings")
-    rope = fields.mapping(_rope_name(fields))
+    rope = fields.mapping(_rope_field_name(fields))
     if rope.get("rope_type", rope.get("type")) != "linear":
         return num_positions
     return max(num_positions, fields.optional_integer("max_sequence_length") or 0)
 
 
-def _rope_name(fields: Fields) -> str:
+def _rope_field_name(fields: ConfigFields) -> str:
     """The field that has the rope table's own ones."""
     names = "rope_scaling", "rope_parameters"
     return next((name for name in names if fields.get(name)), names[1])
 
 
-def rotary_layers(
-    fields: Fields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
+def make_rotary_layers(
+    fields: ConfigFields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
 ) -> tuple[LayerConfig, ...]:
     """Layers with one rope table and one scale, and a window each."""
-    name = _rope_name(fields)
+    name = _rope_field_name(fields)
     rope = read_rope(fields.mapping(name), fields, name=name)
     scale = common["head_size"] ** -0.5
     return tuple(LayerConfig(scale, rope, window, **changes) for window in windows)
 
 
-def read_windows(
-    fields: Fields, window: int | None, default: Sequence[str]
+def read_sliding_windows(
+    fields: ConfigFields, window: int | None, default: Sequence[str]
 ) -> tuple[int | None, ...]:
     """One window a layer, from `layer_types` where the config has it."""
-    kinds = fields.get("layer_types")
-    kinds = default if kinds is None else kinds
+    layer_types = fields.get("layer_types")
+    layer_types = default if layer_types is None else layer_types
     supported = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
-    is_list = isinstance(kinds, list | tuple) and len(kinds) == len(default)
-    if not is_list or not all(kind in supported for kind in kinds):
+    is_list = isinstance(layer_types, list | tuple) and len(layer_types) == len(default)
+    if not is_list or not all(kind in supported for kind in layer_types):
         wanted = f"{len(default)} layers of {' or '.join(supported)}"
-        raise refuse("layer_types", kinds, f"{wanted} (with sliding_window={window})")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        raise field_error("layer_types", layer_types, f"{wanted} (with sliding_window={window})")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+_REQUIRED_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_ROPE_KEYS = {
+_ROPE_FIELDS = {
     "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
 }  # fmt: skip
@@ -532,7 +545,7 @@ _ROPE_KEYS = {
 
 def read_rope(
     values: Mapping[str, Any],
-    fields: Fields,
+    fields: ConfigFields,
     theta_name: str = "rope_theta",
     theta: float = 10_000.0,
     name: str = "rope_parameters",
@@ -546,25 +559,25 @@ def read_rope(
         theta: where neither has it.
         name: the field that has `values`, for errors.
     """
-    rope = Fields(values, prefix=f"{fields.prefix}{name}.")
+    rope = ConfigFields(values, prefix=f"{fields.prefix}{name}.")
     kind = "rope_type" if "rope_type" in values else "type"
     rope_type = values.get(kind, "default")
-    if rope_type not in tuple(_ROPE_NEEDS):
-        raise refuse(rope.prefix + kind, rope_type, ", ".join(_ROPE_NEEDS))
-    for key in values.keys() - _ROPE_KEYS:
+    if rope_type not in tuple(_REQUIRED_ROPE_FIELDS):
+        raise field_error(rope.prefix + kind, rope_type, ", ".join(_REQUIRED_ROPE_FIELDS))
+    for key in values.keys() - _ROPE_FIELDS:
         if values[key] is not None:
-            raise refuse(rope.prefix + key, values[key], ", ".join(sorted(_ROPE_KEYS)))
+            raise field_error(rope.prefix + key, values[key], ", ".join(sorted(_ROPE_FIELDS)))
     if values.get("partial_rotary_factor") not in (None, 1.0):
         given = values["partial_rotary_factor"]
-        raise refuse(f"{rope.prefix}partial_rotary_factor", given, 1.0)
+        raise field_error(f"{rope.prefix}partial_rotary_factor", given, 1.0)
     original, most = 0, fields.integer("max_position_embeddings")
     if rope_type == "llama3":
-        of_all = fields.optional_integer("original_max_position_embeddings")
-        original = of_all or rope.integer("original_max_position_embeddings", most)
-    own_theta = "rope_theta" in values
+        outer_value = fields.optional_integer("original_max_position_embeddings")
+        original = outer_value or rope.integer("original_max_position_embeddings", most)
+    has_theta = "rope_theta" in values
     return RopeConfig(
-        theta=rope.number("rope_theta") if own_theta else fields.number(theta_name, theta),
+        theta=rope.number("rope_theta") if has_theta else fields.number(theta_name, theta),
         rope_type=cast(RopeType, rope_type),
         original_max_position_embeddings=original,
-        **{name: rope.number(name) for name in _ROPE_NEEDS[rope_type]},
+        **{name: rope.number(name) for name in _REQUIRED_ROPE_FIELDS[rope_type]},
     )

@@ -1,8 +1,8 @@
 """Weight formats: how a projection's weight is stored, loaded, split over devices and multiplied.
 
-A format is a subclass of `Format`. Its class methods and attributes say how weights come from a
+A format is a subclass of `WeightFormat`. Its class methods and attributes say how weights come from a
 checkpoint and how devices may split them. Its instances hold a weight's parameters and multiply
-by it. This module has `Plain`; `jpaged.models.fp8` has the formats of 8-bit weights.
+by it. This module has `UnquantizedFormat`; `jpaged.models.fp8` has the formats of 8-bit weights.
 """
 
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.sharding import Unsummed
+from jpaged.models.sharding import PendingAllReduce
 from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm, sum_partials
 
 
@@ -35,29 +35,29 @@ class Projection:
         format: how the weight is stored.
     """
 
-    inputs: tuple[int, ...]
+    input_shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
-    width: tuple[int, ...] = ()
-    bias: bool = False
-    all_reduced: bool = False
-    format: "type[Format]" = field(default_factory=lambda: Plain)
+    trailing_shape: tuple[int, ...] = ()
+    has_bias: bool = False
+    needs_all_reduce: bool = False
+    format: "type[WeightFormat]" = field(default_factory=lambda: UnquantizedFormat)
 
     @property
-    def outputs(self) -> tuple[int, ...]:
+    def output_shape(self) -> tuple[int, ...]:
         """Axes of a row of the result, all parts side by side."""
-        return (sum(self.sizes), *self.width)
+        return (sum(self.part_sizes), *self.trailing_shape)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def part_sizes(self) -> tuple[int, ...]:
         """Size of each part along the first output axis."""
         return tuple(size for _, size in self.parts)
 
-    def pieces(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
+    def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
         """Return source, start and size along the first output axis of each checkpoint tensor:
         one source for each part, or a single source for all parts."""
-        sizes = self.sizes if len(sources) == len(self.parts) else (sum(self.sizes),)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return list(zip(sources, starts, sizes, strict=True))
+        part_sizes = self.part_sizes if len(sources) == len(self.parts) else (sum(self.part_sizes),)
+        starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
+        return list(zip(sources, starts, part_sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class QuantizedRows:
     dtype: DTypeLike
 
 
-Rows = Float[Array, "T *inputs"] | QuantizedRows
+LinearInput = Float[Array, "T *inputs"] | QuantizedRows
 """What a projection is given."""
 
 
-class Format(nnx.Module):
+class WeightFormat(nnx.Module):
     """A projection's weight in one format.
 
     `__init__` of a subclass makes the parameters, zeros that the loader fills.
@@ -88,7 +88,7 @@ class Format(nnx.Module):
     name: ClassVar[str]
     """Name in reports."""
 
-    scaled_rows: ClassVar[int] = 1
+    outputs_per_scale: ClassVar[int] = 1
     """Number of neighbouring outputs with one scale, which devices cannot split."""
 
     def __init__(self, projection: Projection, dtype: DTypeLike):
@@ -102,26 +102,26 @@ class Format(nnx.Module):
         """Return how the parameters come from a checkpoint; see `linear.linear_rules`."""
 
     @abstractmethod
-    def partials(self, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
+    def matmul_partials(self, x: LinearInput, backend: Backend) -> Float[Array, "parts T size_out"]:
         """Multiply rows by the weight, in split-K partials whose sum is the product."""
 
     @abstractmethod
-    def gated_silu(self, x: Rows, backend: Backend) -> Float[Array, "T F"]:
+    def gated_silu(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
         """Return silu(gate) * up of a projection to gate and up, without bias."""
 
-    def product(self, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
+    def matmul(self, x: LinearInput, backend: Backend) -> Float[Array, "T *outputs"]:
         """Multiply rows by the weight."""
-        rows = sum_partials(self.partials(x, backend), x.dtype)
-        return rows.reshape(-1, *self.projection.outputs)
+        rows = sum_partials(self.matmul_partials(x, backend), x.dtype)
+        return rows.reshape(-1, *self.projection.output_shape)
 
-    def array(self) -> Float[Array, "..."] | None:
+    def dense_weight(self) -> Float[Array, "..."] | None:
         """Return the weight [*inputs, *outputs]; None if the format stores no such array."""
         return None
 
     def add_rms_norm(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | Unsummed,
+        update: Float[Array, "parts T D"] | PendingAllReduce,
         weight: Float[Array, "D"],
         eps: float,
         backend: Backend,
@@ -134,54 +134,56 @@ class Format(nnx.Module):
         return None
 
 
-class Plain(Format):
+class UnquantizedFormat(WeightFormat):
     """A weight in the model's dtype, float32, float16 or bfloat16: `weight` [*inputs, *outputs]."""
 
     name = "plain"
 
     def __init__(self, projection: Projection, dtype: DTypeLike):
         super().__init__(projection, dtype)
-        self.weight = zeros(dtype, *projection.inputs, *projection.outputs)
+        self.weight = zero_param(dtype, *projection.input_shape, *projection.output_shape)
 
     @classmethod
     def rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
-        """See `Format`."""
+        """See `WeightFormat`."""
         return [
-            weight_rule(projection, piece, target, transposed, axis=len(projection.inputs))
-            for piece in projection.pieces(sources)
+            weight_rule(
+                projection, source_range, target, transposed, axis=len(projection.input_shape)
+            )
+            for source_range in projection.source_ranges(sources)
         ]
 
-    def partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
-        """See `Format`."""
+    def matmul_partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
+        """See `WeightFormat`."""
         rows = x.reshape(x.shape[0], -1)
         return split_k_gemm(rows, self.weight[...].reshape(rows.shape[1], -1), backend=backend)
 
     def gated_silu(self, x: Any, backend: Backend) -> Float[Array, "T F"]:
-        """See `Format`."""
+        """See `WeightFormat`."""
         return gated_gemm(x, self.weight[...], backend=backend)
 
-    def product(self, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
-        """See `Format`; by XLA."""
-        outputs = "odf"[: len(self.projection.outputs)]
+    def matmul(self, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
+        """See `WeightFormat`; by XLA."""
+        outputs = "odf"[: len(self.projection.output_shape)]
         return einsum(f"ti,i{outputs}->t{outputs}", x, self.weight[...])
 
-    def array(self) -> Float[Array, "..."]:
-        """See `Format`."""
+    def dense_weight(self) -> Float[Array, "..."]:
+        """See `WeightFormat`."""
         return self.weight[...]
 
 
 def weight_rule(
     projection: Projection,
-    piece: tuple[str, int, int],
+    source_range: tuple[str, int, int],
     target: str,
     transposed: bool,
     *,
     axis: int = 0,
-    scale: str | None = None,
+    scale_path: str | None = None,
 ) -> WeightRule:
-    """Return the rule of one of `Projection.pieces` of a weight.
+    """Return the rule of one of `Projection.source_ranges` of a weight.
 
     Args:
         projection: the projection.
@@ -189,20 +191,20 @@ def weight_rule(
         target: path of the `Linear`.
         transposed: as of `linear.linear_rules`.
         axis: first output axis of the parameter: 0 if it is [*outputs, *inputs], and
-            `len(projection.inputs)` if it is [*inputs, *outputs].
+            `len(projection.input_shape)` if it is [*inputs, *outputs].
         scale: as of `WeightRule`.
     """
-    source, start, size = piece
-    own = size, *projection.width
-    shape = (*projection.inputs[:axis], *own, *projection.inputs[axis:])
+    source, start, size = source_range
+    own = size, *projection.trailing_shape
+    shape = (*projection.input_shape[:axis], *own, *projection.input_shape[axis:])
     outputs = tuple(range(axis, axis + len(own)))
     inputs = tuple(each for each in range(len(shape)) if each not in outputs)
     file_axes = (outputs, inputs) if transposed else (inputs, outputs)
     return WeightRule(
-        source + ".weight", target + ".weight", shape, file_axes, axis, start, scale=scale
+        source + ".weight", target + ".weight", shape, file_axes, axis, start, scale_path=scale_path
     )
 
 
-def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
+def zero_param(dtype: DTypeLike, *shape: int) -> nnx.Param:
     """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
     return nnx.Param(jnp.zeros(shape, dtype))

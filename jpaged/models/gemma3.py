@@ -4,11 +4,11 @@ rope table of its own; norms before and after each part, stored as their scales 
 
 from dataclasses import replace
 
-from jpaged.models import config as read
+from jpaged.models import config as model_config
 from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import Fields, LayerConfig, ModelConfig, RopeConfig
-from jpaged.models.llama import NAMES, weight_rules
-from jpaged.models.qwen import QK_NORMS
+from jpaged.models.config import ConfigFields, LayerConfig, ModelConfig, RopeConfig
+from jpaged.models.llama import TENSOR_NAMES, weight_rules
+from jpaged.models.qwen import QK_NORM_NAMES
 
 # Published configs leave out what agrees with these defaults of transformers.
 _DEFAULTS = {
@@ -19,70 +19,78 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
-_OUTER = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-_NORMS = {
+_OUTER_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+_NORM_NAMES = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 _PREFIX = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
 _HEAD_PREFIX = r"(?:language_model\.)?"
-_IMAGES = r"(?:vision_tower|multi_modal_projector)\..*"
+_VISION_TENSORS = r"(?:vision_tower|multi_modal_projector)\..*"
 
 
-def describe_text(fields: Fields) -> ModelConfig:
+def describe_text(fields: ConfigFields) -> ModelConfig:
     """A checkpoint of text alone."""
     fields = replace(fields, defaults=_DEFAULTS)
-    common, scale = read.rotary(fields, "gemma3_text"), fields.number("query_pre_attn_scalar", 256)
-    activation = fields.choice("hidden_activation", "gelu_pytorch_tanh", read.ACTIVATIONS)
+    common, scale = (
+        model_config.read_rotary_config(fields, "gemma3_text"),
+        fields.number("query_pre_attn_scalar", 256),
+    )
+    activation = fields.choice("hidden_activation", "gelu_pytorch_tanh", model_config.ACTIVATIONS)
     pattern = fields.integer("sliding_window_pattern", 6)
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
-    kinds = ["sliding_attention" if i % pattern else "full_attention" for i in numbers]
-    windows = read.read_windows(fields, fields.optional_integer("sliding_window", 4096), kinds)
+    layer_types = ["sliding_attention" if i % pattern else "full_attention" for i in numbers]
+    windows = model_config.read_sliding_windows(
+        fields, fields.optional_integer("sliding_window", 4096), layer_types
+    )
     cap = fields.optional_number("attn_logit_softcapping")
     bias = fields.flag("attention_bias", False)
-    wide, local = _ropes(fields)
+    global_rope, local_rope = _read_ropes(fields)
     return ModelConfig(
-        **common | {"norm": "offset_rms", "activation": activation},
-        layers=tuple(LayerConfig(scale**-0.5, local if w else wide, w, cap, True) for w in windows),
-        norms=("before", "after"),
+        **common | {"norm_type": "offset_rms", "activation": activation},
+        layers=tuple(
+            LayerConfig(scale**-0.5, local_rope if w else global_rope, w, cap, True)
+            for w in windows
+        ),
+        norm_positions=("before", "after"),
         embedding_scale=common["hidden_size"] ** 0.5,
         final_soft_cap=fields.optional_number("final_logit_softcapping"),
         qkv_bias=bias,
         output_bias=bias,
-        **read.tokens_and_dtype(fields, bos=2, eos=1),
+        **model_config.read_tokens_and_dtype(fields, bos=2, eos=1),
     )
 
 
-def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+def _read_ropes(fields: ConfigFields) -> tuple[RopeConfig, RopeConfig]:
     """The tables of global and of local layers; transformers 4 wrote them in separate fields."""
     prefix = f"{fields.prefix}rope_parameters."
-    both = Fields(fields.mapping("rope_parameters"), prefix=prefix)
-    wide, local = both.mapping("full_attention"), both.mapping("sliding_attention")
+    both = ConfigFields(fields.mapping("rope_parameters"), prefix=prefix)
+    global_rope, local_rope = both.mapping("full_attention"), both.mapping("sliding_attention")
     both.refuse_unread()
     scaling = fields.mapping("rope_scaling")
     name = "rope_scaling" if scaling else "rope_parameters.full_attention"
     local_name = "rope_parameters.sliding_attention"
     return (
-        read.read_rope({**wide, **scaling}, fields, theta=1e6, name=name),
-        read.read_rope(local, fields, "rope_local_base_freq", name=local_name),
+        model_config.read_rope({**global_rope, **scaling}, fields, theta=1e6, name=name),
+        model_config.read_rope(local_rope, fields, "rope_local_base_freq", name=local_name),
     )
 
 
-def describe(fields: Fields) -> ModelConfig:
+def describe_multimodal(fields: ConfigFields) -> ModelConfig:
     """The text of a checkpoint that takes images too; what its outer config says comes first."""
-    outer = {name: fields.values.get(name) for name in _OUTER}
+    outer = {name: fields.values.get(name) for name in _OUTER_FIELDS}
     outer = {name: value for name, value in outer.items() if value is not None}
     own = fields.mapping("text_config", required=True)
-    text = Fields({**own, **outer}, prefix="text_config.")
+    text = ConfigFields({**own, **outer}, prefix="text_config.")
     text.choice("model_type", "gemma3_text", ("gemma3_text",))
     model = describe_text(text)
-    text.check_unread()
+    text.refuse_unsupported_fields()
     return model
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
     """LLaMA's with two more norms a layer; the weights that see images are not needed."""
-    rules = weight_rules(config, NAMES | QK_NORMS | _NORMS)
-    unneeded = f"{rules.unneeded}|{_IMAGES}"
-    return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, unneeded=unneeded)
+    rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
+    ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
+    return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

@@ -3,14 +3,14 @@
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     ACTIVATIONS,
-    Fields,
+    ConfigFields,
     ModelConfig,
-    learned_positions,
-    tokens_and_dtype,
+    learned_position_config,
+    read_tokens_and_dtype,
 )
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
 
-_NAMES = {
+_TENSOR_NAMES = {
     "attention_norm": "ln_1",
     "attention.qkv": "attn.c_attn",
     "attention.output": "attn.c_proj",
@@ -20,7 +20,7 @@ _NAMES = {
 }
 
 
-def describe(fields: Fields) -> ModelConfig:
+def describe(fields: ConfigFields) -> ModelConfig:
     """GPT-2, of any size."""
     hidden_size = fields.integer("n_embd", alias="hidden_size")
     num_layers = fields.integer("n_layer", alias="num_hidden_layers")
@@ -33,14 +33,14 @@ def describe(fields: Fields) -> ModelConfig:
         max_position_embeddings=fields.integer("n_positions", alias="max_position_embeddings"),
         position_offset=0,
         activation=fields.choice("activation_function", "gelu_new", ACTIVATIONS),
-        norm="layer",
+        norm_type="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        **learned_positions(hidden_size, num_heads, num_layers),
-        **tokens_and_dtype(fields, bos=50256, eos=50256),
+        **learned_position_config(hidden_size, num_heads, num_layers),
+        **read_tokens_and_dtype(fields, bos=50256, eos=50256),
     )
 
 
@@ -49,7 +49,7 @@ def weight_rules(config: ModelConfig) -> WeightRules:
     rules = [
         WeightRule("wte.weight", "embed.weight"),
         WeightRule("wpe.weight", "position_embedding.weight"),
-        *layer_rules(config, "h", _NAMES, transposed=False),
+        *layer_rules(config, "h", _TENSOR_NAMES, transposed=False),
         *norm_rules(config, "ln_f", "final_norm"),
         head_rule(config),
     ]

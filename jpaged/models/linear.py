@@ -14,13 +14,19 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import Projection, Rows, zeros
+from jpaged.models.formats import LinearInput, Projection, zero_param
 from jpaged.models.norm import Norm, RMSNorm, add_norm
-from jpaged.models.sharding import AXIS, Unsummed, meet, own_start, summed
+from jpaged.models.sharding import (
+    MESH_AXIS,
+    PendingAllReduce,
+    barrier_all_reduce,
+    reduce_update,
+    shard_start,
+)
 from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
 
-def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
     """A feed-forward activation by its Hugging Face name, in float32; "relu", which rounds nothing,
     in x's dtype, so that XLA computes it within the product before it."""
     if name == "relu":
@@ -46,52 +52,54 @@ class Linear(nnx.Module):
 
     def __init__(self, projection: Projection, *, dtype: DTypeLike):
         self.projection, self.format = projection, projection.format(projection, dtype)
-        self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
+        self.bias = zero_param(dtype, *projection.output_shape) if projection.has_bias else None
 
-    def __call__(self, x: Rows, backend: Backend) -> Float[Array, "..."]:
+    def __call__(self, x: LinearInput, backend: Backend) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
         dtype.
         """
-        partials = self.format.partials(x, backend)
-        if self.projection.all_reduced:
-            partials = device_sum(sum_partials(partials, x.dtype), AXIS)[None]
-        return self._finished(partials, x.dtype)
+        partials = self.format.matmul_partials(x, backend)
+        if self.projection.needs_all_reduce:
+            partials = device_sum(sum_partials(partials, x.dtype), MESH_AXIS)[None]
+        return self._add_bias(partials, x.dtype)
 
-    def update(
+    def forward_residual(
         self,
         x: Float[Array, "T *inputs"],
         backend: Backend,
-        peers: Int32[Array, "W"] | None,
-        turn: int,
-    ) -> Float[Array, "parts T D"] | Unsummed:
-        """`__call__` for a projection back to the residual stream. With `peers` (see
-        `device_sum`) and without a bias the result is `Unsummed`: the next norm does the
+        peer_header: Int32[Array, "W"] | None,
+        buffer_index: int,
+    ) -> Float[Array, "parts T D"] | PendingAllReduce:
+        """`__call__` for a projection back to the residual stream. With `peer_header` (see
+        `device_sum`) and without a bias the result is `PendingAllReduce`: the next norm does the
         all-reduce.
         """
-        if peers is None:
+        if peer_header is None:
             return self(x, backend)
-        unsummed = Unsummed(self.format.partials(x, backend), peers, turn)
+        pending = PendingAllReduce(
+            self.format.matmul_partials(x, backend), peer_header, buffer_index
+        )
         if self.bias is None:
-            return unsummed
-        return self._finished(summed(unsummed, x.dtype)[None], x.dtype)
+            return pending
+        return self._add_bias(reduce_update(pending, x.dtype)[None], x.dtype)
 
-    def _finished(
+    def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
         """Add the bias and split the outputs into their axes."""
         if self.bias is not None:  # as one row, which XLA adds within its product
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
-        return partials.reshape(*partials.shape[:2], *self.projection.outputs)
+        return partials.reshape(*partials.shape[:2], *self.projection.output_shape)
 
     def add_norm(
         self,
         norm: Norm,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | Unsummed | None,
+        update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
-    ) -> tuple[Rows, Float[Array, "T D"]]:
+    ) -> tuple[LinearInput, Float[Array, "T D"]]:
         """`jpaged.models.norm.add_norm` of a norm whose rows only this projection reads. If the
         format quantizes rows, one kernel does both."""
         quantized = None
@@ -99,30 +107,30 @@ class Linear(nnx.Module):
             quantized = self.format.add_rms_norm(hidden, update, norm.scale, norm.eps, backend)
         return add_norm(norm, hidden, update, backend) if quantized is None else quantized
 
-    def rows(self, x: Rows, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
+    def forward(self, x: LinearInput, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
         """The rows, in x's dtype."""
-        y = self.format.product(x, backend)
+        y = self.format.matmul(x, backend)
         return y if self.bias is None else y + self.bias[...][None]
 
-    def gated(self, x: Rows, name: str, backend: Backend) -> Float[Array, "T F"]:
+    def forward_gated(self, x: LinearInput, name: str, backend: Backend) -> Float[Array, "T F"]:
         """activation(gate) * up of a projection to the two, in float32 and then rounded."""
         if is_silu(name) and self.bias is None:
             return self.format.gated_silu(x, backend)
-        gate_up = self.rows(x, backend)
+        gate_up = self.forward(x, backend)
         if is_silu(name):
             return gated_silu(gate_up, backend=backend)
-        gate = activation(name, gate_up[:, 0])
+        gate = apply_activation(name, gate_up[:, 0])
         return (gate * gate_up[:, 1].astype(gate.dtype)).astype(gate_up.dtype)
 
-    def array(self) -> Float[Array, "..."] | None:
+    def dense_weight(self) -> Float[Array, "..."] | None:
         """The weight [*inputs, *outputs] if it is all there is, for kernels that fuse several
         projections; None with a bias, summed over devices, or in a format that has no such array.
         """
-        is_all = self.bias is None and not self.projection.all_reduced
-        return self.format.array() if is_all else None
+        is_all = self.bias is None and not self.projection.needs_all_reduce
+        return self.format.dense_weight() if is_all else None
 
 
-def linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
+def make_linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
     """The projection of that path, in models that have it."""
     projection = config.projection(path)
     return None if projection is None else Linear(projection, dtype=dtype)
@@ -145,26 +153,26 @@ def linear_rules(
         transposed: weights lie as [out, in] in the checkpoint, not as [in, out].
     """
     weights = projection.format.rules(projection, sources, target, transposed=transposed)
-    size = len(projection.outputs)
+    size = len(projection.output_shape)
     biases = [
         WeightRule(
             source + ".bias",
             target + ".bias",
-            (length, *projection.width),
+            (length, *projection.trailing_shape),
             (tuple(range(size)),),
             0,
             start,
         )
-        for source, start, length in projection.pieces(sources)
+        for source, start, length in projection.source_ranges(sources)
     ]
     return [*weights, *biases]
 
 
-def part_sizes(projection: Projection, name: str, axis: int) -> list[int]:
+def parameter_part_sizes(projection: Projection, name: str, axis: int) -> list[int]:
     """Return the sizes along an axis of the parts of a parameter; empty if the parts lie along
     another axis."""
     rules = linear_rules(projection, [part for part, _ in projection.parts], "")
-    found = [it for it in rules if "." + name in (it.target, it.scale) and it.axis == axis]
+    found = [it for it in rules if "." + name in (it.target, it.scale_path) and it.axis == axis]
     return [it.shape[axis] for it in found if it.shape is not None]
 
 
@@ -174,27 +182,29 @@ class Embedding(nnx.Module):
     A shared one is the device's rows of a table of as many for each device.
     """
 
-    def __init__(self, rows: int, size: int, *, dtype: DTypeLike, is_shared: bool = False):
-        self.weight = zeros(dtype, rows, size)
-        self.is_shared = is_shared
+    def __init__(self, rows: int, size: int, *, dtype: DTypeLike, is_sharded: bool = False):
+        self.weight = zero_param(dtype, rows, size)
+        self.is_sharded = is_sharded
 
     def __call__(
-        self, ids: Int32[Array, "T"], peers: Int32[Array, "W"] | None = None
+        self, ids: Int32[Array, "T"], peer_header: Int32[Array, "W"] | None = None
     ) -> Float[Array, "T D"]:
-        """The rows `ids`; an id out of range reads the nearest row. With `peers` the devices meet
-        (`sharding.meet`)."""
+        """The rows `ids`; an id out of range reads the nearest row. With `peer_header` the devices meet
+        (`sharding.barrier_all_reduce`)."""
         weight = self.weight[...]
-        if not self.is_shared:
+        if not self.is_sharded:
             found = jnp.take(weight, ids, axis=0, mode="clip")
-            if peers is None:
+            if peer_header is None:
                 return found
             # Zeros of this step's rows: of others' XLA would make one sum for all steps of a burst.
-            return found + meet(found[:1, :1] * 0, peers)
+            return found + barrier_all_reduce(found[:1, :1] * 0, peer_header)
         rows = weight.shape[0]
-        ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - own_start(rows)
+        ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(MESH_AXIS) - 1) - shard_start(rows)
         is_here = (ids >= 0) & (ids < rows)
         found = jnp.take(weight, ids, axis=0, mode="clip")
-        return meet(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peers)
+        return barrier_all_reduce(
+            jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peer_header
+        )
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Dot products with every row that the device has of the table, in float32."""

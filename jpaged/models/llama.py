@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     REQUIRED,
-    Fields,
+    ConfigFields,
     ModelConfig,
-    read_windows,
-    refuse,
-    rotary,
-    rotary_layers,
-    tokens_and_dtype,
+    field_error,
+    make_rotary_layers,
+    read_rotary_config,
+    read_sliding_windows,
+    read_tokens_and_dtype,
 )
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
 
-NAMES: dict[str, str | Sequence[str]] = {
+TENSOR_NAMES: dict[str, str | Sequence[str]] = {
     "attention_norm": "input_layernorm",
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.output": "self_attn.o_proj",
@@ -27,39 +27,44 @@ NAMES: dict[str, str | Sequence[str]] = {
 }
 
 
-def describe_llama(fields: Fields) -> ModelConfig:
+def describe_llama(fields: ConfigFields) -> ModelConfig:
     """LLaMA 1 to 3."""
-    common, bias = rotary(fields, "llama"), fields.flag("attention_bias", False)
+    common, bias = read_rotary_config(fields, "llama"), fields.flag("attention_bias", False)
     if fields.get("sliding_window") is not None:
-        raise refuse("sliding_window", fields.get("sliding_window"), "null, for llama")
-    kinds = ["full_attention"] * fields.integer("num_hidden_layers")
+        raise field_error("sliding_window", fields.get("sliding_window"), "null, for llama")
+    layer_types = ["full_attention"] * fields.integer("num_hidden_layers")
     return ModelConfig(
         **common,
-        layers=rotary_layers(fields, common, read_windows(fields, None, kinds)),
+        layers=make_rotary_layers(fields, common, read_sliding_windows(fields, None, layer_types)),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        **tokens_and_dtype(fields, bos=1, eos=2),
+        **read_tokens_and_dtype(fields, bos=1, eos=2),
     )
 
 
-def describe_mistral(fields: Fields) -> ModelConfig:
+def describe_mistral(fields: ConfigFields) -> ModelConfig:
     """Mistral: a sliding window in every layer, or in none."""
     fields.get("num_key_value_heads", REQUIRED)
-    common, window = rotary(fields, "mistral"), fields.optional_integer("sliding_window", 4096)
+    common, window = (
+        read_rotary_config(fields, "mistral"),
+        fields.optional_integer("sliding_window", 4096),
+    )
     kind = "full_attention" if window is None else "sliding_attention"
-    kinds = [kind] * fields.integer("num_hidden_layers")
-    if fields.get("layer_types") not in (None, kinds):
-        raise refuse("layer_types", fields.get("layer_types"), f"{kind} in every layer, here")
+    layer_types = [kind] * fields.integer("num_hidden_layers")
+    if fields.get("layer_types") not in (None, layer_types):
+        raise field_error("layer_types", fields.get("layer_types"), f"{kind} in every layer, here")
     return ModelConfig(
         **common,
-        layers=rotary_layers(fields, common, read_windows(fields, window, kinds)),
-        **tokens_and_dtype(fields, bos=1, eos=2),
+        layers=make_rotary_layers(
+            fields, common, read_sliding_windows(fields, window, layer_types)
+        ),
+        **read_tokens_and_dtype(fields, bos=1, eos=2),
     )
 
 
 def weight_rules(
-    config: ModelConfig, names: Mapping[str, str | Sequence[str]] = NAMES
+    config: ModelConfig, names: Mapping[str, str | Sequence[str]] = TENSOR_NAMES
 ) -> WeightRules:
     """Linear weights lie as [out, in] in the checkpoint; q, k, v and gate, up apart.
 

@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jpaged.errors import counted
+from jpaged.errors import format_count
 from jpaged.models.checkpoint import (
     FILE_DTYPES,
     SUPPORTED_DTYPES,
@@ -37,22 +37,28 @@ from jpaged.models.checkpoint import (
     TensorInfo,
     WeightRule,
     WeightRules,
-    named_list,
+    format_names,
     read_rows,
-    read_tensors,
+    read_tensor_infos,
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.linear import part_sizes
+from jpaged.models.linear import parameter_part_sizes
 from jpaged.models.registry import weight_rules
-from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
-from pallas_kernels import FP8_LEAST, FP8_MAX, to_fp8
+from jpaged.models.sharding import (
+    ShardSlice,
+    global_shape_struct,
+    per_device_shape,
+    shard_slices,
+    sharded_axis,
+)
+from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX, to_fp8
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SUPPORTED_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
-COMPARED_BYTES = 4 << 20
+COMPARE_CHUNK_BYTES = 4 << 20
 """Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
 
 _DUMMY_STD = 0.02
@@ -60,27 +66,27 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 2.0**-8
 """Scale of quantized weights, whose largest numbers then are a quarter of FP8's, and of rows."""
 
-_KV_SCALE = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
+_KV_SCALE_PATH = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
 """Paths of parameters that a checkpoint may lack for both the keys and the values of a layer, which
 are ones then; each may come by one of several rules."""
 
-_OTHER_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
+_COUNTERPART_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 
-_SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
+_SCALE_SUFFIXES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 """Ends of the paths of parameters that numbers in FP8 are multiplied by."""
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
-Specs = Mapping[str, jax.ShapeDtypeStruct]
+ParameterSpecs = Mapping[str, jax.ShapeDtypeStruct]
 """Shape and dtype of each parameter by its path."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """One tensor and its place: a piece of the parameter at `path`, where its rule says.
 
-    `shape` is the tensor's in the parameter's layout; `order` names its axes as they lie in the
-    file, the slowest first. Of a tensor that is brought to FP8, the first `num_outputs` axes there
+    `shape` is the tensor's in the parameter's layout; `axis_order` names its axes as they lie in the
+    file, the slowest first. Of a tensor that is brought to FP8, the first `num_output_axes` axes there
     have a scale for each of their places.
     """
 
@@ -88,14 +94,14 @@ class Placement:
     rule: WeightRule
     path: str
     shape: tuple[int, ...]
-    order: tuple[int, ...]
-    num_outputs: int = 0
+    axis_order: tuple[int, ...]
+    num_output_axes: int = 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_read_whole(self) -> bool:
         """Whether the tensor is read in one: a single number, or one that is brought to FP8 and
         lies as [in, out] (GPT-2's; the largest has 41 MB), so that no slab has all of an output."""
-        return self.rule.fills or self.order[0] >= self.num_outputs > 0
+        return self.rule.is_scalar or self.axis_order[0] >= self.num_output_axes > 0
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,9 @@ class ModelPlan:
 
     config: ModelConfig
     mesh: Mesh | None
-    shapes: nnx.Module
-    _specs: Specs  # of the whole model, as one device would have it
-    _placements: Sequence[Placement] | None  # None: random weights
+    abstract_model: nnx.Module
+    _unsharded_specs: ParameterSpecs  # of the whole model, as one device would have it
+    _placements: Sequence[TensorPlacement] | None  # None: random weights
     _seed: int
 
     def load(self) -> nnx.Module:
@@ -122,40 +128,52 @@ class ModelPlan:
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        over_all = parameters_of(self.shapes)
-        own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in over_all.items()}
+        global_specs = model_parameters(self.abstract_model)
+        own = {
+            path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
+            for path, it in global_specs.items()
+        }
         devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
-        shares = [
-            Share(
-                device, own, {path: self._pieces(path, it.shape, place) for path, it in own.items()}
+        shards = [
+            DeviceShard(
+                device,
+                own,
+                {
+                    path: self._shard_slices(path, it.shape, device_index)
+                    for path, it in own.items()
+                },
             )
-            for place, device in enumerate(devices)
+            for device_index, device in enumerate(devices)
         ]
         if self._placements is not None:
-            _read_arrays(self._placements, shares)
-            for share in shares:
-                share.make_lacking()
+            _load_tensors(self._placements, shards)
+            for shard in shards:
+                shard.fill_missing()
         else:
-            for share in shares:
-                share.make_random(self._specs, self._seed)
-        arrays = {path: _joined(it, shares, path) for path, it in over_all.items()}
-        return with_parameters(self.shapes, arrays)
+            for shard in shards:
+                shard.fill_random(self._unsharded_specs, self._seed)
+        arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
+        return with_parameters(self.abstract_model, arrays)
 
-    def _pieces(self, path: str, own: tuple[int, ...], place: int) -> list[Piece]:
+    def _shard_slices(self, path: str, own: tuple[int, ...], device_index: int) -> list[ShardSlice]:
         """What a device has of the parameter."""
         count = 1 if self.mesh is None else self.mesh.size
-        whole, parts = self._specs[path].shape, ()
-        of, _, name = path.rpartition(".")
-        projection, ours = (it.projection(of) for it in (self.config, self.config.share(count)))
-        axis = split_axis(whole, own)
-        if projection is not None and ours is not None and axis is not None:
-            sizes, own_sizes = (part_sizes(it, name, axis) for it in (projection, ours))
+        whole, parts = self._unsharded_specs[path].shape, ()
+        module_path, _, name = path.rpartition(".")
+        projection, shard_projection = (
+            it.projection(module_path) for it in (self.config, self.config.shard(count))
+        )
+        axis = sharded_axis(whole, own)
+        if projection is not None and shard_projection is not None and axis is not None:
+            sizes, own_sizes = (
+                parameter_part_sizes(it, name, axis) for it in (projection, shard_projection)
+            )
             parts = list(zip(sizes, own_sizes, strict=True))
-        return held_pieces(whole, own, place, count, parts)
+        return shard_slices(whole, own, device_index, count, parts)
 
 
 @dataclass
-class Share:
+class DeviceShard:
     """What a device has of a model while it is loaded.
 
     Attributes:
@@ -166,65 +184,67 @@ class Share:
     """
 
     device: Any
-    specs: Specs
-    held: Mapping[str, Sequence[Piece]]
+    specs: ParameterSpecs
+    slices: Mapping[str, Sequence[ShardSlice]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
 
-    def write(
+    def write_slab(
         self,
         path: str,
         slab: np.ndarray,
         start: np.ndarray,
-        order: tuple[int, ...],
-        add: float = 0.0,
+        axis_order: tuple[int, ...],
+        addend: float = 0.0,
         scale: np.ndarray | None = None,
     ) -> jax.Array:
         """Write what it has of a slab, whose axes lie in the file in that order, and which begins
         at `start` in the whole parameter; returns the parameter, which may not be there yet.
 
-        `add` is added to every value; by `scale` [*outputs] the slab is brought to FP8.
+        `addend` is added to every value; by `scale` [*outputs] the slab is brought to FP8.
         """
         if path not in self.arrays:
             spec = self.specs[path]
             self.arrays[path] = jnp.zeros(spec.shape, spec.dtype, device=self.device)
-        for piece, cut in self.cuts(path, slab, start, order):
-            part, first = slab[tuple(cut[axis] for axis in order)], [it.start for it in cut]
-            own = np.add(start, first) - piece.whole + piece.own
+        for piece, cut in self.slab_slices(path, slab, start, axis_order):
+            part, first = slab[tuple(cut[axis] for axis in axis_order)], [it.start for it in cut]
+            own = np.add(start, first) - piece.global_start + piece.local_start
             scale_part = None if scale is None else scale[tuple(cut[: scale.ndim])]
-            self.arrays[path] = _write_slab(
-                self.arrays[path], part, own.astype(np.int32), scale_part, order, add
+            self.arrays[path] = _update_parameter(
+                self.arrays[path], part, own.astype(np.int32), scale_part, axis_order, addend
             )
         return self.arrays[path]
 
-    def cuts(
-        self, path: str, slab: np.ndarray, start: np.ndarray, order: tuple[int, ...]
-    ) -> Iterator[tuple[Piece, list[slice]]]:
+    def slab_slices(
+        self, path: str, slab: np.ndarray, start: np.ndarray, axis_order: tuple[int, ...]
+    ) -> Iterator[tuple[ShardSlice, list[slice]]]:
         """What it has of a slab: of which piece, and where in the slab, by the parameter's axes."""
         end = start.copy()
-        end[list(order)] += slab.shape
-        for piece in self.held[path]:
-            low = np.maximum(piece.whole, start)
-            high = np.minimum(np.add(piece.whole, piece.shape), end)
+        end[list(axis_order)] += slab.shape
+        for piece in self.slices[path]:
+            low = np.maximum(piece.global_start, start)
+            high = np.minimum(np.add(piece.global_start, piece.shape), end)
             if (low < high).all():
                 yield piece, [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
 
-    def make_lacking(self) -> None:
+    def fill_missing(self) -> None:
         """The parameters that the checkpoint lacks."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
-    def make_random(self, whole: Specs, seed: int) -> None:
+    def fill_random(self, whole: ParameterSpecs, seed: int) -> None:
         """Random parameters; `whole` has the shapes of the whole model's."""
         with nullcontext() if self.device is None else jax.default_device(self.device):
             for path, spec in self.specs.items():
-                pieces = self.held[path]
+                pieces = self.slices[path]
                 self.arrays[path] = _dummy_array(path, spec, whole[path].shape, pieces, seed)
 
 
-def _joined(spec: jax.ShapeDtypeStruct, shares: Sequence[Share], path: str) -> jax.Array:
+def _assemble_array(
+    spec: jax.ShapeDtypeStruct, shards: Sequence[DeviceShard], path: str
+) -> jax.Array:
     """The array over all devices of a parameter."""
-    own = [share.arrays[path] for share in shares]
+    own = [shard.arrays[path] for shard in shards]
     if spec.sharding is None:
         return own[0]
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
@@ -234,7 +254,7 @@ def with_parameters(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
     """Return the model with other values of its parameters, by path."""
     definition, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
-    filled = [(path, leaf.replace(values[_path_of(path)])) for path, leaf in flat]
+    filled = [(path, leaf.replace(values[_parameter_path(path)])) for path, leaf in flat]
     return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
@@ -265,23 +285,31 @@ def plan_model(
         ValueError: `dtype` or `load_format` is not one of the above, or the devices cannot share
             the model.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={load_format!r} is unknown; use one of {LOAD_FORMATS}.")
+    if load_format not in SUPPORTED_LOAD_FORMATS:
+        raise ValueError(
+            f"load_format={load_format!r} is unknown; use one of {SUPPORTED_LOAD_FORMATS}."
+        )
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
     if load_format == "dummy":
-        shapes, specs = model_shapes(config, dtype, mesh), _specs(config, dtype)
-        return ModelPlan(config, mesh, shapes, specs, None, seed)
-    tensors = read_tensors(resolve_checkpoint(folder))
+        abstract_model, specs = (
+            make_abstract_model(config, dtype, mesh),
+            _unsharded_specs(config, dtype),
+        )
+        return ModelPlan(config, mesh, abstract_model, specs, None, seed)
+    tensors = read_tensor_infos(resolve_checkpoint(folder))
     rules = weight_rules(config)
     _check_num_layers(config, tensors, rules)
-    config, rules = _settle_head(config, tensors, rules, jnp.dtype(dtype))
-    shapes, specs = model_shapes(config, dtype, mesh), _specs(config, dtype)
+    config, rules = _resolve_tied_head(config, tensors, rules, jnp.dtype(dtype))
+    abstract_model, specs = (
+        make_abstract_model(config, dtype, mesh),
+        _unsharded_specs(config, dtype),
+    )
     try:
         placements = plan_weights(tensors, rules, specs)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} config.json says {config.sizes}.") from None
-    return ModelPlan(config, mesh, shapes, specs, placements, seed)
+        raise CheckpointError(f"{error} config.json says {config.size_summary}.") from None
+    return ModelPlan(config, mesh, abstract_model, specs, placements, seed)
 
 
 def _check_num_layers(
@@ -298,11 +326,11 @@ def _check_num_layers(
     if num_layers not in (0, config.num_layers):
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
-            f"{counted(num_layers, 'layer')}: fetch both again, from one place."
+            f"{format_count(num_layers, 'layer')}: fetch both again, from one place."
         )
 
 
-def _settle_head(
+def _resolve_tied_head(
     config: ModelConfig, tensors: Sequence[TensorInfo], rules: WeightRules, dtype: np.dtype
 ) -> tuple[ModelConfig, WeightRules]:
     """Whether the output head is tied, and the rules that go with that, from those of the config.
@@ -343,7 +371,7 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
         return False
     num_rows, width = one.shape
     item = max(SUPPORTED_DTYPES[each.dtype].itemsize for each in (one, other))
-    step = max(1, COMPARED_BYTES // max(width * item, 1))
+    step = max(1, COMPARE_CHUNK_BYTES // max(width * item, 1))
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
         a, b = read_rows(one, rows), read_rows(other, rows)
@@ -353,23 +381,25 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
     return True
 
 
-def parameters_of(model: nnx.Module) -> dict[str, Any]:
+def model_parameters(model: nnx.Module) -> dict[str, Any]:
     """Return the model's parameters, or the shapes in their places, by path."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_path_of(path): leaf.get_value() for path, leaf in flat}
+    return {_parameter_path(path): leaf.get_value() for path, leaf in flat}
 
 
-def _specs(config: ModelConfig, dtype: DTypeLike) -> Specs:
+def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
     """Return the shapes of the parameters of the model on a single device, by path."""
-    return parameters_of(model_shapes(config, dtype))
+    return model_parameters(make_abstract_model(config, dtype))
 
 
-def _path_of(path: tuple) -> str:
+def _parameter_path(path: tuple) -> str:
     """Return a parameter's path, as of `WeightRule`."""
     return ".".join(str(each) for each in path if each != "format")
 
 
-def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> nnx.Module:
+def make_abstract_model(
+    config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
+) -> nnx.Module:
     """The config's model, as each device of the mesh computes it, with shapes in its parameters'
     places: those of the arrays over all devices.
 
@@ -379,12 +409,12 @@ def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
     whole = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     if mesh is None:
         return whole
-    share = config.share(mesh.size)
-    own = nnx.eval_shape(lambda: Decoder(share, dtype=dtype))
-    specs = parameters_of(whole)
+    shard = config.shard(mesh.size)
+    own = nnx.eval_shape(lambda: Decoder(shard, dtype=dtype))
+    specs = model_parameters(whole)
     values = {
-        path: over(mesh, spec, split_axis(specs[path].shape, spec.shape))
-        for path, spec in parameters_of(own).items()
+        path: global_shape_struct(mesh, spec, sharded_axis(specs[path].shape, spec.shape))
+        for path, spec in model_parameters(own).items()
     }
     return with_parameters(own, values)
 
@@ -394,8 +424,8 @@ Problems = dict[str, list[str]]
 
 
 def plan_weights(
-    tensors: Sequence[TensorInfo], rules: WeightRules, specs: Specs
-) -> list[Placement]:
+    tensors: Sequence[TensorInfo], rules: WeightRules, specs: ParameterSpecs
+) -> list[TensorPlacement]:
     """Give every tensor its place and prove that every parameter is filled exactly once.
 
     The places come in the order of their tensors.
@@ -410,7 +440,7 @@ def plan_weights(
             twice, a fused parameter with a missing piece. One error tells all of them.
     """
     problems: Problems = defaultdict(list)
-    placements: list[Placement] = []
+    placements: list[TensorPlacement] = []
     names: dict[WeightRule, list[str]] = defaultdict(list)  # of the tensors of each rule
     for tensor in tensors:
         found = rules.find_all(tensor.name)
@@ -424,33 +454,33 @@ def plan_weights(
                 problems["unknown tensors"].append(unknown)
                 continue
             names[rule].append(tensor.name)
-            placements.append(_place(tensor, rule, rule.target, specs, problems))
-    pieces: dict[str, list[WeightRule]] = {path: [] for path in specs}
+            placements.append(_place_tensor(tensor, rule, rule.target, specs, problems))
+    rules_by_path: dict[str, list[WeightRule]] = {path: [] for path in specs}
     for rule in rules.rules:
-        if rule.target in pieces:
-            pieces[rule.target].append(rule)
-    for path in {rule.scale for rule in rules.rules if rule.scale is not None}:
-        del pieces[path]  # made of what is read
-    scales = {path: pieces.pop(path) for path in specs if _KV_SCALE.fullmatch(path)}
+        if rule.target in rules_by_path:
+            rules_by_path[rule.target].append(rule)
+    for path in {rule.scale_path for rule in rules.rules if rule.scale_path is not None}:
+        del rules_by_path[path]  # made of what is read
+    scales = {path: rules_by_path.pop(path) for path in specs if _KV_SCALE_PATH.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
-    _check_pieces(pieces, names, specs, problems)
+    _check_coverage(rules_by_path, names, specs, problems)
     for rule, twice in names.items():
         if len(twice) > 1:
             problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
     if problems:
-        kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
+        kinds = (f"{kind} ({len(it)}): {format_names(it)}" for kind, it in problems.items())
         raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
 
 
-def _check_pieces(
-    pieces: Mapping[str, Sequence[WeightRule]],
+def _check_coverage(
+    rules_by_path: Mapping[str, Sequence[WeightRule]],
     names: Mapping[WeightRule, Sequence[str]],
-    specs: Specs,
+    specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
     """Each parameter's pieces are all there, and fill it."""
-    for path, own in pieces.items():
+    for path, own in rules_by_path.items():
         whole = specs[path].shape
         lacking = [rule.source for rule in own if rule not in names]
         sources = " and ".join(lacking) or "no rule"
@@ -467,14 +497,16 @@ def _check_pieces(
 
 
 def _check_kv_scales(
-    pieces: Mapping[str, Sequence[WeightRule]],
+    rules_by_path: Mapping[str, Sequence[WeightRule]],
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
     """Layers have one scale of their keys and one of their values, or neither."""
-    found = {path: [names[rule][0] for rule in it if rule in names] for path, it in pieces.items()}
+    found = {
+        path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
+    }
     for path, own in found.items():
-        other = _OTHER_SCALE[path[-7:]]
+        other = _COUNTERPART_SCALE[path[-7:]]
         if len(own) > 1:
             problems["parameters filled twice"].append(f"{path} by {' and '.join(own)}")
         if own and not found[path[:-7] + other]:
@@ -484,86 +516,92 @@ def _check_kv_scales(
             )
 
 
-def _place(
-    tensor: TensorInfo, rule: WeightRule, path: str, specs: Specs, problems: Problems
-) -> Placement:
+def _place_tensor(
+    tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
+) -> TensorPlacement:
     """The tensor's place in its parameter; wrong dtypes and shapes are reported."""
-    whole, num_outputs = specs[path].shape, len(specs[rule.scale].shape) if rule.scale else 0
+    whole, num_output_axes = (
+        specs[path].shape,
+        len(specs[rule.scale_path].shape) if rule.scale_path else 0,
+    )
     shape = whole if rule.shape is None else rule.shape
     file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
     dtypes = list(SUPPORTED_DTYPES)
-    if rule.scale is None and specs[path].dtype not in SUPPORTED_DTYPES.values():
+    if rule.scale_path is None and specs[path].dtype not in SUPPORTED_DTYPES.values():
         dtypes = [name for name, dtype in FILE_DTYPES.items() if dtype == specs[path].dtype]
-    is_shaped = math.prod(tensor.shape) == 1 if rule.fills else tensor.shape == wanted
+    has_right_shape = math.prod(tensor.shape) == 1 if rule.is_scalar else tensor.shape == wanted
     if tensor.dtype not in dtypes:
         problem = f"{tensor.name} is {tensor.dtype}, supported are {', '.join(dtypes)}"
         problems["wrong dtypes"].append(problem)
-    elif not is_shaped:
-        wanted = [] if rule.fills else list(wanted)
+    elif not has_right_shape:
+        wanted = [] if rule.is_scalar else list(wanted)
         problem = f"{tensor.name} {list(tensor.shape)} should be {wanted}"
         problems["wrong shapes"].append(f"{problem} for {path} {list(whole)}")
-    order = tuple(axis for axes in file_axes for axis in axes)
-    return Placement(tensor, rule, path, shape, order, num_outputs)
+    axis_order = tuple(axis for axes in file_axes for axis in axes)
+    return TensorPlacement(tensor, rule, path, shape, axis_order, num_output_axes)
 
 
-def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> None:
+def _load_tensors(placements: Iterable[TensorPlacement], shards: Sequence[DeviceShard]) -> None:
     """Fill the devices' parameters, read in the order of the placements, which is that of the
     files; each slab is read once, however many devices have a part of it."""
     for placement in placements:
-        for start, rows in _slabs(placement):
+        for start, rows in _split_into_slabs(placement):
             # No name for the slab: it would live on while the next one is read.
-            _write_parts(placement, _read_slab(placement, rows), start, shares)
+            _write_to_shards(placement, _read_slab(placement, rows), start, shards)
 
 
-def _write_parts(
-    placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
+def _write_to_shards(
+    placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> None:
-    rule, order, scale = placement.rule, placement.order, None
-    if rule.scale is not None:
-        scale = _scale_of(placement, slab, start, shares)
+    rule, axis_order, scale = placement.rule, placement.axis_order, None
+    if rule.scale_path is not None:
+        scale = _slab_scales(placement, slab, start, shards)
         outputs = tuple(range(scale.ndim))
-        for share in shares:
-            share.write(rule.scale, scale, start[: scale.ndim], outputs)
-    place = slab, start, order, rule.add, scale
-    written = [share.write(placement.path, *place) for share in shares]
+        for shard in shards:
+            shard.write_slab(rule.scale_path, scale, start[: scale.ndim], outputs)
+    place = slab, start, axis_order, rule.addend, scale
+    written = [shard.write_slab(placement.path, *place) for shard in shards]
     # Before the next slab: running ahead of the devices would gather slabs on the host.
     jax.block_until_ready(written)
 
 
-def _scale_of(
-    placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
+def _slab_scales(
+    placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
     """The scale of each output of a slab, of which each device may have a part of the inputs."""
-    order, count = placement.order, placement.num_outputs
-    largest = np.zeros([slab.shape[order.index(axis)] for axis in range(count)], np.float32)
+    axis_order, count = placement.axis_order, placement.num_output_axes
+    largest = np.zeros([slab.shape[axis_order.index(axis)] for axis in range(count)], np.float32)
     found = [
-        (tuple(cut[:count]), _largest(slab[tuple(cut[axis] for axis in order)], order, count))
-        for share in shares
-        for _, cut in share.cuts(placement.path, slab, start, order)
+        (
+            tuple(cut[:count]),
+            _max_abs(slab[tuple(cut[axis] for axis in axis_order)], axis_order, count),
+        )
+        for shard in shards
+        for _, cut in shard.slab_slices(placement.path, slab, start, axis_order)
     ]
     for place, own in found:
         largest[place] = np.maximum(largest[place], own)
-    return np.maximum(largest, np.float32(FP8_LEAST)) / np.float32(FP8_MAX)
+    return np.maximum(largest, np.float32(FP8_MIN_ABSMAX)) / np.float32(FP8_MAX)
 
 
-@partial(jax.jit, static_argnames=("order", "count"))
-def _largest(slab: jax.Array, order: tuple[int, ...], count: int) -> jax.Array:
+@partial(jax.jit, static_argnames=("axis_order", "count"))
+def _max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
     """The largest absolute value of each output."""
-    inputs = tuple(place for place, axis in enumerate(order) if axis >= count)
+    inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     found = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
-    outputs = [axis for axis in order if axis < count]
+    outputs = [axis for axis in axis_order if axis < count]
     return jnp.transpose(found, tuple(map(outputs.index, range(count))))
 
 
-def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
+def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
     """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
     read = read_rows(placement.tensor, rows)
-    if placement.path.endswith(_SCALES):
+    if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)
-    if placement.rule.fills:
+    if placement.rule.is_scalar:
         return np.full(placement.shape, read.reshape(()))
-    return read.reshape(-1, *(placement.shape[axis] for axis in placement.order[1:]))
+    return read.reshape(-1, *(placement.shape[axis] for axis in placement.axis_order[1:]))
 
 
 def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
@@ -578,21 +616,26 @@ def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
     )
 
 
-def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
+def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, slice]]:
     """Cut a piece into slabs of up to SLAB_BYTES, but at least one row of its slowest axis.
 
     Yields:
         The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
     """
-    tensor, slowest, size = placement.tensor, placement.order[0], math.prod(placement.shape)
-    if placement.is_whole:
+    tensor, slowest, size = placement.tensor, placement.axis_order[0], math.prod(placement.shape)
+    if placement.is_read_whole:
         start = np.zeros(len(placement.shape), np.int32)
         start[placement.rule.axis] = placement.rule.start
         yield start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
-    step = max(1, SLAB_BYTES // (unit * FILE_DTYPES[tensor.dtype].itemsize)) * unit
+    common_row_size = math.lcm(
+        row_size, file_row_size
+    )  # where a row of the piece and one of the file end
+    step = (
+        max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))
+        * common_row_size
+    )
     for first in range(0, size, step):
         start = np.zeros(len(placement.shape), np.int32)
         start[placement.rule.axis] = placement.rule.start
@@ -600,20 +643,20 @@ def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
         yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 
 
-@partial(jax.jit, static_argnames=("order", "add"), donate_argnames="param")
-def _write_slab(
+@partial(jax.jit, static_argnames=("axis_order", "addend"), donate_argnames="param")
+def _update_parameter(
     param: jax.Array,
     slab: jax.Array,
     start: jax.Array,
     scale: jax.Array | None,
-    order: tuple[int, ...],
-    add: float,
+    axis_order: tuple[int, ...],
+    addend: float,
 ) -> jax.Array:
-    slab = jnp.transpose(slab, tuple(map(order.index, range(len(order)))))
+    slab = jnp.transpose(slab, tuple(map(axis_order.index, range(len(axis_order)))))
     if scale is not None:
         slab = to_fp8(slab, jnp.expand_dims(scale, tuple(range(scale.ndim, slab.ndim))))
     slab = slab.astype(param.dtype)
-    slab = slab + jnp.asarray(add, param.dtype) if add else slab
+    slab = slab + jnp.asarray(addend, param.dtype) if addend else slab
     return jax.lax.dynamic_update_slice(param, slab, list(start))
 
 
@@ -621,7 +664,7 @@ def _dummy_array(
     path: str,
     spec: jax.ShapeDtypeStruct,
     whole: tuple[int, ...],
-    held: Sequence[Piece],
+    slices: Sequence[ShardSlice],
     seed: int,
 ) -> jax.Array:
     """Random weights made on the device, ones for the scales of norms.
@@ -637,20 +680,20 @@ def _dummy_array(
     strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
     seed_bits, options = np.uint32(seed % 2**32), {"strides": tuple(strides), "dtype": spec.dtype}
 
-    def values(piece: Piece) -> jax.Array:
-        first = np.uint32(np.dot(piece.whole, strides) % 2**32)
-        return _random(seed_bits, path_id, first, shape=piece.shape, **options)
+    def values(piece: ShardSlice) -> jax.Array:
+        first = np.uint32(np.dot(piece.global_start, strides) % 2**32)
+        return _random_values(seed_bits, path_id, first, shape=piece.shape, **options)
 
-    if len(held) == 1:
-        return values(held[0])
+    if len(slices) == 1:
+        return values(slices[0])
     own = jnp.zeros(spec.shape, spec.dtype)
-    for piece in held:
-        own = jax.lax.dynamic_update_slice(own, values(piece), piece.own)
+    for piece in slices:
+        own = jax.lax.dynamic_update_slice(own, values(piece), piece.local_start)
     return own
 
 
 @partial(jax.jit, static_argnames=("shape", "strides", "dtype"))
-def _random(
+def _random_values(
     seed: jax.Array,
     path_id: jax.Array,
     first: jax.Array,

@@ -7,8 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import zeros
-from jpaged.models.sharding import AXIS, Unsummed, summed
+from jpaged.models.formats import zero_param
+from jpaged.models.sharding import MESH_AXIS, PendingAllReduce, reduce_update
 from pallas_kernels import Backend, add_rms_norm, device_sum_norm, rms_norm
 
 
@@ -16,7 +16,7 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
-        self.weight = zeros(dtype, size)
+        self.weight = zero_param(dtype, size)
         self.eps = eps
 
     @property
@@ -28,17 +28,19 @@ class RMSNorm(nnx.Module):
         """Each row over its root mean square, times the weight; x's dtype out."""
         return rms_norm(x, self.scale, eps=self.eps)
 
-    def add(
+    def add_norm(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | Unsummed,
+        update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
         options = {"eps": self.eps, "backend": backend}
-        if isinstance(update, Unsummed):
-            shared = {"header": update.peers, "turn": update.turn}
-            return device_sum_norm(hidden, update.partials, self.scale, AXIS, **shared, **options)
+        if isinstance(update, PendingAllReduce):
+            peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
+            return device_sum_norm(
+                hidden, update.partials, self.scale, MESH_AXIS, **peer_options, **options
+            )
         return add_rms_norm(hidden, update, self.scale, **options)
 
 
@@ -46,8 +48,8 @@ class LayerNorm(nnx.Module):
     """(x - mean) / std over the last axis, with weight and bias if `affine`."""
 
     def __init__(self, size: int, eps: float, *, dtype: DTypeLike, affine: bool = True):
-        self.weight = zeros(dtype, size) if affine else None
-        self.bias = zeros(dtype, size) if affine else None
+        self.weight = zero_param(dtype, size) if affine else None
+        self.bias = zero_param(dtype, size) if affine else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -60,14 +62,14 @@ class LayerNorm(nnx.Module):
             wide += self.bias[...].astype(jnp.float32)[None]
         return wide.astype(x.dtype)
 
-    def add(
+    def add_norm(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | Unsummed,
+        update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        hidden += summed(update, hidden.dtype)
+        hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -76,25 +78,25 @@ Norm = RMSNorm | LayerNorm
 
 def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
     """The model's norm over rows of `size`."""
-    if config.norm in ("layer", "bare_layer"):
-        affine = config.norm == "layer"
+    if config.norm_type in ("layer", "bare_layer"):
+        affine = config.norm_type == "layer"
         return LayerNorm(size, config.norm_eps, dtype=dtype, affine=affine)
-    own_dtype = jnp.float32 if config.norm == "offset_rms" else dtype
+    own_dtype = jnp.float32 if config.norm_type == "offset_rms" else dtype
     return RMSNorm(size, config.norm_eps, dtype=own_dtype)
 
 
 def add_norm(
     norm: Norm,
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | Unsummed | None,
+    update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
-    return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
+    return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
 
 
 def norm_update(
-    norm: Norm | None, update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike
-) -> Float[Array, "_ T D"] | Unsummed:
+    norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
+) -> Float[Array, "_ T D"] | PendingAllReduce:
     """The norm of sum(update), as one part; the update as it is where there is no norm."""
-    return update if norm is None else norm(summed(update, dtype))[None]
+    return update if norm is None else norm(reduce_update(update, dtype))[None]

@@ -5,10 +5,10 @@ projections between the widths of embedding and layers.
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     ACTIVATIONS,
-    Fields,
+    ConfigFields,
     ModelConfig,
-    learned_positions,
-    tokens_and_dtype,
+    learned_position_config,
+    read_tokens_and_dtype,
 )
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
 from jpaged.models.linear import linear_rules
@@ -16,7 +16,7 @@ from jpaged.models.linear import linear_rules
 # The first rows of the position table stand for padding; position 0 is row 2.
 POSITION_OFFSET = 2
 
-_NAMES = {
+_TENSOR_NAMES = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.output": "self_attn.out_proj",
     "attention_norm": "self_attn_layer_norm",
@@ -26,7 +26,7 @@ _NAMES = {
 }
 
 
-def describe(fields: Fields) -> ModelConfig:
+def describe(fields: ConfigFields) -> ModelConfig:
     """OPT, of any size."""
     hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     pre_norm, has_bias = fields.flag("do_layer_norm_before", True), fields.flag("enable_bias", True)
@@ -39,16 +39,16 @@ def describe(fields: Fields) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings"),
         position_offset=POSITION_OFFSET,
         activation=fields.choice("activation_function", "relu", ACTIVATIONS),
-        norm="layer" if is_affine else "bare_layer",
+        norm_type="layer" if is_affine else "bare_layer",
         norm_eps=1e-5,  # torch's default, which the reference implementation keeps
-        norms=("before",) if pre_norm else ("sum",),
-        final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
+        norm_positions=("before",) if pre_norm else ("sum",),
+        has_final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         qkv_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=has_bias,
-        **learned_positions(hidden_size, fields.integer("num_attention_heads"), num_layers),
-        **tokens_and_dtype(fields, bos=2, eos=2),
+        **learned_position_config(hidden_size, fields.integer("num_attention_heads"), num_layers),
+        **read_tokens_and_dtype(fields, bos=2, eos=2),
     )
 
 
@@ -59,7 +59,7 @@ def weight_rules(config: ModelConfig) -> WeightRules:
         WeightRule("decoder.embed_tokens.weight", "embed.weight"),
         WeightRule("decoder.embed_positions.weight", "position_embedding.weight"),
         *(rule for name, it in ends for rule in linear_rules(it, [f"decoder.{name}"], name)),
-        *layer_rules(config, "decoder.layers", _NAMES),
+        *layer_rules(config, "decoder.layers", _TENSOR_NAMES),
         *norm_rules(config, "decoder.final_layer_norm", "final_norm"),
         head_rule(config),
     ]

@@ -10,26 +10,26 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jpaged.models.config import Fields, Quantization, refuse
-from jpaged.models.formats import Format, Plain
+from jpaged.models.config import ConfigFields, QuantizationConfig, field_error
+from jpaged.models.formats import UnquantizedFormat, WeightFormat
 from jpaged.models.fp8 import (
-    BlockScaled,
-    ChannelScaled,
-    Scaled,
-    StaticChannelScaled,
-    StaticTensorScaled,
-    TensorScaled,
+    FP8BlockFormat,
+    FP8ChannelFormat,
+    FP8Format,
+    FP8StaticChannelFormat,
+    FP8StaticTensorFormat,
+    FP8TensorFormat,
 )
-from pallas_kernels import FP8_GROUP
+from pallas_kernels import FP8_GROUP_SIZE
 
-METHODS = ("compressed-tensors", "fp8", "modelopt")
+QUANTIZATION_METHODS = ("compressed-tensors", "fp8", "modelopt")
 """Values of `quant_method`; `hf_quant_config.json` has ModelOpt's without it."""
 
-_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
-_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
+_MODULE_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
+_MODULE_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
 """What may stand before a module's name in weight rules, in the names of ignored modules."""
 
-_UNREAD = {
+_IGNORED_FIELDS = {
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "fp8": {"expert_dtype"},
     "modelopt": {"producer", "config_groups", "version"},
@@ -37,20 +37,20 @@ _UNREAD = {
 """Fields that change nothing, or say again what others say."""
 
 
-class _Layout(NamedTuple):
-    format: type[Format]
+class _QuantizationLayout(NamedTuple):
+    format: type[WeightFormat]
     is_ignored: Callable[[Sequence[str]], bool]  # of a module, by any of the names it may have
     has_kv_scales: bool
 
 
 def read_quantization(
-    fields: Fields | None, asked: str | None, modules: Mapping[str, str]
-) -> Quantization | None:
+    fields: ConfigFields | None, requested: str | None, paths_by_name: Mapping[str, str]
+) -> QuantizationConfig | None:
     """In which format the projections are.
 
     Args:
         fields: of the config's `quantization_config`, if it has one.
-        asked: one of `METHODS`; None for what the config says. "fp8" also for weights that are not
+        asked: one of `QUANTIZATION_METHODS`; None for what the config says. "fp8" also for weights that are not
             in FP8 yet.
         modules: paths of the projections' parts by their names in weight rules.
 
@@ -58,32 +58,40 @@ def read_quantization(
         ValueError: a field is not understood, or something else is asked for than the config has.
     """
     if fields is None:
-        if asked in (None, "fp8"):
-            return None if asked is None else Quantization(Scaled)
+        if requested in (None, "fp8"):
+            return None if requested is None else QuantizationConfig(FP8Format)
         raise ValueError(
-            f"quantization={asked!r}, but config.json has no quantization_config: leave it unset, "
+            f"quantization={requested!r}, but config.json has no quantization_config: leave it unset, "
             "or give 'fp8' to bring the weights to FP8 as they are loaded"
         )
-    method = fields.choice("quant_method", None, METHODS)
+    method = fields.choice("quant_method", None, QUANTIZATION_METHODS)
     layout = _READERS[method](fields)
-    if asked == "fp8" and layout.format is Plain:
-        layout = layout._replace(format=Scaled)
-    elif asked not in (None, method):
-        have = "weights are not in FP8" if layout.format is Plain else "weights are in FP8 already"
+    if requested == "fp8" and layout.format is UnquantizedFormat:
+        layout = layout._replace(format=FP8Format)
+    elif requested not in (None, method):
+        have = (
+            "weights are not in FP8"
+            if layout.format is UnquantizedFormat
+            else "weights are in FP8 already"
+        )
         raise ValueError(
-            f"quantization={asked!r}, but the checkpoint's {have}, as {method!r} has them: leave "
+            f"quantization={requested!r}, but the checkpoint's {have}, as {method!r} has them: leave "
             "quantization unset"
         )
-    fields.ignore(_UNREAD[method])
+    fields.ignore(_IGNORED_FIELDS[method])
     fields.refuse_unread()
-    return Quantization(layout.format, _plain(layout, modules), layout.has_kv_scales)
+    return QuantizationConfig(
+        layout.format, _unquantized_paths(layout, paths_by_name), layout.has_kv_scales
+    )
 
 
-def _plain(layout: _Layout, modules: Mapping[str, str]) -> tuple[str, ...]:
+def _unquantized_paths(
+    layout: _QuantizationLayout, paths_by_name: Mapping[str, str]
+) -> tuple[str, ...]:
     """The paths of projections that are not in FP8; parts that are fused agree."""
     parts: dict[str, dict[str, bool]] = {}
-    for name, path in modules.items():
-        parts.setdefault(path, {})[name] = layout.is_ignored([it + name for it in _PREFIXES])
+    for name, path in paths_by_name.items():
+        parts.setdefault(path, {})[name] = layout.is_ignored([it + name for it in _MODULE_PREFIXES])
     for own in parts.values():
         if len(set(own.values())) > 1:
             some = " and ".join(name for name, ignored in own.items() if ignored)
@@ -94,59 +102,61 @@ def _plain(layout: _Layout, modules: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(path for path, own in parts.items() if all(own.values())))
 
 
-def _compressed_tensors(fields: Fields) -> _Layout:
+def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
     formats = ("float-quantized", "naive-quantized")
-    is_wide = fields.get("config_groups") == {}  # of a checkpoint with scales for the cache alone
-    fields.choice("format", formats[0], ("dense", *formats) if is_wide else formats)
+    is_kv_only = (
+        fields.get("config_groups") == {}
+    )  # of a checkpoint with scales for the cache alone
+    fields.choice("format", formats[0], ("dense", *formats) if is_kv_only else formats)
     for name in ("sparsity_config", "transform_config"):
         if (value := fields.get(name)) not in (None, {}):
-            raise refuse(fields.prefix + name, value, "{}")
-    if is_wide:
+            raise field_error(fields.prefix + name, value, "{}")
+    if is_kv_only:
         fields.ignore({"ignore"})
-        return _Layout(Plain, lambda names: False, _has_kv_scales(fields))
+        return _QuantizationLayout(UnquantizedFormat, lambda names: False, _has_kv_scales(fields))
     groups = fields.nested("config_groups")
     if len(groups.values) != 1:
-        raise refuse(fields.prefix + "config_groups", groups.values, "a single group")
+        raise field_error(fields.prefix + "config_groups", groups.values, "a single group")
     group = groups.nested(*groups.values)
     group.choice("format", formats[0], (None, *formats))
-    targets, ignored = _names(group, "targets"), _names(fields, "ignore")
+    targets, ignored = _read_name_list(group, "targets"), _read_name_list(fields, "ignore")
     if (value := group.get("output_activations")) is not None:
-        raise refuse(f"{group.prefix}output_activations", value, "null")
-    weights, rows = (_numbers(group, each) for each in ("weights", "input_activations"))
+        raise field_error(f"{group.prefix}output_activations", value, "null")
+    weights, rows = (_read_scheme(group, each) for each in ("weights", "input_activations"))
     group.refuse_unread()
-    found = _FORMATS.get((weights, rows))
+    found = _FORMAT_BY_SCHEMES.get((weights, rows))
     if found is None:
-        wanted = " or ".join(f"{w[0]} with {r[0]}" for w, r in _FORMATS)
+        wanted = " or ".join(f"{w[0]} with {r[0]}" for w, r in _FORMAT_BY_SCHEMES)
         asked = f"{weights} with {rows}"
-        raise refuse(f"{group.prefix}weights.strategy", asked, f"weights a {wanted}")
+        raise field_error(f"{group.prefix}weights.strategy", asked, f"weights a {wanted}")
 
     def is_ignored(names: Sequence[str]) -> bool:
-        is_target = any(_matches(each, targets) for each in names)
-        return not is_target or any(_matches(each, ignored) for each in names)
+        is_target = any(_matches_pattern(each, targets) for each in names)
+        return not is_target or any(_matches_pattern(each, ignored) for each in names)
 
-    return _Layout(found, is_ignored, _has_kv_scales(fields))
+    return _QuantizationLayout(found, is_ignored, _has_kv_scales(fields))
 
 
-class _Scheme(NamedTuple):
+class _ScaleScheme(NamedTuple):
     """What has a scale together, and whether it is taken of each row as it comes."""
 
     strategy: str
     is_dynamic: bool
 
 
-_FORMATS = {
-    (_Scheme("channel", False), _Scheme("token", True)): ChannelScaled,
-    (_Scheme("channel", False), _Scheme("tensor", False)): StaticChannelScaled,
-    (_Scheme("tensor", False), _Scheme("token", True)): TensorScaled,
-    (_Scheme("tensor", False), _Scheme("tensor", False)): StaticTensorScaled,
-    (_Scheme("block", False), _Scheme("group", True)): BlockScaled,
+_FORMAT_BY_SCHEMES = {
+    (_ScaleScheme("channel", False), _ScaleScheme("token", True)): FP8ChannelFormat,
+    (_ScaleScheme("channel", False), _ScaleScheme("tensor", False)): FP8StaticChannelFormat,
+    (_ScaleScheme("tensor", False), _ScaleScheme("token", True)): FP8TensorFormat,
+    (_ScaleScheme("tensor", False), _ScaleScheme("tensor", False)): FP8StaticTensorFormat,
+    (_ScaleScheme("block", False), _ScaleScheme("group", True)): FP8BlockFormat,
 }
 
 
-def _numbers(group: Fields, name: str) -> _Scheme:
+def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
     """How compressed-tensors describes numbers, which must be in FP8."""
     if group.get(name) is None:
-        raise refuse(group.prefix + name, None, "an object (weights alone in FP8 are not)")
+        raise field_error(group.prefix + name, None, "an object (weights alone in FP8 are not)")
     own = group.nested(name)
     strategy, is_dynamic = own.get("strategy"), own.get("dynamic", False)
     wanted: dict[str, Sequence[Any]] = {
@@ -155,70 +165,81 @@ def _numbers(group: Fields, name: str) -> _Scheme:
         "symmetric": (True,),
         "dynamic": (True, False),
         "strategy": ("channel", "tensor", "token", "block", "group"),
-        "block_structure": ([FP8_GROUP] * 2,) if strategy == "block" else (None,),
-        "group_size": (FP8_GROUP,) if strategy == "group" else (None,),
+        "block_structure": ([FP8_GROUP_SIZE] * 2,) if strategy == "block" else (None,),
+        "group_size": (FP8_GROUP_SIZE,) if strategy == "group" else (None,),
         "actorder": (None,),
         "scale_dtype": (None,),
         "zp_dtype": (None, "torch.float8_e4m3fn"),
     }
     for key, choices in wanted.items():
         if (value := own.get(key, choices[0])) not in choices:
-            raise refuse(own.prefix + key, value, " or ".join(map(str, choices)))
+            raise field_error(own.prefix + key, value, " or ".join(map(str, choices)))
     own.ignore({"observer", "observer_kwargs"})  # of how scales were found
     own.refuse_unread()
-    return _Scheme(str(strategy), is_dynamic is True)
+    return _ScaleScheme(str(strategy), is_dynamic is True)
 
 
-def _matches(module: str, patterns: Sequence[str]) -> bool:
+def _matches_pattern(module: str, patterns: Sequence[str]) -> bool:
     """As compressed-tensors has it: a name, an expression after "re:", or the class of all."""
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if _expression(pattern.removeprefix("re:"), "ignore").match(module):
+            if _compile_pattern(pattern.removeprefix("re:"), "ignore").match(module):
                 return True
         elif pattern in (module, "Linear"):
             return True
     return False
 
 
-def _fp8(fields: Fields) -> _Layout:
+def _read_fp8(fields: ConfigFields) -> _QuantizationLayout:
     """Of transformers, and AutoFP8 before it."""
     fields.choice("fmt", "e4m3", (None, "e4m3"))
     fields.choice("scale_fmt", "float", (None, "float"))
     if (value := fields.get("modules_to_convert")) not in (None, []):
-        raise refuse(f"{fields.prefix}modules_to_convert", value, "null")
+        raise field_error(f"{fields.prefix}modules_to_convert", value, "null")
     fields.choice("dequantize", False, (None, False))
     is_static = fields.choice("activation_scheme", "dynamic", ("dynamic", "static")) == "static"
     block = fields.get("weight_block_size")
-    if block is not None and (block != [FP8_GROUP] * 2 or is_static):
-        wanted = f"[{FP8_GROUP}, {FP8_GROUP}] with activation_scheme='dynamic', or null"
-        raise refuse(f"{fields.prefix}weight_block_size", block, wanted)
-    ignored = [*_names(fields, "modules_to_not_convert"), *_names(fields, "ignored_layers")]
+    if block is not None and (block != [FP8_GROUP_SIZE] * 2 or is_static):
+        wanted = f"[{FP8_GROUP_SIZE}, {FP8_GROUP_SIZE}] with activation_scheme='dynamic', or null"
+        raise field_error(f"{fields.prefix}weight_block_size", block, wanted)
+    ignored = [
+        *_read_name_list(fields, "modules_to_not_convert"),
+        *_read_name_list(fields, "ignored_layers"),
+    ]
     name = "modules_to_not_convert"
-    starts = [_expression(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", name) for each in ignored]
+    starts = [_compile_pattern(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", name) for each in ignored]
 
     def is_ignored(names: Sequence[str]) -> bool:
         ends = any(name.endswith(each) for name in names for each in ignored)
         return ends or any(start.match(name) for name in names for start in starts)
 
-    of_tensors = StaticTensorScaled if is_static else TensorScaled
-    return _Layout(of_tensors if block is None else BlockScaled, is_ignored, _has_kv_scales(fields))
+    tensor_format = FP8StaticTensorFormat if is_static else FP8TensorFormat
+    return _QuantizationLayout(
+        tensor_format if block is None else FP8BlockFormat, is_ignored, _has_kv_scales(fields)
+    )
 
 
-def _modelopt(fields: Fields) -> _Layout:
+def _read_modelopt(fields: ConfigFields) -> _QuantizationLayout:
     fields.choice("quant_algo", None, ("FP8",))
     has_kv_scales = fields.choice("kv_cache_quant_algo", None, (None, "FP8")) is not None
-    ignored = [*_names(fields, "exclude_modules"), *_names(fields, "ignore")]
+    ignored = [*_read_name_list(fields, "exclude_modules"), *_read_name_list(fields, "ignore")]
 
     def is_ignored(names: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, each) for name in names for each in ignored)
 
-    return _Layout(StaticTensorScaled, is_ignored, _has_kv_scales(fields) or has_kv_scales)
+    return _QuantizationLayout(
+        FP8StaticTensorFormat, is_ignored, _has_kv_scales(fields) or has_kv_scales
+    )
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+_READERS = {
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+    "modelopt": _read_modelopt,
+}
 
 
-def _has_kv_scales(fields: Fields) -> bool:
+def _has_kv_scales(fields: ConfigFields) -> bool:
     """Whether the checkpoint has a scale for the keys of each layer, and one for the values."""
     scheme = fields.get("kv_cache_scheme")
     if scheme in (None, "static"):
@@ -228,20 +249,20 @@ def _has_kv_scales(fields: Fields) -> bool:
     wanted |= {"symmetric": True, "strategy": "tensor", "group_size": None}
     for name, value in wanted.items():
         if own.get(name, value) != value:
-            raise refuse(own.prefix + name, own.get(name), value)
+            raise field_error(own.prefix + name, own.get(name), value)
     return True
 
 
-def _names(fields: Fields, name: str) -> list[str]:
+def _read_name_list(fields: ConfigFields, name: str) -> list[str]:
     value = fields.get(name)
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise refuse(fields.prefix + name, value, "a list of names")
+        raise field_error(fields.prefix + name, value, "a list of names")
     return list(value)
 
 
-def _expression(pattern: str, name: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise refuse(f"quantization_config.{name}", pattern, "expressions of re") from error
+        raise field_error(f"quantization_config.{name}", pattern, "expressions of re") from error

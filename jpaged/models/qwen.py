@@ -5,39 +5,39 @@ with biases on q, k and v (Qwen2), or with an RMSNorm on each query and key head
 from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import (
     REQUIRED,
-    Fields,
+    ConfigFields,
     ModelConfig,
-    read_windows,
-    refuse,
-    rotary,
-    rotary_layers,
-    tokens_and_dtype,
+    field_error,
+    make_rotary_layers,
+    read_rotary_config,
+    read_sliding_windows,
+    read_tokens_and_dtype,
 )
-from jpaged.models.llama import NAMES, weight_rules
+from jpaged.models.llama import TENSOR_NAMES, weight_rules
 
-QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+QK_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
 
-def describe_qwen2(fields: Fields) -> ModelConfig:
+def describe_qwen2(fields: ConfigFields) -> ModelConfig:
     """Qwen2 and Qwen2.5."""
-    common = rotary(fields, "qwen2")
-    layers = rotary_layers(fields, common, _windows(fields))
-    tokens = tokens_and_dtype(fields, bos=None, eos=None)
+    common = read_rotary_config(fields, "qwen2")
+    layers = make_rotary_layers(fields, common, _read_sliding_windows(fields))
+    tokens = read_tokens_and_dtype(fields, bos=None, eos=None)
     return ModelConfig(**common, layers=layers, qkv_bias=True, **tokens)
 
 
-def describe_qwen3(fields: Fields) -> ModelConfig:
+def describe_qwen3(fields: ConfigFields) -> ModelConfig:
     """Qwen3, dense."""
-    common = rotary(fields, "qwen3", default_head_size=128)
-    layers = rotary_layers(fields, common, _windows(fields), qk_norm=True)
+    common = read_rotary_config(fields, "qwen3", default_head_size=128)
+    layers = make_rotary_layers(fields, common, _read_sliding_windows(fields), qk_norm=True)
     bias, tokens = (
         fields.flag("attention_bias", False),
-        tokens_and_dtype(fields, bos=None, eos=None),
+        read_tokens_and_dtype(fields, bos=None, eos=None),
     )
     return ModelConfig(**common, layers=layers, qkv_bias=bias, output_bias=bias, **tokens)
 
 
-def _windows(fields: Fields) -> tuple[int | None, ...]:
+def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     fields.get("num_key_value_heads", REQUIRED)
     num_layers, window = fields.integer("num_hidden_layers"), None
     if fields.flag("use_sliding_window", False):
@@ -46,11 +46,13 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     if window is not None:
         first = fields.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
-            raise refuse("max_window_layers", first, "an integer from 0")
-    kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    return read_windows(fields, window, kinds)
+            raise field_error("max_window_layers", first, "an integer from 0")
+    layer_types = [
+        "full_attention" if i < first else "sliding_attention" for i in range(num_layers)
+    ]
+    return read_sliding_windows(fields, window, layer_types)
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
     """LLaMA's, and the norms of the heads."""
-    return weight_rules(config, NAMES | QK_NORMS)
+    return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

@@ -2,7 +2,7 @@
 
 Each device of the mesh holds some heads of every attention, some of the width within every
 feed-forward and some rows of the token tables; norms and positions are on all of them. It runs the
-same step on these smaller arrays (`ModelConfig.share` says how small), and the devices' results are
+same step on these smaller arrays (`ModelConfig.shard` says how small), and the devices' results are
 summed after every projection back to the residual stream. An array over all devices is their own
 arrays side by side along one axis, in the order of the mesh.
 """
@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import device_sum, lost_peers, sum_partials
+from pallas_kernels import device_sum, nan_if_peer_lost, sum_partials
 
-AXIS = "tensor"
+MESH_AXIS = "tensor"
 """The mesh's one axis."""
 
 
@@ -39,96 +39,108 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
             f"tensor_parallel_size={count} needs as many devices, and this process has "
             f"{len(devices)} of kind {devices[0].device_kind}; give at most {len(devices)}{more}"
         )
-    return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
+    return None if count == 1 else Mesh(np.array(devices[:count]), (MESH_AXIS,))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["partials", "peers"], meta_fields=["turn"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["partials", "peer_header"],
+    meta_fields=["buffer_index"],
+)
 @dataclass(frozen=True)
-class Unsummed:
+class PendingAllReduce:
     """Rows that are still to be summed over devices, so that the norm behind can do it at once.
 
     Attributes:
         partials: A device's own, as split-K partials.
-        peers: What the device knows of the others (`pallas_kernels.exchange_header`).
-        turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
+        peer_header: What the device knows of the others (`pallas_kernels.make_exchange_header`).
+        buffer_index: 0 and 1 in turn over a program's sums with `peer_header`, of which it has an even number.
     """
 
     partials: Float[Array, "parts T D"]
-    peers: Int32[Array, "W"]
-    turn: int
+    peer_header: Int32[Array, "W"]
+    buffer_index: int
 
 
-def summed(update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike) -> Float[Array, "T D"]:
+def reduce_update(
+    update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
+) -> Float[Array, "T D"]:
     """The sum of split-K partials, and over devices where that is to be done."""
-    if isinstance(update, Unsummed):
+    if isinstance(update, PendingAllReduce):
         own = sum_partials(update.partials, dtype)
-        return device_sum(own, AXIS, header=update.peers, turn=update.turn)
+        return device_sum(
+            own, MESH_AXIS, header=update.peer_header, buffer_index=update.buffer_index
+        )
     return sum_partials(update, dtype)
 
 
-def meet(x: Float[Array, "T D"], peers: Int32[Array, "W"] | None) -> Float[Array, "T D"]:
+def barrier_all_reduce(
+    x: Float[Array, "T D"], peer_header: Int32[Array, "W"] | None
+) -> Float[Array, "T D"]:
     """The first all-reduce of a program, always by XLA, which also serves as a barrier.
 
     No device then polls in a kernel of ours before every device has loaded the program. If a device
     has lost another, the result is NaN on all devices.
     """
-    if peers is not None:
-        x += lost_peers(peers).astype(x.dtype)
-    return lax.psum(x, AXIS)
+    if peer_header is not None:
+        x += nan_if_peer_lost(peer_header).astype(x.dtype)
+    return lax.psum(x, MESH_AXIS)
 
 
 def all_max(x: jax.Array) -> jax.Array:
     """The largest of the devices' arrays in each place, on each of them."""
-    return lax.pmax(x, AXIS)
+    return lax.pmax(x, MESH_AXIS)
 
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
     """The devices' arrays side by side along an axis, on each of them."""
     # One behind the other first, as they arrive: asked for along another axis, XLA transposes each
     # before and all of them after.
-    found = jnp.moveaxis(lax.all_gather(x, AXIS), 0, axis)
+    found = jnp.moveaxis(lax.all_gather(x, MESH_AXIS), 0, axis)
     return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def own_start(size: int) -> Int32[Array, ""]:
+def shard_start(size: int) -> Int32[Array, ""]:
     """Where a device's own part begins along an axis of which each has `size`, in their order."""
-    return lax.axis_index(AXIS) * size
+    return lax.axis_index(MESH_AXIS) * size
 
 
-def split_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:
+def sharded_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:
     """The axis along which devices share an array of the shape `whole`, each with one of `own`;
     None if each has all of it."""
     return next((i for i, (a, b) in enumerate(zip(whole, own, strict=True)) if a != b), None)
 
 
-def sharding_of(mesh: Mesh, axis: int | None) -> NamedSharding:
+def axis_sharding(mesh: Mesh, axis: int | None) -> NamedSharding:
     """Of an array that is split along an axis, or whole on every device."""
-    before = () if axis is None else (*[None] * axis, AXIS)
+    before = () if axis is None else (*[None] * axis, MESH_AXIS)
     return NamedSharding(mesh, PartitionSpec(*before))
 
 
-def over(mesh: Mesh | None, own: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+def global_shape_struct(
+    mesh: Mesh | None, own: jax.ShapeDtypeStruct, axis: int | None
+) -> jax.ShapeDtypeStruct:
     """The array over all devices of which each has one like `own`; that itself without a mesh."""
     if mesh is None:
         return own
     shape = list(own.shape)
     if axis is not None:
         shape[axis] *= mesh.size
-    return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=sharding_of(mesh, axis))
+    return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=axis_sharding(mesh, axis))
 
 
-def own_shape(array: Any) -> tuple[int, ...]:
+def per_device_shape(array: Any) -> tuple[int, ...]:
     """The shape of what each device has of an array, or of what stands for one."""
     sharding = getattr(array, "sharding", None)
     return array.shape if sharding is None else sharding.shard_shape(array.shape)
 
 
-def own_bytes(tree: Any) -> int:
+def per_device_bytes(tree: Any) -> int:
     """Bytes of a tree of arrays on each device."""
-    return sum(math.prod(own_shape(it)) * it.dtype.itemsize for it in jax.tree.leaves(tree))
+    return sum(math.prod(per_device_shape(it)) * it.dtype.itemsize for it in jax.tree.leaves(tree))
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def tree_mesh(tree: Any) -> Mesh | None:
     """The mesh over which arrays lie; None if they are on one device."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -137,8 +149,8 @@ def mesh_of(tree: Any) -> Mesh | None:
     return None
 
 
-def on_every_device(
-    function: Callable, mesh: Mesh, arguments: tuple, keywords: Mapping[str, Any], results: Any
+def wrap_in_shard_map(
+    function: Callable, mesh: Mesh, arguments: tuple, keywords: Mapping[str, Any], out_specs: Any
 ) -> Callable:
     """A function of a device's own arrays as one of arrays over all devices, run on each at once.
 
@@ -148,13 +160,13 @@ def on_every_device(
         arguments, keywords: What stands for the arrays over all devices, with their shardings.
         results: How the results lie: a tree of `PartitionSpec`, or a prefix of it.
     """
-    given = jax.tree.map(lambda it: it.sharding.spec, (arguments, dict(keywords)))
+    in_specs = jax.tree.map(lambda it: it.sharding.spec, (arguments, dict(keywords)))
 
     def call(arguments: tuple, keywords: dict) -> Any:
         return function(*arguments, **keywords)
 
     # check_vma: JAX cannot see that what kernels return is the same on all devices.
-    options: dict[str, Any] = {"in_specs": given, "out_specs": results, "check_vma": False}
+    options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     mapped = jax.shard_map(call, mesh=mesh, **options)
 
     @wraps(function)  # arguments are donated by name
@@ -165,7 +177,7 @@ def on_every_device(
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """A box of an array that one device has.
 
     Attributes:
@@ -174,19 +186,19 @@ class Piece:
         shape: Its shape.
     """
 
-    whole: tuple[int, ...]
-    own: tuple[int, ...]
+    global_start: tuple[int, ...]
+    local_start: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-def held_pieces(
+def shard_slices(
     whole: tuple[int, ...],
     own: tuple[int, ...],
-    place: int,
+    device_index: int,
     count: int,
     parts: Sequence[tuple[int, int]] = (),
-) -> list[Piece]:
-    """What device `place` of `count` has of an array.
+) -> list[ShardSlice]:
+    """What device `device_index` of `count` has of an array.
 
     Args:
         whole: The array's shape on a single device.
@@ -196,9 +208,9 @@ def held_pieces(
             values do, the sizes there of each, whole and own. Of a part that has fewer rows than
             there are devices, several devices have the same one.
     """
-    axis, nowhere = split_axis(whole, own), (0,) * len(whole)
+    axis, nowhere = sharded_axis(whole, own), (0,) * len(whole)
     if axis is None:
-        return [Piece(nowhere, nowhere, whole)]
+        return [ShardSlice(nowhere, nowhere, whole)]
 
     def at(start: int) -> tuple[int, ...]:
         return (*nowhere[:axis], start, *nowhere[axis + 1 :])
@@ -207,7 +219,7 @@ def held_pieces(
     for size, own_size in parts or [(whole[axis], own[axis])]:
         shape = (*whole[:axis], own_size, *whole[axis + 1 :])
         # Devices that have a part together, as a KV head, all begin where it does.
-        start = before + place * size // count // own_size * own_size
-        found.append(Piece(at(start), at(own_before), shape))
+        start = before + device_index * size // count // own_size * own_size
+        found.append(ShardSlice(at(start), at(own_before), shape))
         before, own_before = before + size, own_before + own_size
     return found

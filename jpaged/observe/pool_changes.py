@@ -93,7 +93,7 @@ class PoolChanges:
 
 
 @dataclass(slots=True)
-class _Known:
+class _SequenceSnapshot:
     """A sequence as it was at the last look."""
 
     sequence: Sequence
@@ -129,16 +129,16 @@ class PoolWatch:
         self._num_token_blocks = num_token_blocks
         self._watches = WeakSet[PoolWatch]() if watches is None else watches
         self._watches.add(self)
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SequenceSnapshot] = {}
         num_blocks = len(self._pool.blocks)
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
         self._num_freed = self._num_clears = 0  # all that was ever freed may differ at first
-        self._pins_made_and_held = 0, 0
+        self._pin_counts = 0, 0
         self._pinned: list[int] = []
-        self._images: list[tuple[str, int]] = []
+        self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
         # Blocks whose tokens are to be told, and where they are known if not by content.
-        self._untold: dict[int, tuple[Sequence, int] | None] = {}
+        self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
         """Watch no longer; a second time is no error."""
@@ -150,129 +150,140 @@ class PoolWatch:
 
     def look(self) -> PoolChanges:
         """What changed since the last look; at the first, all there is."""
-        maybe_changed = self._freed_blocks()
-        changes = PoolChanges(images=self._new_images(), pinned=self._new_pins(maybe_changed))
-        self._look_at_sequences(changes, maybe_changed)
+        maybe_changed = self._find_freed_blocks()
+        changes = PoolChanges(
+            images=self._diff_swap_entries(), pinned=self._diff_pins(maybe_changed)
+        )
+        self._diff_sequences(changes, maybe_changed)
         copies, self._copies = self._copies, {}
-        changes = replace(changes, blocks=self._changed_blocks(maybe_changed), copies=copies)
-        self._tell_tokens(changes)
+        changes = replace(changes, blocks=self._diff_blocks(maybe_changed), copies=copies)
+        self._report_tokens(changes)
         return changes
 
-    def _freed_blocks(self) -> set[int]:
+    def _find_freed_blocks(self) -> set[int]:
         """Blocks that were freed since the last look and still are. All blocks, where the prefix
         cache was cleared."""
         pool, cache = self._pool, self._scheduler.block_manager.prefix_cache
-        num_freed, self._num_freed = pool.num_freed - self._num_freed, pool.num_freed
+        num_blocks_freed, self._num_freed = (
+            pool.num_blocks_freed - self._num_freed,
+            pool.num_blocks_freed,
+        )
         num_clears = 0 if cache is None else cache.num_clears
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        return set(islice(reversed(pool.free_block_queue), num_freed))
+        return set(islice(reversed(pool.free_block_queue), num_blocks_freed))
 
-    def _new_pins(self, maybe_changed: set[int]) -> list[int] | None:
+    def _diff_pins(self, maybe_changed: set[int]) -> list[int] | None:
         pins = self._scheduler.block_manager.pins
-        made_and_held = pins.num_made, len(pins)
-        if made_and_held == self._pins_made_and_held:
+        pin_counts = pins.num_created, len(pins)
+        if pin_counts == self._pin_counts:
             return None
-        self._pins_made_and_held = made_and_held
-        before, self._pinned = self._pinned, sorted(pins.holders)
+        self._pin_counts = pin_counts
+        before, self._pinned = self._pinned, sorted(pins.holder_counts)
         maybe_changed.update(before, self._pinned)
         return None if self._pinned == before else self._pinned
 
-    def _look_at_sequences(self, changes: PoolChanges, maybe_changed: set[int]) -> None:
+    def _diff_sequences(self, changes: PoolChanges, maybe_changed: set[int]) -> None:
         for seq_id, known in list(self._known.items()):
-            if not _holds(known.sequence):
+            if not _has_blocks(known.sequence):
                 del self._known[seq_id]
                 changes.gone.append(seq_id)
                 maybe_changed.update(known.table, (known.last_block,))
-        for sequence in self._scheduler.sequences.known.values():
-            if _holds(sequence):
-                self._look_at_sequence(sequence, changes, maybe_changed)
+        for sequence in self._scheduler.sequences.by_id.values():
+            if _has_blocks(sequence):
+                self._diff_sequence(sequence, changes, maybe_changed)
 
-    def _look_at_sequence(
+    def _diff_sequence(
         self, sequence: Sequence, changes: PoolChanges, maybe_changed: set[int]
     ) -> None:
         known = self._known.get(sequence.seq_id)
         if known is None:
-            known = self._known[sequence.seq_id] = _Known(sequence, sequence.block_table)
+            known = self._known[sequence.seq_id] = _SequenceSnapshot(sequence, sequence.block_table)
         table, num_computed = sequence.block_table, sequence.num_computed_tokens
         status = "finished" if sequence.finish_reason else str(sequence.request.status)
-        num_host_blocks = len(sequence.image_table)
-        num_kept = _num_kept(known, table)
+        num_host_blocks = len(sequence.host_block_table)
+        num_kept = _count_unchanged_entries(known, table)
         is_same_table = num_kept == known.num_blocks == len(table)
         if not is_same_table or (status, num_host_blocks) != (known.status, known.num_host_blocks):
-            changes.tables.append(_change(sequence, status, num_kept))
+            changes.tables.append(_make_table_change(sequence, status, num_kept))
         elif num_computed != known.num_computed:
             changes.grown[sequence.seq_id] = num_computed
         if not is_same_table:
             maybe_changed.update(known.table[num_kept:], (known.last_block,), table[num_kept:])
-        if sequence.num_chained_blocks != known.num_chained:
-            maybe_changed.update(table[known.num_chained : sequence.num_chained_blocks])
+        if sequence.num_registered_blocks != known.num_chained:
+            maybe_changed.update(table[known.num_chained : sequence.num_registered_blocks])
         if self._num_token_blocks:
-            self._note_tokens(known, sequence, num_kept)
+            self._collect_unreported(known, sequence, num_kept)
         known.table, known.num_blocks = table, len(table)
         known.last_block = table[-1] if table else 0
-        known.num_chained = sequence.num_chained_blocks
+        known.num_chained = sequence.num_registered_blocks
         known.num_computed, known.status = num_computed, status
         known.num_host_blocks = num_host_blocks
 
-    def _changed_blocks(self, maybe_changed: set[int]) -> ChangedBlocks:
+    def _diff_blocks(self, maybe_changed: set[int]) -> ChangedBlocks:
         counts, hashes = self._counts, self._hashes
         changed: list[int] = []
         for block_id in sorted(maybe_changed):
             block = self._pool.blocks[block_id]
-            content, count, known_hash = block.content, block.ref_cnt, 0
-            if content is not None:
-                count, known_hash = count or CACHED, content.digest & 0xFFFFFFFF
-            if count != counts[block_id] or known_hash != hashes[block_id]:
-                counts[block_id], hashes[block_id] = count, known_hash
+            cache_entry, count, content_hash = block.cache_entry, block.ref_cnt, 0
+            if cache_entry is not None:
+                count, content_hash = count or CACHED, cache_entry.digest & 0xFFFFFFFF
+            if count != counts[block_id] or content_hash != hashes[block_id]:
+                counts[block_id], hashes[block_id] = count, content_hash
                 changed.append(block_id)
-                if content is not None and self._num_token_blocks:
-                    self._untold[block_id] = None
+                if cache_entry is not None and self._num_token_blocks:
+                    self._unreported_blocks[block_id] = None
         return ChangedBlocks(changed, [counts[i] for i in changed], [hashes[i] for i in changed])
 
-    def _note_tokens(self, known: _Known, sequence: Sequence, num_kept: int) -> None:
+    def _collect_unreported(
+        self, known: _SequenceSnapshot, sequence: Sequence, num_kept: int
+    ) -> None:
         size = self._scheduler.block_manager.block_size
         num_read = min(sequence.num_computed_tokens, len(sequence.token_ids))
         has_more = num_read != known.num_read
         first = min(num_kept, known.num_read // size) if has_more else num_kept
         for index in range(first, min(-(-num_read // size), len(sequence.block_table))):
-            self._untold[sequence.block_table[index]] = sequence, index
+            self._unreported_blocks[sequence.block_table[index]] = sequence, index
         known.num_read = num_read
 
-    def _tell_tokens(self, changes: PoolChanges) -> None:
-        for _ in range(min(self._num_token_blocks, len(self._untold))):
-            block_id, place = self._untold.popitem()
-            if tokens := self._tokens_of(self._pool.blocks[block_id], place):
+    def _report_tokens(self, changes: PoolChanges) -> None:
+        for _ in range(min(self._num_token_blocks, len(self._unreported_blocks))):
+            block_id, table_position = self._unreported_blocks.popitem()
+            if tokens := self._block_tokens(self._pool.blocks[block_id], table_position):
                 changes.tokens[block_id] = tokens
 
-    def _tokens_of(self, block: KVBlock, place: tuple[Sequence, int] | None) -> list[int]:
+    def _block_tokens(
+        self, block: KVBlock, table_position: tuple[Sequence, int] | None
+    ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.content is not None:  # whose key spells them out, after its parent's number
-            return list(unpack_from(f"<{size}i", block.content.key, 8))
-        if place is None:
+        if block.cache_entry is not None:  # whose key spells them out, after its parent's number
+            return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
+        if table_position is None:
             return []
-        sequence, index = place
+        sequence, index = table_position
         if sequence.block_table[index : index + 1] != [block.block_id]:
             return []
         return sequence.token_ids[index * size : sequence.num_computed_tokens][:size]
 
-    def _new_images(self) -> list[tuple[str, int]] | None:
+    def _diff_swap_entries(self) -> list[tuple[str, int]] | None:
         images: list[tuple[str, int]] = []
-        if self._scheduler.swap_space.num_used_blocks:
+        if self._scheduler.swap_space.num_used_host_blocks:
             waiting = self._scheduler.waiting
-            images = [(r.request_id, r.image.num_blocks) for r in waiting if r.image is not None]
-        if images == self._images:
+            images = [
+                (r.request_id, r.swap_entry.num_blocks) for r in waiting if r.swap_entry is not None
+            ]
+        if images == self._swap_entries:
             return None
-        self._images = images
+        self._swap_entries = images
         return images
 
 
-def _holds(sequence: Sequence) -> bool:
-    return bool(sequence.block_table or sequence.image_table)
+def _has_blocks(sequence: Sequence) -> bool:
+    return bool(sequence.block_table or sequence.host_block_table)
 
 
-def _num_kept(known: _Known, table: list[int]) -> int:
+def _count_unchanged_entries(known: _SequenceSnapshot, table: list[int]) -> int:
     """Leading entries that did not change.
 
     A table that stays the same list only grows, and only its last entry is ever replaced (copy on
@@ -284,7 +295,7 @@ def _num_kept(known: _Known, table: list[int]) -> int:
     return num_blocks if table[num_blocks - 1] == known.last_block else num_blocks - 1
 
 
-def _change(sequence: Sequence, status: str, num_kept: int) -> TableChange:
+def _make_table_change(sequence: Sequence, status: str, num_kept: int) -> TableChange:
     return TableChange(
         sequence.seq_id,
         sequence.request.request_id,
@@ -294,5 +305,5 @@ def _change(sequence: Sequence, status: str, num_kept: int) -> TableChange:
         sequence.num_computed_tokens,
         num_kept,
         tuple(sequence.block_table[num_kept:]),
-        len(sequence.image_table),
+        len(sequence.host_block_table),
     )

@@ -151,12 +151,12 @@ class MemoryReport:
 def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
     """Every block of the pool but the null block, by id and in its order. O(blocks)."""
     manager = scheduler.block_manager
-    owners = _owners(scheduler)
-    empty = _empty_slots(scheduler)
-    pinned = manager.pins.holders
+    owners = _block_owners(scheduler)
+    empty = _count_empty_slots(scheduler)
+    pinned = manager.pins.holder_counts
     infos = {}
     for block in manager.pool.blocks[1:]:
-        block_id, state = block.block_id, _state_of(block)
+        block_id, state = block.block_id, _block_state(block)
         filled = manager.block_size - empty.get(block_id, 0)
         infos[block_id] = BlockInfo(
             block_id,
@@ -165,7 +165,7 @@ def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
             0 if state is BlockState.FREE else filled,
             tuple(owners.get(block_id, ())),
             block_id in pinned,
-            None if block.content is None else block.content.digest,
+            None if block.cache_entry is None else block.cache_entry.digest,
         )
     return infos
 
@@ -178,12 +178,12 @@ def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
             sequence.request.status.value,
             sequence.index,
             tuple(sequence.block_table),
-            tuple(sequence.image_table),
+            tuple(sequence.host_block_table),
             sequence.num_prompt_tokens,
             sequence.num_computed_tokens,
             sequence.num_tokens,
         )
-        for sequence in scheduler.sequences.known.values()
+        for sequence in scheduler.sequences.by_id.values()
     ]
 
 
@@ -191,8 +191,8 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
     """What the pool's slots are used for. O(entries of all block tables)."""
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
     pool, size = manager.pool, manager.block_size
-    tables = [sequence.block_table for sequence in scheduler.sequences.known.values()]
-    num_waste, num_reserved = num_waste_slots(scheduler), _num_reserved_slots(scheduler)
+    tables = [sequence.block_table for sequence in scheduler.sequences.by_id.values()]
+    num_waste, num_reserved = num_waste_slots(scheduler), _count_reserved_slots(scheduler)
     num_used = pool.num_usable_blocks - pool.num_free_blocks
     return MemoryReport(
         block_size=size,
@@ -206,7 +206,7 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
         num_physical_blocks=len(set().union(*tables)),
         num_pinned_blocks=manager.pins.num_blocks,
         num_host_blocks=swap_space.policy.num_host_blocks,
-        num_used_host_blocks=swap_space.num_used_blocks,
+        num_used_host_blocks=swap_space.num_used_host_blocks,
     )
 
 
@@ -222,7 +222,7 @@ def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, An
         num_free_blocks=manager.num_free_blocks,
         num_waste_slots=num_waste_slots(scheduler),
         num_running=len(scheduler.running),
-        num_running_seqs=scheduler.running.num_seats,
+        num_running_seqs=scheduler.running.num_rows,
         num_waiting=len(scheduler.waiting) + num_unqueued,
         num_swapped=scheduler.num_swapped,
         prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
@@ -230,52 +230,52 @@ def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, An
         num_cached_blocks=pool.num_cached_blocks,
         num_pinned_blocks=manager.pins.num_blocks,
         num_host_blocks=swap_space.policy.num_host_blocks,
-        num_used_host_blocks=swap_space.num_used_blocks,
+        num_used_host_blocks=swap_space.num_used_host_blocks,
     )
 
 
 def num_waste_slots(scheduler: "Scheduler") -> int:
     """Slots of used blocks that no token fills, shared ones once. O(sequences)."""
-    return sum(_empty_slots(scheduler).values())
+    return sum(_count_empty_slots(scheduler).values())
 
 
-def _last_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
+def _iter_last_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     """Each sequence that holds blocks, the last of them, and how many of its slots are empty.
 
     Only last blocks have any, and all who share one agree: a fork has computed what its parent has,
     and to write there is to have a copy.
     """
     size = scheduler.block_manager.block_size
-    for sequence in scheduler.sequences.known.values():
+    for sequence in scheduler.sequences.by_id.values():
         if sequence.block_table:
             yield sequence, sequence.block_table[-1], -sequence.num_computed_tokens % size
 
 
-def _empty_slots(scheduler: "Scheduler") -> dict[int, int]:
-    return {block_id: empty for _, block_id, empty in _last_blocks(scheduler)}
+def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
+    return {block_id: empty for _, block_id, empty in _iter_last_blocks(scheduler)}
 
 
-def _num_reserved_slots(scheduler: "Scheduler") -> int:
+def _count_reserved_slots(scheduler: "Scheduler") -> int:
     """Empty slots that one at least of those who hold the block may fill."""
     reserved = Counter[int]()
-    for sequence, block_id, empty in _last_blocks(scheduler):
+    for sequence, block_id, empty in _iter_last_blocks(scheduler):
         if sequence.finish_reason is None:
             # The last token is never fed back, so it has no KV.
-            to_come = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
-            reserved[block_id] = max(reserved[block_id], min(empty, to_come))
+            num_future_tokens = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
+            reserved[block_id] = max(reserved[block_id], min(empty, num_future_tokens))
     return reserved.total()
 
 
-def _owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
+def _block_owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
     """The requests that hold each block, each once, in the order of arrival."""
     owners: dict[int, dict[str, None]] = {}
-    for sequence in scheduler.sequences.known.values():
+    for sequence in scheduler.sequences.by_id.values():
         for block_id in sequence.block_table:
             owners.setdefault(block_id, {})[sequence.request.request_id] = None
     return owners
 
 
-def _state_of(block: KVBlock) -> BlockState:
+def _block_state(block: KVBlock) -> BlockState:
     if block.ref_cnt:
         return BlockState.USED
-    return BlockState.FREE if block.content is None else BlockState.CACHED
+    return BlockState.FREE if block.cache_entry is None else BlockState.CACHED

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Protocol
 
-from jpaged.errors import counted
+from jpaged.errors import format_count
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
 
-WIDTH = 64
+BLOCKS_PER_LINE = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 shared by so many, * by more  P pinned"
 
-_MOST_TIME = 1 / 10  # of an answer's time, spent on pictures
+_MAX_TIME_FRACTION = 1 / 10  # of an answer's time, spent on pictures
 
 
-class Accounts(Protocol):
+class PoolReporter(Protocol):
     """What tells of a pool: an engine."""
 
     def memory_report(self) -> MemoryReport:
@@ -29,7 +29,7 @@ class Accounts(Protocol):
         ...
 
 
-class BusyPool:
+class BusyPoolSampler:
     """Keeps the last look at an engine's pool while it had work.
 
     The report is of the last step seen. The picture costs some time for each block of the pool, so
@@ -40,33 +40,33 @@ class BusyPool:
         seconds: Time spent on looking so far.
     """
 
-    def __init__(self, engine: Accounts):
-        self.seconds = 0.0
+    def __init__(self, engine: PoolReporter):
+        self.seconds_spent = 0.0
         self._engine = engine
         self._report: MemoryReport | None = None
         self._blocks: dict[int, BlockInfo] = {}
         self._num_used_blocks = 0
-        self._next_map = 0.0
+        self._next_map_time = 0.0
 
-    def see(self, stats: EngineStats) -> None:
+    def record(self, stats: EngineStats) -> None:
         """Look, at a moment of which `stats` tell."""
         start = time.perf_counter()
         self._report = self._engine.memory_report()
-        if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map:
+        if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map_time:
             self._blocks = self._engine.block_map()
             self._num_used_blocks = stats.num_used_blocks
-            taken = time.perf_counter() - start
-            self._next_map = start + taken / _MOST_TIME
-        self.seconds += time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            self._next_map_time = start + elapsed / _MAX_TIME_FRACTION
+        self.seconds_spent += time.perf_counter() - start
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """What was seen; nothing if the engine had no work."""
         if self._report is None:
             return []
-        return [*describe(self._report), *draw(self._blocks, self._report.block_size)]
+        return [*describe_report(self._report), *draw_blocks(self._blocks, self._report.block_size)]
 
 
-def describe(report: MemoryReport) -> list[str]:
+def describe_report(report: MemoryReport) -> list[str]:
     """The report, a line for each of its subjects."""
     num_blocks = report.num_physical_blocks
     serve = "serves" if num_blocks == 1 else "serve"
@@ -74,33 +74,33 @@ def describe(report: MemoryReport) -> list[str]:
         f"slots     {report.num_token_slots:,} with tokens, "
         f"{report.num_reserved_slots:,} reserved, {report.num_fragmented_slots:,} never filled, "
         f"{report.num_cached_slots:,} cached, {report.num_free_slots:,} free",
-        f"sharing   {counted(num_blocks, 'block', form=',')} {serve} as "
+        f"sharing   {format_count(num_blocks, 'block', number_format=',')} {serve} as "
         f"{report.num_logical_blocks:,}: "
         f"{report.shared_savings:.1%} saved; {report.num_pinned_blocks:,} pinned",
     ]
     if report.num_host_blocks:
-        whole = counted(report.num_host_blocks, "block", form=",")
+        whole = format_count(report.num_host_blocks, "block", number_format=",")
         lines.append(f"host      {report.num_used_host_blocks:,} of {whole} used")
     return lines
 
 
-def draw(blocks: Mapping[int, BlockInfo], block_size: int) -> list[str]:
-    """A picture of the pool under a legend: `WIDTH` blocks a line, the first one's id before it.
+def draw_blocks(blocks: Mapping[int, BlockInfo], block_size: int) -> list[str]:
+    """A picture of the pool under a legend: `BLOCKS_PER_LINE` blocks a line, the first one's id before it.
 
     Lines on which all blocks are free are counted, not drawn. Of more than `MAX_LINES` lines the
     last sums up the rest of the pool.
     """
     infos = list(blocks.values())
-    rows = [infos[at : at + WIDTH] for at in range(0, len(infos), WIDTH)]
+    rows = [infos[at : at + BLOCKS_PER_LINE] for at in range(0, len(infos), BLOCKS_PER_LINE)]
     lines = [
         line
         for is_free, run in groupby(rows, _is_free)
-        for line in _lines(is_free, run, block_size)
+        for line in _format_rows(is_free, run, block_size)
     ]
     if len(lines) > MAX_LINES:
         del lines[MAX_LINES - 1 :]
         rest = infos[sum(num_blocks for num_blocks, _ in lines) :]
-        lines.append((len(rest), f"{'...':>9} {_summary(rest)}"))
+        lines.append((len(rest), f"{'...':>9} {_summarize_blocks(rest)}"))
     return [f"pool      {LEGEND}", *(text for _, text in lines)]
 
 
@@ -108,7 +108,7 @@ def _is_free(row: Iterable[BlockInfo]) -> bool:
     return all(info.state is BlockState.FREE for info in row)
 
 
-def _lines(
+def _format_rows(
     is_free: bool, rows: Iterable[list[BlockInfo]], block_size: int
 ) -> Iterator[tuple[int, str]]:
     """Of rows that are all free or all not: how many blocks each line tells of, and its text."""
@@ -117,11 +117,11 @@ def _lines(
         yield num_blocks, f"{'...':>9} {num_blocks:,} free"
         return
     for row in rows:
-        marks = "".join(_mark(info, block_size) for info in row)
+        marks = "".join(_block_mark(info, block_size) for info in row)
         yield len(row), f"{row[0].block_id:>9} {marks}"
 
 
-def _mark(info: BlockInfo, block_size: int) -> str:
+def _block_mark(info: BlockInfo, block_size: int) -> str:
     if info.state is not BlockState.USED:
         return "." if info.state is BlockState.FREE else "o"
     if info.is_pinned:
@@ -131,7 +131,7 @@ def _mark(info: BlockInfo, block_size: int) -> str:
     return "#" if info.num_filled_slots == block_size else "+"
 
 
-def _summary(infos: list[BlockInfo]) -> str:
+def _summarize_blocks(infos: list[BlockInfo]) -> str:
     counts = Counter(info.state for info in infos)
     states = ", ".join(f"{counts[state]:,} {state}" for state in BlockState)
     return f"{len(infos):,} more: {states}"

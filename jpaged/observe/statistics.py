@@ -161,11 +161,13 @@ class MemoryAccount:
             parts.append(("limit", self.limit))
         return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
 
-    def beside(self, stats: Mapping[str, int]) -> list[str]:
+    def device_memory_lines(self, stats: Mapping[str, int]) -> list[str]:
         """What the device itself says once all is there (`jax.Device.memory_stats`), if it does."""
         names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
         if not all(name in stats for name in names):
             return []
         in_use, peak, limit = (f"{stats[name] / 2**20:,.1f} MiB" for name in names)
-        own = f"{self.resident / 2**20:,.1f}"
-        return [f"the device has {in_use} in use (the account {own}), had {peak}, of {limit}"]
+        resident_mib = f"{self.resident / 2**20:,.1f}"
+        return [
+            f"the device has {in_use} in use (the account {resident_mib}), had {peak}, of {limit}"
+        ]

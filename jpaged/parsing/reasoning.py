@@ -14,7 +14,7 @@ sent back.
 import re
 from collections.abc import Callable
 
-from jpaged.parsing.stream import Content, Event, Reasoning, Steps, StreamParser
+from jpaged.parsing.stream import Content, ParserCoroutine, ParserEvent, Reasoning, StreamParser
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _CALL, _FUNCTION = "<tool_call>", "<function="
@@ -52,49 +52,49 @@ class ReasoningParser(StreamParser):
 
     def __init__(self, family: str, prompt_end: str = ""):
         super().__init__()
-        self._is_open = reasoning_end(family, prompt_end) == (_CLOSE, None)
+        self._starts_in_reasoning = reasoning_end(family, prompt_end) == (_CLOSE, None)
         # Newer Qwen3 models call tools in the middle of their reasoning.
-        self._ends = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
+        self._end_tags = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
 
-    def _answer(self) -> Steps[None]:
+    def _parse_answer(self) -> ParserCoroutine[None]:
         stream = self._stream
-        has_tag = yield from stream.literal(_OPEN)
-        if has_tag or self._is_open:
+        has_tag = yield from stream.take_literal(_OPEN)
+        if has_tag or self._starts_in_reasoning:
             stream.release()
             yield from self._skip_line_breaks()
-            if (yield from self._reasoning()):
+            if (yield from self._parse_reasoning()):
                 yield from self._skip_line_breaks()
         while True:
-            self._emit(Content, stream.rest())
-            if stream.ended:
+            self._emit(Content, stream.take_rest())
+            if stream.is_complete:
                 return
             yield
 
-    def _reasoning(self) -> Steps[bool]:
+    def _parse_reasoning(self) -> ParserCoroutine[bool]:
         """Emit the reasoning. Return whether a closing tag ended it."""
         stream = self._stream
         while True:
-            stream.sink = lambda piece: self._emit(Reasoning, piece)
-            tag = yield from stream.text_until(*self._ends)
+            stream.sink = lambda chunk: self._emit(Reasoning, chunk)
+            tag = yield from stream.take_until(*self._end_tags)
             stream.sink = None
             if tag == _CLOSE:
-                yield from stream.literal(_CLOSE)
+                yield from stream.take_literal(_CLOSE)
                 stream.release()
                 return True
             if not tag:
-                self._emit(Reasoning, stream.rest())
+                self._emit(Reasoning, stream.take_rest())
                 return False
-            yield from stream.literal(_CALL)
-            if (yield from stream.leads_to(_FUNCTION)):
+            yield from stream.take_literal(_CALL)
+            if (yield from stream.is_next(_FUNCTION)):
                 self._emit(Content, stream.release())
                 return False
             self._emit(Reasoning, stream.release())
 
-    def _skip_line_breaks(self) -> Steps[None]:
-        self._stream.sink = lambda piece: None
-        yield from self._stream.run(_LINE_BREAKS)
+    def _skip_line_breaks(self) -> ParserCoroutine[None]:
+        self._stream.sink = lambda chunk: None
+        yield from self._stream.take_matching(_LINE_BREAKS)
         self._stream.sink = None
 
-    def _emit(self, kind: Callable[[str], Event], text: str) -> None:
+    def _emit(self, event_type: Callable[[str], ParserEvent], text: str) -> None:
         if text:
-            self._events.append(kind(text))
+            self._events.append(event_type(text))

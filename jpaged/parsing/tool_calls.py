@@ -20,16 +20,16 @@ from jpaged.parsing.stream import (
     CallEnd,
     CallStart,
     Content,
-    Event,
-    Steps,
+    ParserCoroutine,
+    ParserEvent,
     StreamParser,
     UnexpectedTextError,
 )
 
-Tool = Mapping[str, Any]
+ToolDefinition = Mapping[str, Any]
 """A tool in OpenAI's format: {"type": "function", "function": {"name": ..., ...}}."""
 
-LONGEST_NAME = 256
+MAX_NAME_LENGTH = 256
 """Maximum number of characters of a function's or a parameter's name."""
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -39,7 +39,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 class ToolCallParser(StreamParser):
     """Find the calls in one answer; everything else is content.
 
-    A family's subclass defines `opening_tags` and `_calls`.
+    A family's subclass defines `opening_tags` and `_parse_calls`.
 
     Args:
         tools: The tools in the prompt. A family that writes values without quotes takes their types
@@ -55,32 +55,32 @@ class ToolCallParser(StreamParser):
     id_prefix: ClassVar[str] = "call_"
     id_size: ClassVar[int] = 24
 
-    def __init__(self, tools: Sequence[Tool] = ()):
+    def __init__(self, tools: Sequence[ToolDefinition] = ()):
         super().__init__()
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        self._pieces: list[str] = []  # of the open call's arguments, else of content
+        self._chunks: list[str] = []  # of the open call's arguments, else of content
         self._num_calls = 0
-        self._is_open = False  # whether a call has begun and has not ended
-        self._has_text = True  # since the last call
+        self._is_in_call = False  # whether a call has begun and has not ended
+        self._has_text_since_call = True  # since the last call
 
-    def _calls(self) -> Steps[None]:
+    def _parse_calls(self) -> ParserCoroutine[None]:
         """Take one or more calls, the opening tag first. Raise UnexpectedTextError where the text
         does not fit the format."""
         raise NotImplementedError
 
-    def _answer(self) -> Steps[None]:
+    def _parse_answer(self) -> ParserCoroutine[None]:
         stream, is_over = self._stream, False
         while not is_over:
             stream.sink = self._emit_text
-            is_over = not (yield from stream.text_until(*self.opening_tags))
+            is_over = not (yield from stream.take_until(*self.opening_tags))
             stream.sink = None
             if is_over:
-                self._emit_unless_blank(stream.rest())
+                self._emit_unless_blank(stream.take_rest())
             else:
-                yield from self._try_calls()
+                yield from self._try_parse_calls()
 
-    def _try_calls(self) -> Steps[None]:
+    def _try_parse_calls(self) -> ParserCoroutine[None]:
         """Take calls, or emit as content what turns out to be none.
 
         If the answer ends after a call and before that call's closing tags, the tags' beginning is
@@ -88,7 +88,7 @@ class ToolCallParser(StreamParser):
         """
         num_before = self._num_calls
         try:
-            yield from self._calls()
+            yield from self._parse_calls()
         except UnexpectedTextError:
             text = self._stream.release()
             if self._num_calls == num_before or not (yield from self._stream.is_over()):
@@ -97,47 +97,49 @@ class ToolCallParser(StreamParser):
 
     # Events.
 
-    def _take_events(self) -> list[Event]:
-        self._join_pieces()
+    def _take_events(self) -> list[ParserEvent]:
+        self._emit_chunks()
         return super()._take_events()
 
-    def _join_pieces(self) -> None:
+    def _emit_chunks(self) -> None:
         """Emit the pieces of text as one event."""
-        text = "".join(self._pieces)
-        self._pieces.clear()
+        text = "".join(self._chunks)
+        self._chunks.clear()
         if text:
-            is_open, index = self._is_open, self._num_calls
+            is_open, index = self._is_in_call, self._num_calls
             self._events.append(CallArguments(index, text) if is_open else Content(text))
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._has_text = True
-            self._pieces.append(text)
+            self._has_text_since_call = True
+            self._chunks.append(text)
 
     def _emit_unless_blank(self, text: str) -> None:
         """Emit text, unless it is whitespace directly after a call."""
-        if self._has_text or text.strip():
+        if self._has_text_since_call or text.strip():
             self._emit_text(text)
 
     def _emit_arguments(self, text: str) -> None:
-        self._pieces.append(text)
+        self._chunks.append(text)
 
     def _begin_call(self, name: str, call_id: str = "") -> None:
         self._stream.release()
-        self._join_pieces()
-        made = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(self.id_size))
-        self._events.append(CallStart(self._num_calls, call_id or self.id_prefix + made, name))
-        self._is_open = True
+        self._emit_chunks()
+        random_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(self.id_size))
+        self._events.append(CallStart(self._num_calls, call_id or self.id_prefix + random_id, name))
+        self._is_in_call = True
 
     def _end_call(self) -> None:
-        self._join_pieces()
+        self._emit_chunks()
         self._events.append(CallEnd(self._num_calls))
         self._num_calls += 1
-        self._is_open = self._has_text = False
+        self._is_in_call = self._has_text_since_call = False
 
     # Calls as JSON.
 
-    def _json_call(self, closing_tag: str, keys: frozenset[str] | None = None) -> Steps[None]:
+    def _parse_json_call(
+        self, closing_tag: str, keys: frozenset[str] | None = None
+    ) -> ParserCoroutine[None]:
         """Take one call that is a JSON object.
 
         Args:
@@ -151,29 +153,29 @@ class ToolCallParser(StreamParser):
         stream, name, arguments = self._stream, "", ""
         is_emitted = is_over = False
         yield from stream.expect("{")
-        yield from stream.spaces()
+        yield from stream.take_whitespace()
         while not is_over:
-            key = yield from stream.json_string()
+            key = yield from stream.take_json_string()
             if keys is not None and key not in keys:
                 raise UnexpectedTextError
-            yield from stream.spaces()
+            yield from stream.take_whitespace()
             yield from stream.expect(":")
-            yield from stream.spaces()
+            yield from stream.take_whitespace()
             if key == "name" and not name:
-                name = checked_name((yield from stream.json_string()))
+                name = validate_name((yield from stream.take_json_string()))
             elif key not in _ARGUMENTS_KEYS or arguments or is_emitted:
-                yield from stream.json_value()
+                yield from stream.take_json_value()
             elif (yield from stream.peek()) != "{":
                 raise UnexpectedTextError
             elif name:
-                yield from self._call_with_arguments(name, closing_tag)
+                yield from self._parse_arguments(name, closing_tag)
                 is_emitted = True
             else:
-                arguments = yield from stream.text_of(stream.json_value())
+                arguments = yield from stream.capture_text(stream.take_json_value())
             if name and arguments:
                 self._emit_whole_call(name, arguments)
                 arguments, is_emitted = "", True
-            is_over = yield from self._object_ends(closing_tag if is_emitted else "")
+            is_over = yield from self._parse_object_end(closing_tag if is_emitted else "")
         if not is_emitted:
             if not name or keys is not None:
                 raise UnexpectedTextError
@@ -185,38 +187,40 @@ class ToolCallParser(StreamParser):
         self._emit_arguments(arguments)
         self._end_call()
 
-    def _call_with_arguments(self, name: str, closing_tag: str, call_id: str = "") -> Steps[None]:
+    def _parse_arguments(
+        self, name: str, closing_tag: str, call_id: str = ""
+    ) -> ParserCoroutine[None]:
         """Begin a call, and take and emit its arguments; broken ones end at `closing_tag`."""
         stream = self._stream
         self._begin_call(name, call_id)
         stream.sink = self._emit_arguments
         try:
-            yield from stream.json_value()
+            yield from stream.take_json_value()
         except UnexpectedTextError:
-            if not (yield from stream.text_until(closing_tag, blank=0)):
-                self._emit_arguments(stream.rest())
+            if not (yield from stream.take_until(closing_tag, max_whitespace=0)):
+                self._emit_arguments(stream.take_rest())
         stream.sink = None
         self._end_call()
 
-    def _object_ends(self, closing_tag: str) -> Steps[bool]:
+    def _parse_object_end(self, closing_tag: str) -> ParserCoroutine[bool]:
         """Take the comma or the brace after a value of an object. Return whether the object ends.
 
         If there is a `closing_tag`, that tag and the end of the answer end the object too.
         """
         stream = self._stream
-        yield from stream.spaces()
+        yield from stream.take_whitespace()
         if closing_tag and (
-            (yield from stream.leads_to(closing_tag)) or (yield from stream.is_over())
+            (yield from stream.is_next(closing_tag)) or (yield from stream.is_over())
         ):
             return True
         if (yield from stream.expect(",}")) == "}":
             return True
-        yield from stream.spaces()
+        yield from stream.take_whitespace()
         return False
 
 
-def checked_name(name: str) -> str:
+def validate_name(name: str) -> str:
     """Return a function's name; raise UnexpectedTextError if it is empty or too long."""
-    if not 0 < len(name) <= LONGEST_NAME:
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise UnexpectedTextError
     return name

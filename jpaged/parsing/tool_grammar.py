@@ -7,18 +7,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jpaged.errors import ErrorKind, RequestError
-from jpaged.parsing.tool_calls import Tool
+from jpaged.parsing.tool_calls import ToolDefinition
 from jpaged.parsing.tool_families import load_family
 from jpaged.structured_outputs import StructuredOutputs, bounds
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
-_NAME_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+_OPEN_OBJECT_KEYWORDS = {
+    "additionalProperties",
+    "patternProperties",
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+}
 
 
 def call_grammar(
     family: str,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolDefinition],
     *,
     name: str | None = None,
     parallel: bool = True,
@@ -99,7 +106,7 @@ class CallGrammar:
     def build(self) -> StructuredOutputs:
         """Return the grammar; raise TypeError or ValueError if a schema cannot be enforced."""
         enforced = [
-            (path, parameters_of(function))
+            (path, tool_parameters(function))
             for path, function in self.functions
             if self._is_enforced(function)
         ]
@@ -110,7 +117,7 @@ class CallGrammar:
         try:
             return StructuredOutputs(grammar=text)
         except RequestError as error:  # the schemas are too large together
-            raise error.renamed({"structured_outputs.grammar": "tools"}) from None
+            raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
         """Yield the rules of calls: those of `_sequence_rules`, and `call_i` of each function."""
@@ -121,7 +128,7 @@ class CallGrammar:
         """Whether all calls of an answer are one list, which text cannot interrupt."""
         return False
 
-    def _least_size(self, schema: Any, num_characters: int) -> int:
+    def _min_rules_size(self, schema: Any, num_characters: int) -> int:
         """Return a lower bound of the number of characters of a schema's rules.
 
         Args:
@@ -139,23 +146,23 @@ class CallGrammar:
         """Return whether the tokenizer has a special token of this text."""
         return text in self.special_ids
 
-    def _tag(self, text: str) -> str:
+    def _tag_rule(self, text: str) -> str:
         """Return a tag as its special token, or as text if the tokenizer has no such token."""
         return f"<[{self.special_ids[text]}]>" if self._is_special(text) else literal(text)
 
-    def _opening(self) -> str:
+    def _opening_rule(self) -> str:
         """Return the tag that begins a call, or nothing if the text before the call includes it."""
         tag = self.opening_tags[0]
-        return "" if self.has_text and not self._is_special(tag) else self._tag(tag)
+        return "" if self.has_text and not self._is_special(tag) else self._tag_rule(tag)
 
-    def _arguments(self, function: Mapping[str, Any]) -> str:
+    def _arguments_rule(self, function: Mapping[str, Any]) -> str:
         """Return the body of the rule of a function's arguments as JSON."""
         return json_rule(_closed_schema(function) if self._is_enforced(function) else _ANY_OBJECT)
 
-    def _sequence_rules(self, start: str, between: str, end: str) -> Iterator[str]:
+    def _sequence_rules(self, start: str, separator: str, end: str) -> Iterator[str]:
         """Yield the rules `calls` (calls in sequence, without text between them) and `call`."""
         repeats = self.parallel and (self._is_one_list or not self.has_text)
-        again = f"({between} call)*" if repeats else ""
+        again = f"({separator} call)*" if repeats else ""
         yield " ".join(f"calls: {start} call {again} {end}".split())
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self.functions)))}"
 
@@ -164,7 +171,7 @@ class CallGrammar:
         for i, (_, function) in enumerate(self.functions):
             head = literal(f'{{"name": "{function["name"]}", "{key}": ')
             yield f"call_{i}: {opening} {head} arguments_{i} {literal('}')} {closing}".rstrip()
-            yield f"arguments_{i}: {self._arguments(function)}"
+            yield f"arguments_{i}: {self._arguments_rule(function)}"
 
     def _answer_rules(self) -> Iterator[str]:
         """Yield the rules of the whole answer."""
@@ -182,14 +189,14 @@ class CallGrammar:
         tag, *other_tags = self.opening_tags
         text = r"/[^\s\{](?s:.*)/" if self.is_bare_json else "/(?s:.+)/"
         again = "*" if self.parallel and not self._is_one_list else "?"
-        yield f"TEXT: {text} & {_without(self.opening_tags)}"
+        yield f"TEXT: {text} & {_excluding_texts(self.opening_tags)}"
         if self.is_bare_json:
             yield "said: calls | TEXT?"
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
         else:  # text is greedy, and so must include the tag
             yield f"said: (lead calls){again} TEXT?"
-            but = f" & {_without(other_tags)}" if other_tags else ""
+            but = f" & {_excluding_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
 
     def _check_sizes(self, schemas: Sequence[tuple[str, Any]]) -> None:
@@ -197,26 +204,26 @@ class CallGrammar:
         total = 0
         for path, schema in schemas:
             try:
-                size = len(_json(schema))
+                size = len(_compact_json(schema))
             except (
                 TypeError,
                 ValueError,
                 RecursionError,
             ):  # `_check_parameters` raises a better one
                 continue
-            bounds.SOURCE.check(path, size)
-            total += self._least_size(schema, size)
-        bounds.SOURCE.check("tools", total)
+            bounds.SOURCE_LENGTH.check(path, size)
+            total += self._min_rules_size(schema, size)
+        bounds.SOURCE_LENGTH.check("tools", total)
 
 
-def parameters_of(function: Mapping[str, Any]) -> Any:
+def tool_parameters(function: Mapping[str, Any]) -> Any:
     """Return the schema of a function's parameters; without one it has no parameters."""
     return _NO_ARGUMENTS if function.get("parameters") is None else function["parameters"]
 
 
 def json_rule(schema: Any) -> str:
     """Return the body of a rule that matches JSON that obeys a schema."""
-    return f"%json {_json(schema)}"
+    return f"%json {_compact_json(schema)}"
 
 
 def literal(text: str) -> str:
@@ -232,7 +239,7 @@ def _check_parameters(path: str, schema: Any) -> None:
     try:
         StructuredOutputs(json=schema)
     except RequestError as error:
-        raise error.renamed({"structured_outputs.json": path}) from None
+        raise error.with_renamed_fields({"structured_outputs.json": path}) from None
     if schema.get("type", "object") != "object":
         raise RequestError(f"{path}.type", "must be 'object'", value=repr(schema["type"]))
 
@@ -243,17 +250,21 @@ def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     Add `additionalProperties: false` if `properties` is not empty and has all required names, and
     no keyword may allow other names.
     """
-    schema = {"type": "object", **parameters_of(function)}
+    schema = {"type": "object", **tool_parameters(function)}
     named = schema.get("properties")
-    if named and not schema.keys() & _NAME_OTHERS and {*schema.get("required", ())} <= {*named}:
+    if (
+        named
+        and not schema.keys() & _OPEN_OBJECT_KEYWORDS
+        and {*schema.get("required", ())} <= {*named}
+    ):
         schema["additionalProperties"] = False
     return schema
 
 
-def _json(schema: Any) -> str:
+def _compact_json(schema: Any) -> str:
     return json.dumps(schema, separators=(",", ":"))
 
 
-def _without(texts: Sequence[str]) -> str:
+def _excluding_texts(texts: Sequence[str]) -> str:
     """Return a terminal that matches everything that contains none of the texts."""
     return f"~/(?s:.*)({'|'.join(map(re.escape, sorted(texts)))})(?s:.*)/"

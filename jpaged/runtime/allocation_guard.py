@@ -20,26 +20,26 @@ from typing import Any
 import jax
 import numpy as np
 
-SIZES = tuple(256 << k for k in range(9))
+FRAGMENT_SIZES = tuple(256 << k for k in range(9))
 """Bytes of places: from the least that the allocator gives to 64 KiB, the packed inputs of a decode
 step of 960 rows."""
 
-IN_A_ROW = 25
+BUFFERS_PER_SIZE = 25
 """Pieces of each size; every second one becomes a place: 12 where all are neighbours, fewer where
 holes that the weights left take some. A step of few rows has 4 buffers of 256 bytes, and
 its results stay while the next ones are made."""
 
 
-def pieces() -> list[int]:
+def buffer_sizes() -> list[int]:
     """Sizes in bytes of all buffers from which places are made, in the order to allocate them.
 
     Equal ones come together: memory too small for one is too small for all of its row, so holes do
     not part them from each other.
     """
-    return [size for size in SIZES for _ in range(IN_A_ROW)]
+    return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 
 
-def find_places(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
+def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
     """Which of some buffers to set free, so that each leaves a piece of free memory of its own.
 
     Args:
@@ -49,15 +49,17 @@ def find_places(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
         Indices of buffers with a neighbour before and one behind that stay; no two adjoin.
     """
     order = sorted(range(len(buffers)), key=lambda i: buffers[i])
-    places: set[int] = set()
-    for before, own, behind in zip(order, order[1:], order[2:], strict=False):
-        inside = _adjoin(buffers[before], buffers[own]) and _adjoin(buffers[own], buffers[behind])
-        if inside and before not in places:
-            places.add(own)
-    return frozenset(places)
+    fragments: set[int] = set()
+    for before, middle, behind in zip(order, order[1:], order[2:], strict=False):
+        inside = _are_adjacent(buffers[before], buffers[middle]) and _are_adjacent(
+            buffers[middle], buffers[behind]
+        )
+        if inside and before not in fragments:
+            fragments.add(middle)
+    return frozenset(fragments)
 
 
-def make_places(devices: Sequence[Any]) -> list[jax.Array]:
+def reserve_fragments(devices: Sequence[Any]) -> list[jax.Array]:
     """Make the places on devices (None: the default one), where the arrays that stay must be.
 
     Uploads 3.3 MB to each in one call and compiles nothing: some milliseconds.
@@ -67,13 +69,15 @@ def make_places(devices: Sequence[Any]) -> list[jax.Array]:
     """
     guards: list[jax.Array] = []
     for device in devices:
-        arrays = jax.device_put([np.zeros(size, np.uint8) for size in pieces()], device)
+        arrays = jax.device_put([np.zeros(size, np.uint8) for size in buffer_sizes()], device)
         jax.block_until_ready(arrays)
-        places = find_places([(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays])
-        guards += [array for i, array in enumerate(arrays) if i not in places]
+        fragments = select_buffers_to_free(
+            [(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays]
+        )
+        guards += [array for i, array in enumerate(arrays) if i not in fragments]
     return guards
 
 
-def _adjoin(first: tuple[int, int], second: tuple[int, int]) -> bool:
+def _are_adjacent(first: tuple[int, int], second: tuple[int, int]) -> bool:
     address, size = first
     return address + size == second[0]

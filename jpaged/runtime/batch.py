@@ -24,28 +24,28 @@ from jpaged.runtime.sampler import (
     PADDING_PARAMS,
     ROW_WIDTH,
     SamplerLevel,
-    encode_row,
+    pack_params,
     required_level,
 )
 from jpaged.sampling_params import SamplingParams
 
-LAST_TOKEN = -1
+TOKEN_ON_DEVICE = -1
 
 
 class DecodeColumn:
     """Columns of a packed decode step, in the order of `DecodeBatch`."""
 
-    TOKEN, ROW, SEQ_LEN, BLOCK_INDEX, BLOCK_ID, COUNTED = range(6)
+    TOKEN, ROW, SEQ_LEN, BLOCK_INDEX, BLOCK_ID, IS_OUTPUT = range(6)
 
 
 class PrefillColumn:
     """Columns of a ragged step's packed rows, in the order of `PrefillBatch`."""
 
-    ROW, QUERY_LEN, SEQ_LEN, COUNTED = range(4)
+    ROW, QUERY_LEN, SEQ_LEN, IS_OUTPUT = range(4)
 
 
-_HEADER = 6
-_SAMPLING = slice(_HEADER, None)  # the columns of sampling parameters
+_NUM_HEADER_COLUMNS = 6
+_SAMPLING_COLUMNS = slice(_NUM_HEADER_COLUMNS, None)  # the columns of sampling parameters
 
 
 class DecodeBatch(NamedTuple):
@@ -56,7 +56,7 @@ class DecodeBatch(NamedTuple):
     seq_lens: Int32[Array, "B"]
     block_indices: Int32[Array, "B"]
     block_ids: Int32[Array, "B"]
-    counted: Bool[Array, "B"]
+    is_output: Bool[Array, "B"]
     sampling: Int32[Array, "B W"]
 
 
@@ -67,14 +67,14 @@ class PrefillBatch(NamedTuple):
     rows: Int32[Array, "B"]
     query_lens: Int32[Array, "B"]
     seq_lens: Int32[Array, "B"]
-    counted: Bool[Array, "B"]
+    is_output: Bool[Array, "B"]
     sampling: Int32[Array, "B W"]
     block_tables: Int32[Array, "B M"]
 
 
 def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
     """Return the batch size of a plan's decode step; None if it needs a ragged step."""
-    return buckets.decode_sizes[len(plan.scheduled)] if plan.is_decode else None
+    return buckets.padded_decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
 def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
@@ -112,13 +112,13 @@ def pack_decode(
     Returns:
         int32 [num_rows, 6 + W].
     """
-    packed = np.zeros((num_rows, _HEADER + ROW_WIDTH), np.int32)
+    packed = np.zeros((num_rows, _NUM_HEADER_COLUMNS + ROW_WIDTH), np.int32)
     packed[:, DecodeColumn.ROW] = len(sampling_table) - 1  # the padding's row
     packed[:, DecodeColumn.BLOCK_INDEX] = max_blocks
     n = len(scheduled)
-    tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
-    for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
-        seq_lens[i], counted[i] = start + 1, samples
+    tokens, seq_lens, is_output = [TOKEN_ON_DEVICE] * n, [0] * n, [False] * n
+    for i, (sequence, start, _, is_sampled, block_updates) in enumerate(scheduled):
+        seq_lens[i], is_output[i] = start + 1, is_sampled
         if start < len(sequence.token_ids):
             tokens[i] = sequence.token_ids[start]
         if block_updates:
@@ -126,8 +126,8 @@ def pack_decode(
     packed[:n, DecodeColumn.TOKEN] = tokens
     packed[:n, DecodeColumn.ROW] = rows
     packed[:n, DecodeColumn.SEQ_LEN] = seq_lens
-    packed[:n, DecodeColumn.COUNTED] = counted
-    packed[:, _SAMPLING] = sampling_table[packed[:, DecodeColumn.ROW]]
+    packed[:n, DecodeColumn.IS_OUTPUT] = is_output
+    packed[:, _SAMPLING_COLUMNS] = sampling_table[packed[:, DecodeColumn.ROW]]
     return packed
 
 
@@ -157,8 +157,8 @@ def pack_burst(
 
 def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
     """Take a packed decode step apart, on the device."""
-    *columns, counted = (packed[:, column] for column in range(_HEADER))
-    return DecodeBatch._make([*columns, counted != 0, packed[:, _SAMPLING]])
+    *columns, is_output = (packed[:, column] for column in range(_NUM_HEADER_COLUMNS))
+    return DecodeBatch._make([*columns, is_output != 0, packed[:, _SAMPLING_COLUMNS]])
 
 
 def pack_prefill(
@@ -175,7 +175,7 @@ def pack_prefill(
     Returns:
         int32 [num_tokens + batch_size * (6 + W + max_blocks)].
     """
-    per_seq = _HEADER + ROW_WIDTH + max_blocks
+    per_seq = _NUM_HEADER_COLUMNS + ROW_WIDTH + max_blocks
     packed = np.zeros(num_tokens + batch_size * per_seq, np.int32)
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
     per_seq[:, PrefillColumn.ROW] = len(sampling_table) - 1
@@ -183,22 +183,24 @@ def pack_prefill(
     for i, item in enumerate(scheduled):
         n, sequence = item.num_scheduled_tokens, item.sequence
         known = sequence.token_ids[item.start : item.start + n]
-        tokens[at : at + n] = known if known else LAST_TOKEN
+        tokens[at : at + n] = known if known else TOKEN_ON_DEVICE
         per_seq[i, PrefillColumn.ROW] = rows[i]
         per_seq[i, PrefillColumn.QUERY_LEN] = n
         per_seq[i, PrefillColumn.SEQ_LEN] = item.start + n
-        per_seq[i, PrefillColumn.COUNTED] = item.samples
+        per_seq[i, PrefillColumn.IS_OUTPUT] = item.is_sampled
         tables[i, : len(sequence.block_table)] = sequence.block_table
         at += n
-    per_seq[:, _SAMPLING] = sampling_table[per_seq[:, PrefillColumn.ROW]]
+    per_seq[:, _SAMPLING_COLUMNS] = sampling_table[per_seq[:, PrefillColumn.ROW]]
     return packed
 
 
 def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int) -> PrefillBatch:
     """Take a packed ragged step apart, on the device."""
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    *columns, counted = (per_seq[:, column] for column in range(PrefillColumn.COUNTED + 1))
-    return PrefillBatch._make([tokens, *columns, counted != 0, per_seq[:, _SAMPLING], tables])
+    *columns, is_output = (per_seq[:, column] for column in range(PrefillColumn.IS_OUTPUT + 1))
+    return PrefillBatch._make(
+        [tokens, *columns, is_output != 0, per_seq[:, _SAMPLING_COLUMNS], tables]
+    )
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:
@@ -208,10 +210,10 @@ def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:
 
 def _split_prefill(packed, num_tokens: int, batch_size: int):
     """Views of the three parts, of a numpy array and of a traced one alike."""
-    end = num_tokens + batch_size * (_HEADER + ROW_WIDTH)
+    end = num_tokens + batch_size * (_NUM_HEADER_COLUMNS + ROW_WIDTH)
     return (
         packed[:num_tokens],
-        packed[num_tokens:end].reshape(batch_size, _HEADER + ROW_WIDTH),
+        packed[num_tokens:end].reshape(batch_size, _NUM_HEADER_COLUMNS + ROW_WIDTH),
         packed[end:].reshape(batch_size, -1),
     )
 
@@ -223,43 +225,50 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int):
-        self.sampling = np.zeros((num_rows, ROW_WIDTH), np.int32)
+        self.sampling_table = np.zeros((num_rows, ROW_WIDTH), np.int32)
         self._levels = np.zeros(num_rows, np.int32)
-        self._free = list(range(num_rows - 2, -1, -1))
-        self._row_of: dict[int, int] = {}
-        self.sampling[-1] = PADDING_PARAMS
+        self._free_rows = list(range(num_rows - 2, -1, -1))
+        self._row_by_seq_id: dict[int, int] = {}
+        self.sampling_table[-1] = PADDING_PARAMS
 
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._row_of
+        return seq_id in self._row_by_seq_id
 
     def assign(self, seq_id: int) -> int:
-        """Give a sequence that enters the batch a row, of which nothing is wanted until `sample`.
+        """Give a sequence that enters the batch a row, of which nothing is wanted until `set_sampling`.
 
         Raises:
             ValueError: it has a row already.
         """
-        if seq_id in self._row_of:
-            raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
-        row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
+        if seq_id in self._row_by_seq_id:
+            raise ValueError(
+                f"sequence {seq_id} has device row {self._row_by_seq_id[seq_id]} already"
+            )
+        row = self._row_by_seq_id[seq_id] = self._free_rows.pop()
+        self.sampling_table[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
         return row
 
-    def sample(self, row: int, params: SamplingParams, seed: int) -> None:
+    def set_sampling(self, row: int, params: SamplingParams, seed: int) -> None:
         """Sample a row's sequence as its request wants, by a seed of its own."""
-        self.sampling[row], self._levels[row] = encode_row(params, seed), required_level(params)
+        self.sampling_table[row], self._levels[row] = (
+            pack_params(params, seed),
+            required_level(params),
+        )
 
     def row(self, seq_id: int) -> int:
         """The row of a sequence that has one."""
-        return self._row_of[seq_id]
+        return self._row_by_seq_id[seq_id]
 
     def release(self, seq_id: int) -> None:
         """Take the row of a sequence that left the batch."""
-        self._free.append(self._row_of.pop(seq_id))
+        self._free_rows.append(self._row_by_seq_id.pop(seq_id))
 
     def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
         """Each scheduled sequence's row, int32."""
-        of = self._row_of
-        return np.fromiter((of[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled))
+        row_by_seq_id = self._row_by_seq_id
+        return np.fromiter(
+            (row_by_seq_id[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled)
+        )
 
     def level(self, rows: np.ndarray) -> SamplerLevel:
         """What serves all of `rows`."""

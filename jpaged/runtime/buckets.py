@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 
 MIN_SEQS = 8
 MIN_TOKENS = 64
-ONE_PREFILL_BUCKET_UPTO = 32
+MAX_SINGLE_BUCKET_SEQS = 32
 
-FEW_SEQS = 32
+SMALL_BATCH_SEQS = 32
 """Sequences up to which a step of a small model is over before a host has launched the next one."""
 
 MAX_BURST_ROWS = 1024
 """Of all steps of a burst of more sequences, at most: launched one by one, so many rows of logits
 exist at once."""
 
-PADDED_LOGITS_UPTO = 256
+MAX_PADDED_LOGITS_SEQS = 256
 """Sequences up to which logits are padded to a power of two of rows; a row more to sample takes one
 to two microseconds."""
 
-HALF_STEPS_FROM = 256
+MIN_HALF_STEP_TOKENS = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
 longer, so padding to twice as many would."""
 
@@ -41,42 +41,44 @@ class Buckets:
         burst_seqs: Batch sizes of bursts, some of those of decode steps.
     """
 
-    decode_seqs: tuple[int, ...]
+    decode_batch_sizes: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
-    burst_seqs: tuple[int, ...] = ()
+    burst_batch_sizes: tuple[int, ...] = ()
 
-    def has_burst(self, num_seqs: int, goal: Goal) -> bool:
+    def has_burst(self, num_seqs: int, goal: SchedulingGoal) -> bool:
         """Whether steps of `num_seqs` sequences are better launched as a burst. Few may be padded
         for it, which costs less than their launches; more may not."""
-        if num_seqs <= FEW_SEQS:
-            return bool(self.burst_seqs)
-        unpadded = round_up(self.decode_seqs, num_seqs)
-        return goal is Goal.THROUGHPUT and unpadded in self.burst_seqs
+        if num_seqs <= SMALL_BATCH_SEQS:
+            return bool(self.burst_batch_sizes)
+        unpadded = round_up(self.decode_batch_sizes, num_seqs)
+        return goal is SchedulingGoal.THROUGHPUT and unpadded in self.burst_batch_sizes
 
     @cached_property
-    def sample_seqs(self) -> tuple[int, ...]:
+    def logits_row_sizes(self) -> tuple[int, ...]:
         """Rows of the logits that steps leave: of few sequences fewer sizes than batches have,
         since each takes a program for every sampling level (docs/decisions/0003)."""
-        whole = _powers_of_two(self.decode_seqs)
-        more = (seqs for seqs in self.decode_seqs if seqs > PADDED_LOGITS_UPTO)
+        whole = _keep_powers_of_two(self.decode_batch_sizes)
+        more = (seqs for seqs in self.decode_batch_sizes if seqs > MAX_PADDED_LOGITS_SEQS)
         return tuple(sorted({*whole, *more}))
 
-    def logits_rows(self, num_seqs: int) -> int:
+    def num_logits_rows(self, num_seqs: int) -> int:
         """Rows of the logits that a decode step of a bucket leaves."""
-        return round_up(self.sample_seqs, num_seqs)
+        return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property
-    def decode_sizes(self) -> tuple[int, ...]:
+    def padded_decode_sizes(self) -> tuple[int, ...]:
         """For each number of sequences, the batch size of their decode step."""
-        return tuple(round_up(self.decode_seqs, n) for n in range(self.decode_seqs[-1] + 1))
+        return tuple(
+            round_up(self.decode_batch_sizes, n) for n in range(self.decode_batch_sizes[-1] + 1)
+        )
 
     @property
-    def prefill_tokens(self) -> tuple[int, ...]:
+    def prefill_token_sizes(self) -> tuple[int, ...]:
         """Total tokens of prefill steps."""
         return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))
 
     @property
-    def prefill_seqs(self) -> tuple[int, ...]:
+    def prefill_batch_sizes(self) -> tuple[int, ...]:
         """Sequences of prefill steps."""
         return tuple(sorted({seqs for _, seqs in self.prefill_shapes}))
 
@@ -96,7 +98,11 @@ class Buckets:
 
 
 def make_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = False, burst_steps: int = 1
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    few_programs: bool = False,
+    burst_steps: int = 1,
 ) -> Buckets:
     """Choose the buckets.
 
@@ -106,41 +112,45 @@ def make_buckets(
         few: Compile fewer shapes, and pad more.
         burst_steps: Steps of a burst; 1 for none.
     """
-    decode_seqs = _upto(max_num_seqs, MIN_SEQS, _next_decode_bucket)
-    following = (lambda size: 8 * size) if few else _next_token_bucket
-    tokens = _upto(max_num_batched_tokens, MIN_TOKENS, following)
-    prefill_shapes = tuple(_prefill_shapes(tokens, decode_seqs[0], decode_seqs[-1]))
-    return Buckets(decode_seqs, prefill_shapes, _burst_sizes(decode_seqs, burst_steps))
+    decode_batch_sizes = _bucket_sizes(max_num_seqs, MIN_SEQS, _next_decode_bucket)
+    next_size = (lambda size: 8 * size) if few_programs else _next_token_bucket
+    tokens = _bucket_sizes(max_num_batched_tokens, MIN_TOKENS, next_size)
+    prefill_shapes = tuple(_prefill_shapes(tokens, decode_batch_sizes[0], decode_batch_sizes[-1]))
+    return Buckets(
+        decode_batch_sizes, prefill_shapes, _burst_sizes(decode_batch_sizes, burst_steps)
+    )
 
 
-def _burst_sizes(decode_seqs: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
+def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
     """The least, since many run alone; the largest of few; of more, the powers of two and the last:
     each is two programs to compile."""
     if num_steps == 1:
         return ()
-    few = max(seqs for seqs in decode_seqs if seqs <= FEW_SEQS)
-    most = MAX_BURST_ROWS // num_steps
-    more = (seqs for seqs in _powers_of_two(decode_seqs) if few < seqs <= most)
-    return tuple(sorted({decode_seqs[0], few, *more}))
+    few = max(seqs for seqs in decode_batch_sizes if seqs <= SMALL_BATCH_SEQS)
+    max_seqs = MAX_BURST_ROWS // num_steps
+    more = (seqs for seqs in _keep_powers_of_two(decode_batch_sizes) if few < seqs <= max_seqs)
+    return tuple(sorted({decode_batch_sizes[0], few, *more}))
 
 
-def _powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _keep_powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Those of ascending sizes, and the last."""
     return tuple(size for size in sizes if _is_power_of_two(size) or size == sizes[-1])
 
 
-def _prefill_shapes(tokens: tuple[int, ...], fewest: int, most: int) -> Iterator[tuple[int, int]]:
+def _prefill_shapes(
+    tokens: tuple[int, ...], min_seqs: int, max_seqs: int
+) -> Iterator[tuple[int, int]]:
     """Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
     padding costs less than compiling every shape twice. No more sequences than tokens. Half-way
     buckets are for steps of many, in which prompts join those that decode."""
-    if most <= ONE_PREFILL_BUCKET_UPTO:
-        yield from ((size, most) for size in tokens)
+    if max_seqs <= MAX_SINGLE_BUCKET_SEQS:
+        yield from ((size, max_seqs) for size in tokens)
         return
     for size in tokens:
-        if size < most or _is_power_of_two(size):
-            yield size, fewest
-        if size >= most:
-            yield size, most
+        if size < max_seqs or _is_power_of_two(size):
+            yield size, min_seqs
+        if size >= max_seqs:
+            yield size, max_seqs
 
 
 def round_up(buckets: tuple[int, ...], size: int) -> int:
@@ -168,7 +178,7 @@ def _next_decode_bucket(size: int) -> int:
 
 def _next_token_bucket(size: int) -> int:
     """64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
-    if size < HALF_STEPS_FROM:
+    if size < MIN_HALF_STEP_TOKENS:
         return 2 * size
     return size + size // 2 if _is_power_of_two(size) else size + size // 3
 
@@ -177,8 +187,8 @@ def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _upto(most: int, first: int, following) -> tuple[int, ...]:
+def _bucket_sizes(most: int, first: int, next_size) -> tuple[int, ...]:
     buckets = [first]
     while buckets[-1] < most:
-        buckets.append(following(buckets[-1]))
+        buckets.append(next_size(buckets[-1]))
     return tuple(buckets)

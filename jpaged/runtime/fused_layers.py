@@ -1,7 +1,7 @@
 """A decode step's layers, fused where one kernel leads from a layer's attention to the next one's.
 
 Models say what a layer is; whether what lies between two attentions runs as one launch is decided
-here, for each step, from what the layers hold and what `pallas_kernels.new_exchange` takes.
+here, for each step, from what the layers hold and what `pallas_kernels.new_exchange_memory` takes.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jpaged.models.attention import AttentionInputs, RopeAngles
-from jpaged.models.decoder import DecoderLayer, Stream, run_layers
+from jpaged.models.decoder import DecoderLayer, LayersOutput, run_layers
 from jpaged.models.linear import is_silu
 from jpaged.models.norm import RMSNorm
-from pallas_kernels import Backend, LayerKV, LayerWeights, fused_layer, new_exchange
+from pallas_kernels import Backend, FusedLayerWeights, LayerKV, fused_layer, new_exchange_memory
 
 
 def run_layers_fused(
@@ -27,9 +27,9 @@ def run_layers_fused(
     pool: tuple[LayerKV, ...],
     attention: AttentionInputs,
     angles: Sequence[RopeAngles | None],
-) -> Stream:
+) -> LayersOutput:
     """A decode step's `jpaged.models.decoder.run_layers`, which runs what cannot be fused."""
-    exchange = _exchange(layers, hidden, attention.backend)
+    exchange = _make_exchange(layers, hidden, attention.backend)
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
@@ -37,41 +37,47 @@ def run_layers_fused(
     normed = layers[0].attention_norm(hidden)
     qkv, update, new_pool = layers[0].attention.qkv(normed, attention.backend), None, []
     for index, (layer, kv, own) in enumerate(zip(layers, pool, angles, strict=True)):
-        given = hidden, qkv, kv, attention, own
+        inputs = hidden, qkv, kv, attention, own
         if layer is layers[-1]:
-            hidden, update, kv = _run_last(*nnx.split(layer), *given)
+            hidden, update, kv = _run_last_layer(*nnx.split(layer), *inputs)
         else:
             pair = nnx.split((layer, layers[index + 1]))
-            hidden, qkv, exchange, kv = _run_link(*pair, num_rows, exchange, *given)
+            hidden, qkv, exchange, kv = _run_fused_layer(*pair, num_rows, exchange, *inputs)
         new_pool.append(kv)
     return hidden, update, tuple(new_pool)
 
 
-def _exchange(
+def _make_exchange(
     layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], backend: Backend
 ) -> Int32[Array, "W"] | None:
     """The exchange memory of a decode step whose layers are fused; None where they are not."""
-    weights = [weights_between(layer, following) for layer, following in pairwise(layers)]
+    weights = [fused_layer_weights(layer, following) for layer, following in pairwise(layers)]
     first = weights[0] if weights else None
     if first is None or any(own is None for own in weights):
         return None
-    return new_exchange(first, num_tokens=hidden.shape[0], backend=backend)
+    return new_exchange_memory(first, num_tokens=hidden.shape[0], backend=backend)
 
 
-def weights_between(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights | None:
+def fused_layer_weights(layer: DecoderLayer, following: DecoderLayer) -> FusedLayerWeights | None:
     """What lies between this layer's attention and that of the following one, if it is no more than
     `fused_layer` computes."""
     first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
     if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or mlp.gate_up is None:
         return None
-    plain = layer.norms == following.norms == ("before",) and is_silu(mlp.activation)
-    output, gate_up, down = layer.attention.output.array(), mlp.gate_up.array(), mlp.down.array()
-    qkv = following.attention.qkv.array()
+    plain = layer.norm_positions == following.norm_positions == ("before",) and is_silu(
+        mlp.activation
+    )
+    output, gate_up, down = (
+        layer.attention.output.dense_weight(),
+        mlp.gate_up.dense_weight(),
+        mlp.down.dense_weight(),
+    )
+    qkv = following.attention.qkv.dense_weight()
     if output is None or gate_up is None or down is None or qkv is None:
         return None
     if not plain or first.eps != second.eps:
         return None
-    return LayerWeights(
+    return FusedLayerWeights(
         output.reshape(-1, output.shape[-1]),
         first.scale,
         gate_up,
@@ -82,7 +88,7 @@ def weights_between(layer: DecoderLayer, following: DecoderLayer) -> LayerWeight
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_link(
+def _run_fused_layer(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     num_rows: Int32[Array, ""],
@@ -99,18 +105,18 @@ def _run_link(
     hidden, qkv, exchange = fused_layer(
         out.reshape(out.shape[0], -1),
         hidden,
-        cast(LayerWeights, weights_between(layer, following)),
+        cast(FusedLayerWeights, fused_layer_weights(layer, following)),
         num_rows,
         exchange,
         eps=layer.mlp_norm.eps,
         backend=attention.backend,
     )
-    heads = following.attention.qkv.projection.outputs
+    heads = following.attention.qkv.projection.output_shape
     return hidden, qkv.reshape(*qkv.shape[:2], *heads), exchange, kv
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_last(
+def _run_last_layer(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     hidden: Float[Array, "T D"],
@@ -122,5 +128,5 @@ def _run_last(
     """The last layer from its projected rows on."""
     layer, backend = nnx.merge(definition, parameters), attention.backend
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
-    rows, hidden = layer.mlp_norm.add(hidden, layer.attention.output(out, backend), backend)
+    rows, hidden = layer.mlp_norm.add_norm(hidden, layer.attention.output(out, backend), backend)
     return hidden, layer.mlp(rows, backend), kv

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from jpaged.models.config import ModelConfig
-from pallas_kernels import FP8, FP8_PAIR, LayerKV
+from pallas_kernels import FP8, FP8_PAIR_DTYPE, LayerKV
 
 HEADS_AXIS = 2
 """Of the pool's arrays (see `LayerKV`): along it devices share them."""
@@ -38,7 +38,7 @@ def make_pool(
     """An empty pool for weights of `dtype`: a `LayerKV` a layer."""
     dtype, columns = pool_dtype(model, dtype), model.head_size
     if dtype == FP8:
-        dtype, columns = FP8_PAIR, columns // 2
+        dtype, columns = FP8_PAIR_DTYPE, columns // 2
     shape = (num_blocks, block_size, model.num_kv_heads, columns)
     return tuple(
         LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_layers)

@@ -10,16 +10,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.sharding import mesh_of, over, own_shape, sharding_of
+from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
-from jpaged.runtime.peer_memory import header_shape
+from jpaged.runtime.peer_memory import peer_header_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
-    EVERYTHING,
+    FULL_LEVEL,
     SCORED_GREEDY,
     SamplerLevel,
     SamplingState,
-    init_state,
+    init_sampling_state,
 )
 from jpaged.runtime.swap import gather_blocks_step
 
@@ -54,12 +54,12 @@ class SplitModel:
     @property
     def mesh(self) -> Mesh | None:
         """The devices that share the model; None if it is on one."""
-        return mesh_of(self.leaves)
+        return tree_mesh(self.leaves)
 
     @property
-    def own_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def shard_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of what each device has of the parameters."""
-        return tuple(jax.ShapeDtypeStruct(own_shape(it), it.dtype) for it in self.leaves)
+        return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
         """The step as a function of the leaves, a device's own, and its other arguments."""
@@ -73,7 +73,7 @@ class SplitModel:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class DeviceShapes:
     """Shapes and dtypes of the arrays that live on the device; with several devices, of the arrays
     over all of them, the pool split by its heads and all else on each."""
 
@@ -81,13 +81,15 @@ class Shapes:
     last_tokens: jax.ShapeDtypeStruct
     sampling: SamplingState
     hidden: jax.ShapeDtypeStruct
-    peers: jax.ShapeDtypeStruct | None = None
+    peer_header: jax.ShapeDtypeStruct | None = None
     """Headers of the devices' peer memories, side by side; None where sums do not go through it."""
-    splits_vocabulary: bool = False
+    is_vocab_sharded: bool = False
     """Whether each device has the logits of its own part of the vocabulary alone."""
 
     @staticmethod
-    def of(model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None) -> "Shapes":
+    def of(
+        model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None
+    ) -> "DeviceShapes":
         """The shapes a configuration implies.
 
         Args:
@@ -99,72 +101,84 @@ class Shapes:
         Raises:
             ValueError: the model is not the share of one of so many devices.
         """
-        if model.num_shares != (1 if mesh is None else mesh.size):
+        if model.tensor_parallel_size != (1 if mesh is None else mesh.size):
             raise ValueError(
-                f"num_shares={model.num_shares} of the model is not the mesh's size: "
-                "give `ModelConfig.share` of it"
+                f"tensor_parallel_size={model.tensor_parallel_size} of the model is not the mesh's size: "
+                "give `ModelConfig.shard` of it"
             )
 
-        def on_all(tree):
-            return jax.tree.map(lambda own: over(mesh, own, None), tree)
+        def replicate(tree):
+            return jax.tree.map(lambda own: global_shape_struct(mesh, own, None), tree)
 
         rows, pool_size = config.num_rows, (config.num_blocks, config.block_size)
         pool = jax.eval_shape(lambda: make_pool(model, *pool_size, dtype))
-        pool = jax.tree.map(lambda own: over(mesh, own, HEADS_AXIS), pool)
-        return Shapes(
-            kv=KVState._make((pool, on_all(int32(rows, config.max_blocks_per_seq)))),
-            last_tokens=on_all(int32(rows)),
-            sampling=on_all(jax.eval_shape(lambda: init_state(rows, config.vocab_size))),
+        pool = jax.tree.map(lambda own: global_shape_struct(mesh, own, HEADS_AXIS), pool)
+        return DeviceShapes(
+            kv=KVState._make((pool, replicate(int32_shape(rows, config.max_blocks_per_seq)))),
+            last_tokens=replicate(int32_shape(rows)),
+            sampling=replicate(
+                jax.eval_shape(lambda: init_sampling_state(rows, config.vocab_size))
+            ),
             hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
-            peers=None if mesh is None or not config.peer_memory else header_shape(mesh),
-            splits_vocabulary=model.table_rows < model.vocab_size,
+            peer_header=None
+            if mesh is None or not config.has_peer_memory
+            else peer_header_shape(mesh),
+            is_vocab_sharded=model.num_embedding_rows < model.vocab_size,
         )
 
     @property
-    def held(self) -> dict[str, Any]:
+    def persistent_arrays(self) -> dict[str, Any]:
         """What stays on the device between steps, by the names that steps have for it."""
-        held = {"state": self.kv, "last_tokens": self.last_tokens, "sampling": self.sampling}
-        return held if self.peers is None else {**held, "peers": self.peers}
+        persistent_arrays = {
+            "state": self.kv,
+            "last_tokens": self.last_tokens,
+            "sampling": self.sampling,
+        }
+        return (
+            persistent_arrays
+            if self.peer_header is None
+            else {**persistent_arrays, "peer_header": self.peer_header}
+        )
 
     def logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         """What a step leaves for its sampling."""
-        mesh = mesh_of(self.kv) if self.splits_vocabulary else None
-        lie = None if mesh is None else sharding_of(mesh, 1)
-        shape = num_rows, self.sampling.words.shape[1]
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lie)
+        mesh = tree_mesh(self.kv) if self.is_vocab_sharded else None
+        sharding = None if mesh is None else axis_sharding(mesh, 1)
+        shape = num_rows, self.sampling.token_state.shape[1]
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     def blocks(self, num_blocks: int) -> jax.ShapeDtypeStruct:
         """Blocks gathered from the pool."""
         blocks, mesh = (
-            jax.eval_shape(gather_blocks_step, self.kv, int32(num_blocks)),
-            mesh_of(self.kv),
+            jax.eval_shape(gather_blocks_step, self.kv, int32_shape(num_blocks)),
+            tree_mesh(self.kv),
         )
         # One axis more than the pool's: its arrays.
-        lie = None if mesh is None else sharding_of(mesh, HEADS_AXIS + 1)
-        return jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=lie)
+        sharding = None if mesh is None else axis_sharding(mesh, HEADS_AXIS + 1)
+        return jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=sharding)
 
 
-def int32(*shape: int) -> jax.ShapeDtypeStruct:
+def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
     """The shape of an array of int32."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def sampler_levels(
-    config: RuntimeConfig, *, splits_vocabulary: bool = False
+    config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
     """The levels compiled; a batch runs at the first that does all it needs. Where devices split
     the vocabulary, those that need no whole rows of logits (`sample`) are among them and first."""
-    levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
+    levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:
-        levels = SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
-    if not splits_vocabulary:
+        levels = SamplerLevel.GREEDY, SCORED_GREEDY, FULL_LEVEL
+    if not is_vocab_sharded:
         return levels
     first = SamplerLevel.GREEDY, SamplerLevel.RANDOM
     return *first, *(level for level in levels if level not in first)
 
 
-Name = tuple[str, Any]
+ProgramName = tuple[str, Any]
 """A program's kind and its key among those, mostly the shape of what it computes; None of one."""
 
-Programs = Mapping[Name, Any]
+Programs = Mapping[ProgramName, Any]
 """Compiled programs; `jpaged.runtime.steps.PROGRAMS` says what each kind does."""

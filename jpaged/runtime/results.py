@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, StepPlan
-from jpaged.core.request import Candidates, Request
-from jpaged.runtime.peer_memory import await_devices
+from jpaged.core.request import BeamCandidates, Request
+from jpaged.runtime.peer_memory import wait_for_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import LOGPROB_COLUMN, NUM_FACTS, RANK_COLUMN, TOKEN_COLUMN
+from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN_COLUMN
 
-LAUNCHES_AHEAD = 16
+MAX_LAUNCHES_AHEAD = 16
 """Of many small programs in a row, so many are launched before an earlier one has ended where
 devices share a model: one that hangs must not stop the thread in a launch, for which the runtime
 has room only so often."""
@@ -44,21 +44,21 @@ class TokenScores:
     @property
     def top_token_ids(self) -> np.ndarray:
         """int32 [C, L], the most likely tokens, best first."""
-        return self.packed[:, NUM_FACTS::2]
+        return self.packed[:, NUM_TOKEN_COLUMNS::2]
 
     @property
     def top_logprobs(self) -> np.ndarray:
         """float32 [C, L]."""
-        return self.packed[:, NUM_FACTS + 1 :: 2].view(np.float32)
+        return self.packed[:, NUM_TOKEN_COLUMNS + 1 :: 2].view(np.float32)
 
-    def first(self, count: int) -> np.ndarray:
+    def packed_top(self, count: int) -> np.ndarray:
         """`packed` with so many likeliest tokens, or all there are; a copy."""
-        return self.packed[:, : NUM_FACTS + 2 * count].copy()
+        return self.packed[:, : NUM_TOKEN_COLUMNS + 2 * count].copy()
 
     def row_bytes(self, index: int, count: int) -> bytes:
-        """Row `index` of `first(count)`."""
+        """Row `index` of `packed_top(count)`."""
         width = self.packed.shape[1]
-        start, size = index * width, min(NUM_FACTS + 2 * count, width)
+        start, size = index * width, min(NUM_TOKEN_COLUMNS + 2 * count, width)
         return self._bytes[4 * start : 4 * (start + size)]
 
     @cached_property
@@ -87,10 +87,10 @@ class StepResult:
     prompt_logprobs: dict[int, TokenScores]
 
     @property
-    def candidates(self) -> Candidates | None:
+    def candidates(self) -> BeamCandidates | None:
         """Each scheduled sequence's most probable tokens, for beam searches, as `logprobs`."""
         scores = self.logprobs
-        return None if scores is None else Candidates(scores.top_token_ids, scores.top_logprobs)
+        return None if scores is None else BeamCandidates(scores.top_token_ids, scores.top_logprobs)
 
 
 PromptScores = dict[int, tuple[int, list[jax.Array]]]
@@ -103,26 +103,26 @@ class StepHandle:
 
     `sampled` has the step's tokens [B], or its scores [B, W], from which these are read then; it is
     None where nothing was scheduled: such a plan only moved blocks. The step has the plan's
-    sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The steps
-    of a burst share one array; `index` is the step's own there. `faults` are requests whose
+    sequences in an order of its own; `row_indices[i]` is where `plan.scheduled[i]` is in it. The steps
+    of a burst share one array; `burst_index` is the step's own there. `faults` are requests whose
     sampling could not be set up, and why: they are in the step, but their tokens mean nothing.
-    `check` is asked where a sequence has no token: it raises if that is the devices' fault. A step
-    `is_shared` by several devices is not waited for without end.
+    `check_devices` is asked where a sequence has no token: it raises if that is the devices' fault. A step
+    `is_tensor_parallel` by several devices is not waited for without end.
     """
 
     plan: StepPlan
     sampled: Any  # jax.Array
     prompt_logprobs: PromptScores
-    places: np.ndarray
-    index: tuple[int, ...] = ()
+    row_indices: np.ndarray
+    burst_index: tuple[int, ...] = ()
     faults: tuple[tuple[Request, Exception], ...] = ()
-    check: Callable[[], None] | None = None
-    is_shared: bool = False
+    check_devices: Callable[[], None] | None = None
+    is_tensor_parallel: bool = False
 
-    def read_rows(self) -> np.ndarray:
+    def read_row_tokens(self) -> np.ndarray:
         """Wait for the tokens of the step's rows, in the device's order: int32 [rows]. For other
         threads, and for one device."""
-        tokens = np.asarray(self.sampled)[self.index]
+        tokens = np.asarray(self.sampled)[self.burst_index]
         return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]
 
     def read(self) -> StepResult:
@@ -133,14 +133,14 @@ class StepHandle:
         """
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
-        if self.is_shared:
-            await_devices(self.sampled)
-        tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
+        if self.is_tensor_parallel:
+            wait_for_devices(self.sampled)
+        tokens, scores = np.asarray(self.sampled)[self.burst_index][self.row_indices], None
         if tokens.ndim == 2:  # the scores [B, W]
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
-        if self.check is not None and (tokens < 0).any():
-            self.check()
+        if self.check_devices is not None and (tokens < 0).any():
+            self.check_devices()
         prompts = {
             seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
             for seq_id, (count, chunks) in self.prompt_logprobs.items()
@@ -175,8 +175,8 @@ def score_prompts(
             targets[:count] = sequence.token_ids[start + 1 : start + 1 + count]
             first = len(launched)
             for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
-                if wait is not None and len(launched) >= LAUNCHES_AHEAD:
-                    wait(launched[-LAUNCHES_AHEAD])
+                if wait is not None and len(launched) >= MAX_LAUNCHES_AHEAD:
+                    wait(launched[-MAX_LAUNCHES_AHEAD])
                 launched.append(score(indices=i, targets=t)["scores"])
             scored[sequence.seq_id] = count, launched[first:]
         offset += num_tokens

@@ -36,7 +36,7 @@ class RuntimeConfig:
     num_host_blocks: int = 0
     few_programs: bool = False
     num_scheduler_steps: int = 1
-    peer_memory: bool = False
+    has_peer_memory: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -62,4 +62,6 @@ class RuntimeConfig:
     def buckets(self) -> Buckets:
         """The shapes of its steps."""
         limits = self.max_num_seqs, self.max_num_batched_tokens
-        return make_buckets(*limits, few=self.few_programs, burst_steps=self.num_scheduler_steps)
+        return make_buckets(
+            *limits, few_programs=self.few_programs, burst_steps=self.num_scheduler_steps
+        )

@@ -13,8 +13,8 @@ An argument means the same in every step:
     sampling        the rows' tokens and biases; None at a level without `ADJUSTED`
     packed          the batch, as `jpaged.runtime.batch` packs it
     logits, inputs  results of the forward program; `logits` covers the device's shard of the
-                    vocabulary if `is_split`
-    peers           the peer-memory header (`pallas_kernels.exchange_header`), if tensor-parallel
+                    vocabulary if `is_vocab_sharded`
+    peers           the peer-memory header (`pallas_kernels.make_exchange_header`), if tensor-parallel
                     devices all-reduce through each other's memory
 
 These arguments are static:
@@ -43,7 +43,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
-from jpaged.models.sharding import all_gather, own_start
+from jpaged.models.sharding import all_gather, shard_start
 from jpaged.runtime.batch import (
     DecodeBatch,
     decode_key,
@@ -63,24 +63,24 @@ from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
     PROMPT_LOGPROBS_CHUNK,
-    Shapes,
-    int32,
+    DeviceShapes,
+    int32_shape,
     sampler_levels,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
-    EVERYTHING,
-    LOADED_ROWS,
-    LOADED_TOKENS,
+    FULL_LEVEL,
     ROW_WIDTH,
-    Sampled,
+    ROWS_PER_LOAD,
+    TOKENS_PER_LOAD,
+    SampledTokens,
     SamplerLevel,
     SamplingState,
-    decode_rows,
     load_bias,
     load_rows,
     record_tokens,
     sample,
+    unpack_params,
 )
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from pallas_kernels import Backend, copy_blocks, token_scores
@@ -93,13 +93,13 @@ class SampleInputs(NamedTuple):
     Attributes:
         rows: Each one's device row; the padding's is R - 1.
         counted: Whether the sampled token belongs to the output.
-        encoded: Parameters, as `encode_row` packs them.
+        encoded: Parameters, as `pack_params` packs them.
         positions: Index, in its sequence, of the token to be sampled.
     """
 
     rows: Int32[Array, "B"]
-    counted: Bool[Array, "B"]
-    encoded: Int32[Array, "B W"]
+    is_output: Bool[Array, "B"]
+    packed_params: Int32[Array, "B W"]
     positions: Int32[Array, "B"]
 
 
@@ -111,7 +111,7 @@ def decode_step(
     *,
     batch_size: int,
     backend: Backend,
-    peers: Int32[Array, "W"] | None = None,
+    peer_header: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """Compute one token of every sequence.
 
@@ -128,19 +128,19 @@ def decode_step(
     )
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
-    own_tables = tables[batch.rows]
+    batch_tables = tables[batch.rows]
     own = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
-        block_tables=own_tables,
+        block_tables=batch_tables,
         seq_lens=batch.seq_lens,
-        slot_mapping=_slots(own_tables, own, positions, state.pool[0].k.shape[1]),
+        slot_mapping=_compute_slot_mapping(batch_tables, own, positions, state.pool[0].k.shape[1]),
         query_start_loc=None,
         backend=backend,
-        peers=peers,
+        peer_header=peer_header,
     )
     hidden, pool = model(tokens, positions, state.pool, attention, run_layers_fused)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
-    inputs = SampleInputs(padded.rows, padded.counted, padded.sampling, padded.seq_lens)
+    inputs = SampleInputs(padded.rows, padded.is_output, padded.sampling, padded.seq_lens)
     return model.logits(hidden), inputs, KVState(pool, tables)
 
 
@@ -153,8 +153,8 @@ def prefill_step(
     num_tokens: int,
     batch_size: int,
     backend: Backend,
-    shared: Callable | None = None,
-    peers: Int32[Array, "W"] | None = None,
+    call_shared: Callable | None = None,
+    peer_header: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
     """Compute any number of tokens of every sequence, flattened; decode rows may ride along.
 
@@ -164,22 +164,24 @@ def prefill_step(
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
-    owner, positions, real = _token_positions(batch.seq_lens, starts, num_tokens)
-    tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows[owner]])
-    slots = _slots(batch.block_tables, owner, positions, state.pool[0].k.shape[1])
+    seq_index, positions, real = _token_positions(batch.seq_lens, starts, num_tokens)
+    tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows[seq_index]])
+    slots = _compute_slot_mapping(
+        batch.block_tables, seq_index, positions, state.pool[0].k.shape[1]
+    )
     attention = AttentionInputs(
         block_tables=batch.block_tables,
         seq_lens=batch.seq_lens,
         slot_mapping=jnp.where(real, slots, 0),
         query_start_loc=starts,
         backend=backend,
-        shared=shared,
-        peers=peers,
+        call_shared=call_shared,
+        peer_header=peer_header,
     )
     hidden, pool = model(tokens, positions, state.pool, attention)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
-    inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)
+    inputs = SampleInputs(batch.rows, batch.is_output, batch.sampling, batch.seq_lens)
     return logits, hidden, inputs, KVState(pool, tables)
 
 
@@ -193,10 +195,10 @@ def decode_burst_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
-    shared: Callable | None = None,
-    is_split: bool = False,
-    peers: Int32[Array, "W"] | None = None,
-) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None, KVState]:
+    call_shared: Callable | None = None,
+    is_vocab_sharded: bool = False,
+    peer_header: Int32[Array, "W"] | None = None,
+) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState]:
     """Compute several decode steps one after the other, each sampled: one launch for the host.
 
     `packed` has the steps' batches in order; each takes the tokens that the one before sampled.
@@ -205,12 +207,12 @@ def decode_burst_step(
         What each step sampled ([U, B] and [U, B, W]), the last tokens and the new states.
     """
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
-    options |= {"shared": shared, "is_split": is_split}
+    options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
 
     def run(carry, one):
         last, own, kv = carry
         logits, inputs, kv = decode_step(
-            model, kv, last, one, batch_size=one.shape[0], backend=backend, peers=peers
+            model, kv, last, one, batch_size=one.shape[0], backend=backend, peer_header=peer_header
         )
         sampled, last, own = sample_step(logits, inputs, last, own, **options)
         return (last, own, kv), sampled
@@ -220,7 +222,7 @@ def decode_burst_step(
 
 
 def mask_step(
-    logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"], *, is_split: bool = False
+    logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"], *, is_vocab_sharded: bool = False
 ) -> Float32[Array, "B V"]:
     """Forbid tokens between a forward and its sampling: -inf where a row's bit is not set.
 
@@ -229,8 +231,8 @@ def mask_step(
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
     is_allowed, width = (bits & 1).reshape(logits.shape[0], -1), logits.shape[1]
-    if is_split:
-        is_allowed = lax.dynamic_slice_in_dim(is_allowed, own_start(width), width, axis=1)
+    if is_vocab_sharded:
+        is_allowed = lax.dynamic_slice_in_dim(is_allowed, shard_start(width), width, axis=1)
     else:
         is_allowed = is_allowed[:, :width]
     return jnp.where(is_allowed != 0, logits, -jnp.inf)
@@ -245,16 +247,16 @@ def sample_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
-    shared: Callable | None = None,
-    is_split: bool = False,
-) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
+    call_shared: Callable | None = None,
+    is_vocab_sharded: bool = False,
+) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None]:
     """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded."""
-    rows = decode_rows(inputs.encoded, inputs.positions)
+    rows = unpack_params(inputs.packed_params, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
-    options |= {"shared": shared, "is_split": is_split}
+    options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
     sampled = sample(logits, rows, sampling, inputs.rows, **options)
     if sampling is not None:
-        sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
+        sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.is_output)
     known = jnp.maximum(sampled.token_ids, 0)
     return sampled, last_tokens.at[inputs.rows].set(known), sampling
 
@@ -277,7 +279,7 @@ def prompt_logprobs_step(
     """
     wanted = jnp.ones(targets.shape, jnp.bool_)
     logits = model.logits(hidden[indices])
-    if model.head.is_shared:
+    if model.head.is_sharded:
         logits = all_gather(logits, axis=1)
     return token_scores(logits, targets, wanted, max_logprobs, backend=backend)
 
@@ -300,14 +302,14 @@ def fork_rows_step(
     return state._replace(block_tables=tables.at[children].set(tables[parents]))
 
 
-def _slots(
+def _compute_slot_mapping(
     tables: Int32[Array, "B M"],
-    owner: Int32[Array, "T"],
+    seq_index: Int32[Array, "T"],
     positions: Int32[Array, "T"],
     block_size: int,
 ) -> Int32[Array, "T"]:
     """The pool slot of each token, through its owner's block table."""
-    return tables[owner, positions // block_size] * block_size + positions % block_size
+    return tables[seq_index, positions // block_size] * block_size + positions % block_size
 
 
 def _token_positions(
@@ -316,34 +318,34 @@ def _token_positions(
     """Of each flattened token: its sequence, its position there, and whether it is not padding."""
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     # One kernel; the default is a loop, of which a GPU launches each round.
-    owner = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
-    owner = owner.astype(jnp.int32)
+    seq_index = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
+    seq_index = seq_index.astype(jnp.int32)
     real = index < starts[-1]
-    owner = jnp.minimum(owner, seq_lens.shape[0] - 1)
-    from_end = starts[owner + 1] - index
-    positions = jnp.where(real, seq_lens[owner] - from_end, 0)
-    return owner, positions, real
+    seq_index = jnp.minimum(seq_index, seq_lens.shape[0] - 1)
+    from_end = starts[seq_index + 1] - index
+    positions = jnp.where(real, seq_lens[seq_index] - from_end, 0)
+    return seq_index, positions, real
 
 
-Sizes = Mapping[str, Any]
+ProgramSizes = Mapping[str, Any]
 
-INPUTS: Mapping[str, Callable[[RuntimeConfig, Shapes, Sizes], Any]] = {
+INPUT_SHAPES: Mapping[str, Callable[[RuntimeConfig, DeviceShapes, ProgramSizes], Any]] = {
     "logits": lambda config, shapes, sizes: shapes.logits(sizes["num_rows"]),
     "inputs": lambda config, shapes, sizes: _sample_inputs(sizes["num_rows"]),
-    "allowed": lambda config, shapes, sizes: int32(sizes["num_rows"], config.mask_width),
+    "allowed": lambda config, shapes, sizes: int32_shape(sizes["num_rows"], config.mask_width),
     "hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
         (sizes["num_tokens"], *shapes.hidden.shape), shapes.hidden.dtype
     ),
-    "indices": lambda config, shapes, sizes: int32(PROMPT_LOGPROBS_CHUNK),
-    "targets": lambda config, shapes, sizes: int32(PROMPT_LOGPROBS_CHUNK),
-    "marks": lambda config, shapes, sizes: int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS),
-    "row": lambda config, shapes, sizes: int32(),
+    "indices": lambda config, shapes, sizes: int32_shape(PROMPT_LOGPROBS_CHUNK),
+    "targets": lambda config, shapes, sizes: int32_shape(PROMPT_LOGPROBS_CHUNK),
+    "marks": lambda config, shapes, sizes: int32_shape(2 * ROWS_PER_LOAD + 3 * TOKENS_PER_LOAD),
+    "row": lambda config, shapes, sizes: int32_shape(),
     "bias": lambda config, shapes, sizes: jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32),
-    "source": lambda config, shapes, sizes: int32(BLOCK_COPIES_CHUNK),
-    "target": lambda config, shapes, sizes: int32(BLOCK_COPIES_CHUNK),
-    "parents": lambda config, shapes, sizes: int32(config.num_rows),
-    "children": lambda config, shapes, sizes: int32(config.num_rows),
-    "block_ids": lambda config, shapes, sizes: int32(sizes["num_blocks"]),
+    "source": lambda config, shapes, sizes: int32_shape(BLOCK_COPIES_CHUNK),
+    "target": lambda config, shapes, sizes: int32_shape(BLOCK_COPIES_CHUNK),
+    "parents": lambda config, shapes, sizes: int32_shape(config.num_rows),
+    "children": lambda config, shapes, sizes: int32_shape(config.num_rows),
+    "block_ids": lambda config, shapes, sizes: int32_shape(sizes["num_blocks"]),
     "blocks": lambda config, shapes, sizes: shapes.blocks(sizes["num_blocks"]),
 }
 """Shape of each argument that a launch passes, by the argument's name. `packed` is not among them:
@@ -355,8 +357,8 @@ class StepProgram:
     """A step function, and all that is needed to compile, warm up and launch its programs.
 
     The name of an argument says where its value comes from. The runner holds the model and the
-    arrays of `Shapes.held`. Sizes, and options such as `backend`, are bound when a program is
-    traced. A launch passes `packed` and the arguments in `INPUTS`.
+    arrays of `DeviceShapes.persistent_arrays`. Sizes, and options such as `backend`, are bound when a program is
+    traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
 
     Attributes:
         name: Name of the step. With a key, it names a compiled program.
@@ -376,8 +378,8 @@ class StepProgram:
     function: Callable[..., Any]
     results: tuple[str, ...]
     key: tuple[str, ...] = ()
-    keys: Callable[[RuntimeConfig, Shapes], Iterable[Any]] = lambda *_: (None,)
-    products: Callable[[Sizes], tuple[str, int] | None] = lambda _: None
+    keys: Callable[[RuntimeConfig, DeviceShapes], Iterable[Any]] = lambda *_: (None,)
+    gemm_key: Callable[[ProgramSizes], tuple[str, int] | None] = lambda _: None
     compile_seconds: tuple[float, float] = 0.5, 0.0
 
     @cached_property
@@ -388,7 +390,7 @@ class StepProgram:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the arguments that a launch gives, but for `packed`."""
-        return tuple(name for name in self.arguments if name in INPUTS)
+        return tuple(name for name in self.arguments if name in INPUT_SHAPES)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
         """Return the sizes in a key, by the names of the arguments that take them.
@@ -398,7 +400,7 @@ class StepProgram:
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "batch_size" in sizes:
-            sizes.setdefault("num_rows", config.buckets.logits_rows(sizes["batch_size"]))
+            sizes.setdefault("num_rows", config.buckets.num_logits_rows(sizes["batch_size"]))
             sizes.setdefault("num_tokens", sizes["batch_size"])
         return sizes
 
@@ -407,9 +409,9 @@ class StepProgram:
         """Whether its programs depend on the size of the pool."""
         return "state" in self.arguments
 
-    def held(self, names: Iterable[str], sizes: Sizes) -> tuple[str, ...]:
+    def persistent_arrays(self, names: Iterable[str], sizes: ProgramSizes) -> tuple[str, ...]:
         """Return which of the arrays that stay on the device, given by name, a program takes."""
-        adjusts = SamplerLevel.ADJUSTED in sizes.get("level", EVERYTHING)
+        adjusts = SamplerLevel.ADJUSTED in sizes.get("level", FULL_LEVEL)
         taken = [name for name in names if name in self.arguments]
         return tuple(name for name in taken if adjusts or name != "sampling")
 
@@ -422,64 +424,69 @@ class PlanProgram(StepProgram):
         pack: Pack sequences and their device rows into the step's argument `packed`. Without
             sequences, pack only padding.
         key_of: Return the key of the program for a plan; None if the step cannot compute the plan.
-        order: Return the order in which the step computes a plan's sequences. If `order` is None,
+        order: Return the order in which the step computes a plan's sequences. If `row_order` is None,
             the step keeps the order of the plan.
     """
 
     pack: Callable[..., np.ndarray]
-    key_of: Callable[[Buckets, StepPlan], Any] = lambda *_: None
-    order: Callable[[tuple[ScheduledSequence, ...]], np.ndarray] | None = None
-    products: Callable[[Sizes], tuple[str, int]] = lambda sizes: ("layers", sizes["num_tokens"])
+    plan_key: Callable[[Buckets, StepPlan], Any] = lambda *_: None
+    row_order: Callable[[tuple[ScheduledSequence, ...]], np.ndarray] | None = None
+    gemm_key: Callable[[ProgramSizes], tuple[str, int]] = lambda sizes: (
+        "layers",
+        sizes["num_tokens"],
+    )
 
-    def packer(
+    def make_packer(
         self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
     ) -> Callable[..., np.ndarray]:
         """Return `pack` for the program with a key."""
-        given = {
+        options = {
             "sampling_table": sampling_table,
             "max_blocks": config.max_blocks_per_seq,
             "num_steps": config.num_scheduler_steps,
             **self.sizes(config, key),
         }
         wanted = signature(self.pack).parameters
-        return partial(self.pack, **{name: it for name, it in given.items() if name in wanted})
+        return partial(self.pack, **{name: it for name, it in options.items() if name in wanted})
 
 
 def _sample_inputs(num_rows: int) -> SampleInputs:
-    counted = jax.ShapeDtypeStruct((num_rows,), jnp.bool_)
-    rows, encoded = int32(num_rows), int32(num_rows, ROW_WIDTH)
-    return SampleInputs._make([rows, counted, encoded, rows])
+    is_output = jax.ShapeDtypeStruct((num_rows,), jnp.bool_)
+    rows, packed_params = int32_shape(num_rows), int32_shape(num_rows, ROW_WIDTH)
+    return SampleInputs._make([rows, is_output, packed_params, rows])
 
 
-def _decode_keys(config: RuntimeConfig, _: Shapes) -> list[int]:
+def _decode_keys(config: RuntimeConfig, _: DeviceShapes) -> list[int]:
     """Return the largest first, which has the most to measure."""
-    return [*reversed(config.buckets.decode_seqs)]
+    return [*reversed(config.buckets.decode_batch_sizes)]
 
 
-def _burst_keys(config: RuntimeConfig, shapes: Shapes) -> list[tuple[int, SamplerLevel]]:
-    sizes = [size for size in _decode_keys(config, shapes) if size in config.buckets.burst_seqs]
+def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, SamplerLevel]]:
+    sizes = [
+        size for size in _decode_keys(config, shapes) if size in config.buckets.burst_batch_sizes
+    ]
     return [(size, level) for size in sizes for level in BURST_LEVELS]
 
 
-def _prefill_keys(config: RuntimeConfig, _: Shapes) -> list[tuple[int, int]]:
-    most = config.buckets.prefill_seqs[-1]
-    return sorted(config.buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0]))
+def _prefill_keys(config: RuntimeConfig, _: DeviceShapes) -> list[tuple[int, int]]:
+    max_seqs = config.buckets.prefill_batch_sizes[-1]
+    return sorted(config.buckets.prefill_shapes, key=lambda it: (it[1] != max_seqs, -it[0]))
 
 
-def _sample_keys(config: RuntimeConfig, shapes: Shapes) -> list[tuple[int, SamplerLevel]]:
-    levels = sampler_levels(config, splits_vocabulary=shapes.splits_vocabulary)
-    rows = _logits_rows(config, shapes)
+def _sample_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, SamplerLevel]]:
+    levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
+    rows = _logits_row_counts(config, shapes)
     return [(num_rows, level) for num_rows in rows for level in reversed(levels)]
 
 
-def _logits_rows(config: RuntimeConfig, shapes: Shapes) -> list[int]:
+def _logits_row_counts(config: RuntimeConfig, shapes: DeviceShapes) -> list[int]:
     """Rows of the logits that steps leave."""
     steps = [step for step in PLAN_PROGRAMS if "logits" in step.results]
     keys = [(step, key) for step in steps for key in step.keys(config, shapes)]
     return sorted({step.sizes(config, key)["num_rows"] for step, key in keys})
 
 
-def _swap_keys(config: RuntimeConfig, shapes: Shapes) -> tuple[int, ...]:
+def _swap_keys(config: RuntimeConfig, shapes: DeviceShapes) -> tuple[int, ...]:
     return chunk_sizes(shapes.kv.pool, config.num_host_blocks)
 
 
@@ -494,7 +501,7 @@ PROGRAMS: Mapping[str, StepProgram] = {
             _decode_keys,
             compile_seconds=(5.5, 0.0),
             pack=pack_decode,
-            key_of=decode_key,
+            plan_key=decode_key,
         ),
         PlanProgram(
             "decode_burst",
@@ -513,18 +520,18 @@ PROGRAMS: Mapping[str, StepProgram] = {
             _prefill_keys,
             compile_seconds=(5.0, 4.5),
             pack=pack_prefill,
-            key_of=prefill_key,
-            order=device_order,
+            plan_key=prefill_key,
+            row_order=device_order,
         ),
         StepProgram(
             "prompt_logprobs",
             prompt_logprobs_step,
             ("scores",),
             ("num_tokens",),
-            lambda config, _: config.buckets.prefill_tokens,
+            lambda config, _: config.buckets.prefill_token_sizes,
             lambda _: ("head", PROMPT_LOGPROBS_CHUNK),
         ),
-        StepProgram("mask", mask_step, ("logits",), ("num_rows",), _logits_rows),
+        StepProgram("mask", mask_step, ("logits",), ("num_rows",), _logits_row_counts),
         StepProgram(
             "sample",
             sample_step,

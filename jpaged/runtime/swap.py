@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jpaged.core.plan import SwapIn, SwapOut
-from jpaged.models.sharding import mesh_of, own_bytes
+from jpaged.models.sharding import per_device_bytes, tree_mesh
 from jpaged.runtime.kv_cache import KVState
 from pallas_kernels import LayerKV
 
@@ -73,7 +73,7 @@ def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
 
 def pool_block_bytes(pool: Any) -> int:
     """Bytes of one block in all arrays of the pool, on each device."""
-    return own_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
+    return per_device_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
 
 
 def staging_bytes(pool: Any, num_host_blocks: int) -> int:
@@ -82,7 +82,7 @@ def staging_bytes(pool: Any, num_host_blocks: int) -> int:
     return (MAX_STAGED_CHUNKS + 1) * max(sizes, default=0) * pool_block_bytes(pool)
 
 
-def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
+def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
     """Chunk sizes that hold so many blocks: few, and the last at most a quarter empty.
 
     Where the rest is smaller than the smallest chunk, that one may be emptier.
@@ -109,11 +109,11 @@ def to_device(blocks: jax.Array) -> jax.Array:
     return jax.device_put(blocks, blocks.sharding.with_memory_kind("device"))
 
 
-Launch = Callable[..., dict[str, Any]]
+LaunchFunction = Callable[..., dict[str, Any]]
 """Launches a program by its kind, key and inputs, and returns its results by their names."""
 
 
-class Chunk(NamedTuple):
+class SwapChunk(NamedTuple):
     """Entries of an image from `first` on, in host memory: [A, size, S, K, H]."""
 
     first: int
@@ -121,7 +121,7 @@ class Chunk(NamedTuple):
     blocks: jax.Array
 
 
-class Arrival(NamedTuple):
+class IncomingChunk(NamedTuple):
     """A chunk on its way back, and where its blocks go."""
 
     block_ids: np.ndarray
@@ -130,7 +130,7 @@ class Arrival(NamedTuple):
     """Whether its transfer has begun: `blocks` are on the device then."""
 
 
-class BlockImages:
+class SwapEntries:
     """Images of swapped-out blocks by their ids, and the chunks between device and host.
 
     Methods are given the runner's `launch`: a reference to the runner would be a cycle.
@@ -147,71 +147,76 @@ class BlockImages:
         num_host_blocks: int,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ):
-        mesh = mesh_of(pool)
-        self._sizes, self._num_host_blocks = chunk_sizes(pool, num_host_blocks), num_host_blocks
+        mesh = tree_mesh(pool)
+        self._chunk_sizes, self._num_host_blocks = (
+            chunk_sizes(pool, num_host_blocks),
+            num_host_blocks,
+        )
         self._host_bytes = num_host_blocks * pool_block_bytes(pool) * (mesh.size if mesh else 1)
         self._num_blocks, self._wait = pool[0].k.shape[0], wait
-        self._images: dict[int, list[Chunk]] = {}
-        self._moving: deque[Any] = deque()
+        self._swap_entries: dict[int, list[SwapChunk]] = {}
+        self._transfers: deque[Any] = deque()
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._swap_entries)
 
-    def drop(self, image_id: int) -> None:
+    def drop(self, swap_entry_id: int) -> None:
         """Forget an image; its memory is free once its transfer is done."""
-        del self._images[image_id]
+        del self._swap_entries[swap_entry_id]
 
-    def swap_out(self, launch: Launch, order: SwapOut) -> None:
+    def swap_out(self, launch: LaunchFunction, swap: SwapOut) -> None:
         """Copy blocks as they are at this point of the launch order to a new image.
 
         Raises:
             ValueError: swapping is off (the engine has no host blocks), or the image exists.
         """
-        if not self._sizes or order.image_id in self._images:
-            reason = "exists" if self._sizes else "has no place: num_host_blocks is 0"
-            raise ValueError(f"image {order.image_id} {reason}")
+        if not self._chunk_sizes or swap.swap_entry_id in self._swap_entries:
+            reason = "exists" if self._chunk_sizes else "has no place: num_host_blocks is 0"
+            raise ValueError(f"image {swap.swap_entry_id} {reason}")
         chunks, first = [], 0
-        for size in cut(len(order.block_ids), self._sizes):
+        for size in split_into_chunks(len(swap.block_ids), self._chunk_sizes):
             ids = np.zeros(size, np.int32)
-            part = order.block_ids[first : first + size]
+            part = swap.block_ids[first : first + size]
             ids[: len(part)] = part
-            self._make_room()
+            self._wait_for_room()
             blocks = to_host(launch("gather_blocks", size, block_ids=ids)["blocks"])
-            self._moving.append(blocks)
-            chunks.append(Chunk(first, size, blocks))
+            self._transfers.append(blocks)
+            chunks.append(SwapChunk(first, size, blocks))
             first += size
-        self._images[order.image_id] = chunks
+        self._swap_entries[swap.swap_entry_id] = chunks
 
-    def fetch(self, orders: Iterable[SwapIn]) -> deque[Arrival]:
+    def start_swap_ins(self, swap_ins: Iterable[SwapIn]) -> deque[IncomingChunk]:
         """Start bringing images back, as far as there is room without waiting; they are dropped."""
-        self._forget_arrived()
-        room, arrivals = MAX_STAGED_CHUNKS - len(self._moving), deque[Arrival]()
-        for order in orders:
-            for chunk, ids in _wanted(self._images.pop(order.image_id), order):
-                is_staged = len(arrivals) < room
+        self._drop_finished_transfers()
+        room, incoming_chunks = MAX_STAGED_CHUNKS - len(self._transfers), deque[IncomingChunk]()
+        for swap in swap_ins:
+            for chunk, ids in _select_chunks(self._swap_entries.pop(swap.swap_entry_id), swap):
+                is_staged = len(incoming_chunks) < room
                 blocks = to_device(chunk.blocks) if is_staged else chunk.blocks
-                arrivals.append(Arrival(ids, blocks, is_staged))
-        return arrivals
+                incoming_chunks.append(IncomingChunk(ids, blocks, is_staged))
+        return incoming_chunks
 
-    def place(self, launch: Launch, arrivals: deque[Arrival]) -> None:
+    def finish_swap_ins(
+        self, launch: LaunchFunction, incoming_chunks: deque[IncomingChunk]
+    ) -> None:
         """Write fetched blocks to their places in the pool, at this point of the launch order; of
-        `arrivals` nothing is left, so that no chunk stays on the device."""
-        while arrivals:
-            ids, blocks, is_staged = arrivals.popleft()
+        `incoming_chunks` nothing is left, so that no chunk stays on the device."""
+        while incoming_chunks:
+            ids, blocks, is_staged = incoming_chunks.popleft()
             if not is_staged:
-                self._make_room()
+                self._wait_for_room()
                 blocks = to_device(blocks)
             beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
             ids = np.where(ids < 0, beyond, ids)
             scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)
-            self._moving.append(scattered["done"])
+            self._transfers.append(scattered["done"])
 
     def wait(self) -> None:
         """Wait until nothing is on its way."""
-        self._wait(list(self._moving))
-        self._moving.clear()
+        self._wait(list(self._transfers))
+        self._transfers.clear()
 
-    def warm_up(self, launch: Launch) -> None:
+    def warm_up(self, launch: LaunchFunction) -> None:
         """Run every program and transfer twice on the null block, and pin the host's memory.
 
         Pinning runs at a tenth of a transfer's speed, and JAX keeps what it once pinned: an image
@@ -220,11 +225,11 @@ class BlockImages:
         Raises:
             ValueError: the host has no memory for so many blocks.
         """
-        if not self._sizes:
+        if not self._chunk_sizes:
             return
-        for size in self._sizes * 2:
+        for size in self._chunk_sizes * 2:
             self.swap_out(launch, SwapOut(-1, (0,) * size))
-            self.place(launch, self.fetch([SwapIn(-1, ((0, 0),))]))
+            self.finish_swap_ins(launch, self.start_swap_ins([SwapIn(-1, ((0, 0),))]))
         try:
             self.swap_out(launch, SwapOut(-1, (0,) * self._num_host_blocks))
             self.wait()
@@ -234,22 +239,22 @@ class BlockImages:
             raise ValueError(message) from error
         self.drop(-1)
 
-    def _make_room(self) -> None:
-        self._forget_arrived()
-        while len(self._moving) >= MAX_STAGED_CHUNKS:
-            self._wait(self._moving.popleft())
+    def _wait_for_room(self) -> None:
+        self._drop_finished_transfers()
+        while len(self._transfers) >= MAX_STAGED_CHUNKS:
+            self._wait(self._transfers.popleft())
 
-    def _forget_arrived(self) -> None:
-        while self._moving and self._moving[0].is_ready():
-            self._moving.popleft()
+    def _drop_finished_transfers(self) -> None:
+        while self._transfers and self._transfers[0].is_ready():
+            self._transfers.popleft()
 
 
-def _wanted(chunks: list[Chunk], order: SwapIn) -> Iterator[tuple[Chunk, np.ndarray]]:
+def _select_chunks(chunks: list[SwapChunk], swap: SwapIn) -> Iterator[tuple[SwapChunk, np.ndarray]]:
     """The chunks of an image that hold wanted entries, with the places of these; -1 elsewhere."""
     for chunk in chunks:
         ids = np.full(chunk.size, -1, np.int32)
-        for entry, block_id in order.places:
-            if chunk.first <= entry < chunk.first + chunk.size:
-                ids[entry - chunk.first] = block_id
+        for index, block_id in swap.copies:
+            if chunk.first <= index < chunk.first + chunk.size:
+                ids[index - chunk.first] = block_id
         if (ids >= 0).any():
             yield chunk, ids

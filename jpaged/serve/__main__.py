@@ -13,10 +13,10 @@ from types import FrameType
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _exit_on_signal)
     # Loading these takes a while, in which a signal may come already.
-    from jpaged.serve.errors import say
+    from jpaged.serve.errors import log_line
     from jpaged.serve.options import read_flags
 
     flags = read_flags(argv)
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             check_model(flags.engine["model"])
         except ValueError as error:
-            say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
 
     from jpaged.serve.http.lifecycle import run_server
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_server(flags)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
     """What a signal does until the server knows better: nothing is in flight, nothing to end."""
     os._exit(0)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jpaged import errors
 
-_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-_STATUS = {errors.ErrorKind.UNAVAILABLE: 503, errors.ErrorKind.INTERNAL: 500}
+_ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_STATUS_BY_KIND = {errors.ErrorKind.UNAVAILABLE: 503, errors.ErrorKind.INTERNAL: 500}
 
 
 class ApiError(Exception):
@@ -38,9 +38,9 @@ class ApiError(Exception):
         """The path of the field at fault, if one is."""
         return self.info.path or None if self.status < 500 else None
 
-    def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Return the same error with other names of fields; see `errors.renamed_path`."""
-        info = self.info.renamed(names)
+    def with_renamed_fields(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the same error with other names of fields; see `errors.rename_path`."""
+        info = self.info.with_renamed_fields(names)
         return ApiError(self.status, info, code=self.code, headers=self.headers)
 
     @property
@@ -49,14 +49,14 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": str(self),
-                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "type": _ERROR_TYPES.get(self.status, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
             }
         }
 
 
-def bad_field(path: str, *problem: str, code: str | None = None, **info: Any) -> ApiError:
+def field_error(path: str, *problem: str, code: str | None = None, **info: Any) -> ApiError:
     """Return the error of a field that cannot be accepted.
 
     Args:
@@ -67,35 +67,35 @@ def bad_field(path: str, *problem: str, code: str | None = None, **info: Any) ->
     return ApiError(400, errors.RequestError(path, *problem, **info).info, code=code)
 
 
-def too_long(path: str, *problem: str, **info: Any) -> ApiError:
+def context_length_error(path: str, *problem: str, **info: Any) -> ApiError:
     """Return the error of a prompt that is too long, by itself or with its answer."""
     info["kind"] = errors.ErrorKind.TOO_LARGE
-    return bad_field(path, *problem, code="context_length_exceeded", **info)
+    return field_error(path, *problem, code="context_length_exceeded", **info)
 
 
-def error_of(info: errors.ErrorInfo) -> ApiError:
+def error_from_info(info: errors.ErrorInfo) -> ApiError:
     """Return the HTTP error for an error of the engine or the tokenizer.
 
     The client does not see the text of an internal error.
     """
-    status = _STATUS.get(info.kind, 400)
+    status = _STATUS_BY_KIND.get(info.kind, 400)
     if status == 500:
-        return failed()
+        return internal_error()
     return ApiError(status, info, headers={"Retry-After": "1"} if status == 503 else None)
 
 
-def failed() -> ApiError:
+def internal_error() -> ApiError:
     """Return the error of a server that failed; the log has the cause."""
     return ApiError(500, "the request failed on the server, whose log says why")
 
 
-def not_serving(message: str, retry_after: int = 5) -> ApiError:
+def unavailable_error(message: str, retry_after: int = 5) -> ApiError:
     """Return the error of a server that cannot take or finish a request now."""
     info = errors.ErrorInfo("", (message,), kind=errors.ErrorKind.UNAVAILABLE)
     return ApiError(503, info, headers={"Retry-After": str(retry_after)})
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Write a line to the log; a closed log does not end the server."""
     with suppress(OSError):
         print(f"jpaged: {text}", file=sys.stderr, flush=True)

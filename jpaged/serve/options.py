@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import REASONING_FAMILIES, TOOL_CALL_FAMILIES, EngineConfig, __version__, options
-from jpaged.errors import RequestError, info_of
+from jpaged.errors import RequestError, error_info
 
 _DESCRIPTION = """\
 Serve a language model over OpenAI's HTTP API, its KV cache paged.
@@ -28,30 +28,32 @@ examples:
 SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeout; a second signal
 ends the server at once.
 """
-_EMBEDDED_NAME = "jpaged-tiny"
-_EMBEDDED_FORMS: dict[str, Any] = {
+_EMBEDDED_MODEL_NAME = "jpaged-tiny"
+_EMBEDDED_MODEL_OPTIONS: dict[str, Any] = {
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }
 """How the embedded model writes calls and reasoning, unless flags or a template say otherwise."""
 _MIB = 2**20
-_WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
+_HOST_PORT_PATTERN = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
 
-def _count(default: int | None, help: str, *, low: int = 1) -> Any:
-    what = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
-    return options.integer(default, low=low, high=10**9, what=what, help=help)
+def _count_option(default: int | None, help: str, *, low: int = 1) -> Any:
+    requirement = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
+    return options.integer(default, low=low, high=10**9, requirement=requirement, help=help)
 
 
-def _size(default: int, help: str) -> Any:
-    what = "a number of bytes, such as 800M or 20G"
-    return options.integer(default, low=1, what=what, unit="bytes", metavar="BYTES", help=help)
+def _bytes_option(default: int, help: str) -> Any:
+    requirement = "a number of bytes, such as 800M or 20G"
+    return options.integer(
+        default, low=1, requirement=requirement, unit="bytes", metavar="BYTES", help=help
+    )
 
 
-def _seconds(default: float, help: str) -> Any:
-    what = "of seconds above 0, such as 30"
-    return options.number(default, what, above=0, high=1e9, unit="s", metavar="S", help=help)
+def _seconds_option(default: float, help: str) -> Any:
+    requirement = "of seconds above 0, such as 30"
+    return options.number(default, requirement, above=0, high=1e9, unit="s", metavar="S", help=help)
 
 
 def _check_host(name: str, host: str) -> None:
@@ -60,7 +62,7 @@ def _check_host(name: str, host: str) -> None:
         raise RequestError(name, "is empty", value="", remedy=remedy)
 
 
-def _check_keys(name: str, keys: Sequence[str]) -> None:
+def _check_api_keys(name: str, keys: Sequence[str]) -> None:
     """Raise ValueError unless a header can bring each key; words name it by its number alone."""
     for number, key in enumerate(keys, 1):
         if not key:
@@ -75,7 +77,7 @@ def _check_keys(name: str, keys: Sequence[str]) -> None:
             )
 
 
-def _check_names(name: str, names: Sequence[str]) -> None:
+def _check_model_names(name: str, names: Sequence[str]) -> None:
     """Raise ValueError unless clients can write, and logs and metrics show, each name."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
@@ -88,7 +90,7 @@ def _check_names(name: str, names: Sequence[str]) -> None:
 
 
 def _read_host(text: str) -> str:
-    name = host_name(text)
+    name = normalize_host(text)
     if not name or not text.isprintable() or any(char in text for char in "/@ "):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a host name, such as llm.example.com, or * for any"
@@ -96,15 +98,15 @@ def _read_host(text: str) -> str:
     return name
 
 
-def _read_template(given: str) -> str:
-    path = Path(given)
+def _read_template(path_text: str) -> str:
+    path = Path(path_text)
     try:
         if path.exists() and not path.is_file():
             raise ValueError("no regular file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        message = f"{given} cannot be read ({why}): give a file with a Jinja template"
+        message = f"{path_text} cannot be read ({why}): give a file with a Jinja template"
         raise argparse.ArgumentTypeError(message) from error
 
 
@@ -116,41 +118,45 @@ class Limits(options.Options, group="limits (what is refused, and when)"):
     seconds for a body to arrive from the end of its headers on.
     """
 
-    max_num_queued_reqs: int = _count(
+    max_num_queued_reqs: int = _count_option(
         1024, "503 for a request that would wait behind so many sequences", low=0
     )
-    max_num_client_reqs: int | None = _count(
+    max_num_client_reqs: int | None = _count_option(
         None, "429 for a client (an API key; without keys an address) with so many in flight"
     )
-    max_body_bytes: int = _size(8 * _MIB, "413 for a larger body")
-    max_body_values: int = _count(
+    max_body_bytes: int = _bytes_option(8 * _MIB, "413 for a larger body")
+    max_body_values: int = _count_option(
         256 * 1024,
         "400 for a body of more JSON values; strings, fractions, arrays and objects are four, long "
         "numbers one more for about every eight digits; "
         "a prompt of --max-model-len token ids is always taken",
         low=0,
     )
-    max_total_body_bytes: int = _size(
+    max_total_body_bytes: int = _bytes_option(
         1024 * _MIB, "503 when the bodies of all requests in flight would be larger together"
     )
     max_header_bytes: int = options.integer(32 * 1024, low=1)
-    max_prompts: int = _count(256, "prompts in a request")
-    max_n: int = _count(64, "answers to a prompt: n, best_of, beams")
-    max_connections: int = _count(4096, "open connections")
+    max_prompts: int = _count_option(256, "prompts in a request")
+    max_n: int = _count_option(64, "answers to a prompt: n, best_of, beams")
+    max_connections: int = _count_option(4096, "open connections")
     body_timeout: float = options.number(30.0, "of seconds above 0", above=0)
-    queue_timeout: float = _seconds(600.0, "longest wait for the first token")
-    request_timeout: float = _seconds(3600.0, "longest time that a request takes in all")
-    stall_timeout: float = _seconds(60.0, "longest time that a client leaves an answer unread")
-    text_timeout: float = _seconds(
+    queue_timeout: float = _seconds_option(600.0, "longest wait for the first token")
+    request_timeout: float = _seconds_option(3600.0, "longest time that a request takes in all")
+    stall_timeout: float = _seconds_option(
+        60.0, "longest time that a client leaves an answer unread"
+    )
+    text_timeout: float = _seconds_option(
         10.0, "longest time to tokenise a prompt, its chat template included"
     )
-    health_timeout: float = _seconds(
+    health_timeout: float = _seconds_option(
         30.0, "time without a turn of the loop after which /health is red"
     )
-    hang_timeout: float = _seconds(
+    hang_timeout: float = _seconds_option(
         300.0, "time without a turn of the loop after which the engine is ended"
     )
-    start_timeout: float = _seconds(3600.0, "longest start of the engine, which is ended then")
+    start_timeout: float = _seconds_option(
+        3600.0, "longest start of the engine, which is ended then"
+    )
 
 
 @dataclass(frozen=True)
@@ -173,14 +179,14 @@ class ServeConfig(options.Options, group="the server"):
         8000,
         low=0,
         high=2**16 - 1,
-        what="a port, 0 to 65535",
+        requirement="a port, 0 to 65535",
         metavar="PORT",
         help="port to listen at; 0: a free one",
     )
     api_keys: tuple[str, ...] = options.option(
         (),
-        _check_keys,
-        names=("--api-key",),
+        _check_api_keys,
+        flags=("--api-key",),
         nargs="+",
         action="extend",
         metavar="KEY",
@@ -199,14 +205,14 @@ class ServeConfig(options.Options, group="the server"):
         "with --api-key or where others can reach the --host, else none",
     )
     model_names: tuple[str, ...] = options.option(
-        (_EMBEDDED_NAME,),
-        _check_names,
-        names=("--served-model-name",),
+        (_EMBEDDED_MODEL_NAME,),
+        _check_model_names,
+        flags=("--served-model-name",),
         nargs="+",
         action="extend",
         metavar="NAME",
         help="what clients may call the model; one or several; unset: as --model",
-        shown="",
+        default_text="",
     )
     shutdown_timeout: float = options.number(
         30.0,
@@ -231,20 +237,20 @@ class ServeConfig(options.Options, group="the server"):
     )
     template_variables: tuple[str, ...] = options.option(
         ("enable_thinking", "thinking"),
-        names=("--allowed-chat-template-kwargs",),
+        flags=("--allowed-chat-template-kwargs",),
         nargs="*",
         metavar="NAME",
         help="what clients may set of the template",
-        shown="enable_thinking thinking",
+        default_text="enable_thinking thinking",
     )
     allow_special_tokens: bool = options.switch(
         False,
-        names=("--allow-special-tokens-in-messages",),
+        flags=("--allow-special-tokens-in-messages",),
         help="text such as <|im_end|> in a message is the token, as which it can end the message",
     )
     dashboard: bool = options.switch(True, help="a picture of the memory at /")
     dashboard_text: bool = options.switch(
-        False, names=("--dashboard-show-text",), help="prompts and answers in the picture"
+        False, flags=("--dashboard-show-text",), help="prompts and answers in the picture"
     )
     log_requests: bool = options.switch(True, help="a line in the log for each request")
     limits: Limits = field(default_factory=Limits)
@@ -290,13 +296,13 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        return _flags(args)
+        return _build_flags(args)
     except (OSError, TypeError, ValueError) as error:
-        parser.error(info_of(error).command_line_text)
+        parser.error(error_info(error).command_line_text)
 
 
-def _flags(args: argparse.Namespace) -> Flags:
-    engine = options.given_options(args, EngineConfig)
+def _build_flags(args: argparse.Namespace) -> Flags:
+    engine = options.read_options(args, EngineConfig)
     model = engine.get("model", args.model_tag)
     if args.model_tag not in (None, model):
         raise ValueError(f"two models are named: {args.model_tag} and --model {model}")
@@ -306,7 +312,7 @@ def _flags(args: argparse.Namespace) -> Flags:
             raise RequestError("model", "is empty", value="", remedy=remedy)
         engine["model"] = model
     EngineConfig(**engine)
-    limits = Limits(**options.given_options(args, Limits))
+    limits = Limits(**options.read_options(args, Limits))
     if limits.max_total_body_bytes < limits.max_body_bytes:
         raise RequestError(
             "max_total_body_bytes",
@@ -314,26 +320,26 @@ def _flags(args: argparse.Namespace) -> Flags:
             value=f"{limits.max_total_body_bytes}",
             remedy="raise it",
         )
-    given = options.given_options(args, ServeConfig)
-    own: dict[str, Any] = {
+    given = options.read_options(args, ServeConfig)
+    serve_options: dict[str, Any] = {
         name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
     }
-    own.setdefault("model_names", (_name_of(model),))
-    if model is None and "chat_template" not in own:
-        own = _EMBEDDED_FORMS | own
-    return Flags(engine | {"verbose": True}, ServeConfig(**own, limits=limits))
+    serve_options.setdefault("model_names", (_default_model_name(model),))
+    if model is None and "chat_template" not in serve_options:
+        serve_options = _EMBEDDED_MODEL_OPTIONS | serve_options
+    return Flags(engine | {"verbose": True}, ServeConfig(**serve_options, limits=limits))
 
 
-def _name_of(model: str | None) -> str:
+def _default_model_name(model: str | None) -> str:
     """What clients call a model: a hub id as it is, of a folder the last part of its path."""
     if model is None:
-        return _EMBEDDED_NAME
+        return _EMBEDDED_MODEL_NAME
     path = Path(model)
     return path.resolve().name if path.is_dir() or path.is_absolute() else model
 
 
-def host_name(host: str) -> str:
+def normalize_host(host: str) -> str:
     """A Host without its port, as it is compared: 'Example.com:80' is 'example.com'."""
     host = host.strip().lower()
-    found = _WITH_PORT.fullmatch(host)
-    return (found[1] or found[2] if found else host).removesuffix(".")
+    match = _HOST_PORT_PATTERN.fullmatch(host)
+    return (match[1] or match[2] if match else host).removesuffix(".")

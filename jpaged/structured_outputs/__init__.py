@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jpaged.errors import RequestError, RequestTypeError, brief
+from jpaged.errors import RequestError, RequestTypeError, short_repr
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
 from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, parse_json
@@ -72,7 +72,7 @@ class StructuredOutputs:
         if opening is not None and after is None:
             problem = "needs after: it is what that ends"
             raise RequestError(f"{name}.opening", problem, value=repr(opening))
-        made = {**dict.fromkeys(self.KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
+        made = {**dict.fromkeys(self.KINDS), kind: _VALIDATORS[kind](f"{name}.{kind}", value)}
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
 
@@ -89,12 +89,12 @@ class StructuredOutputs:
         return next(kind for kind in self.KINDS if getattr(self, kind) is not None)
 
 
-def _checked_text(name: str, value: object) -> str:
+def _validate_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RequestTypeError(name, "must be a string", value=brief(value))
+        raise RequestTypeError(name, "must be a string", value=short_repr(value))
     if not value:
         raise RequestError(name, "is empty", remedy="leave it out")
-    bounds.SOURCE.check(name, len(value))
+    bounds.SOURCE_LENGTH.check(name, len(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -103,47 +103,47 @@ def _checked_text(name: str, value: object) -> str:
     return value
 
 
-def _checked_choices(name: str, value: object) -> tuple[str, ...]:
+def _validate_choices(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestTypeError(name, "must be a list of strings", value=brief(value))
+        raise RequestTypeError(name, "must be a list of strings", value=short_repr(value))
     if not value:
         raise RequestError(name, "has no choices", remedy="give one at least")
     bounds.CHOICES.check(name, len(value))
-    choices = tuple(_checked_text(f"{name}[{i}]", it) for i, it in enumerate(value))
-    bounds.SOURCE.check(name, sum(map(len, choices)))
+    choices = tuple(_validate_text(f"{name}[{i}]", it) for i, it in enumerate(value))
+    bounds.SOURCE_LENGTH.check(name, sum(map(len, choices)))
     return tuple(dict.fromkeys(choices))
 
 
-def _checked_flag(name: str, value: object) -> bool:
+def _validate_flag(name: str, value: object) -> bool:
     if value is not True:
         raise RequestError(
-            name, "must be True", value=brief(value), remedy="leave it out for no JSON object"
+            name, "must be True", value=short_repr(value), remedy="leave it out for no JSON object"
         )
     return True
 
 
-def _checked_regex(name: str, value: object) -> str:
-    text = _checked_text(name, value)
+def _validate_regex(name: str, value: object) -> str:
+    text = _validate_text(name, value)
     check_regex(name, text)
     return text
 
 
-def _checked_grammar(name: str, value: object) -> str:
-    text = _checked_text(name, value)
+def _validate_grammar(name: str, value: object) -> str:
+    text = _validate_text(name, value)
     check_grammar_text(name, text, check_schema)
     return text
 
 
-def _checked_schema(name: str, value: object) -> str:
+def _validate_schema(name: str, value: object) -> str:
     """The schema as JSON text."""
     if isinstance(value, str):
-        bounds.SOURCE.check(name, len(value))
+        bounds.SOURCE_LENGTH.check(name, len(value))
         value = parse_json(name, value)
     else:
         size = 0
         with suppress(TypeError, ValueError, RecursionError):  # what is wrong is told below
             size = len(json.dumps(value, separators=(",", ":")))
-        bounds.SOURCE.check(name, size)
+        bounds.SOURCE_LENGTH.check(name, size)
     check_schema(name, value)
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -152,14 +152,14 @@ def _checked_schema(name: str, value: object) -> str:
         raise RequestError(name, "has a lone surrogate", remedy="leave it out") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(name, f"cannot be written as JSON: {error}") from None
-    bounds.SOURCE.check(name, len(text))
+    bounds.SOURCE_LENGTH.check(name, len(text))
     return text
 
 
-_CHECKS = {
-    "json": _checked_schema,
-    "regex": _checked_regex,
-    "choice": _checked_choices,
-    "grammar": _checked_grammar,
-    "json_object": _checked_flag,
+_VALIDATORS = {
+    "json": _validate_schema,
+    "regex": _validate_regex,
+    "choice": _validate_choices,
+    "grammar": _validate_grammar,
+    "json_object": _validate_flag,
 }

@@ -18,13 +18,13 @@ from typing import Any
 
 from jpaged.structured_outputs import bounds
 
-_RESIDENT_SECONDS = 0.01
+_RESIDENT_INTERVAL_S = 0.01
 """Seconds between two measurements of the resident memory: one takes some 15 us."""
 
-_HEAP_SECONDS = 1.0
+_HEAP_INTERVAL_S = 1.0
 """Seconds between two measurements of the heap: one takes 15 to 30 ms where much is free."""
 
-FEWEST_LEXER_TOKENS = 1024
+MIN_LEXER_TOKENS = 1024
 """Minimum number of tokens after which a lexer that is not broken is replaced."""
 
 
@@ -58,7 +58,7 @@ def _resident_bytes() -> int:
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
 
-def _trim() -> None:
+def _trim_heap() -> None:
     """Return free memory to the system."""
     with suppress(AttributeError):  # not glibc
         _libc().malloc_trim(0)
@@ -73,42 +73,42 @@ class LexerMemory:
     def __init__(self):
         self._resident, self._heap = _resident_bytes(), heap_bytes()
         self._fragments = 0  # free bytes that cannot be returned to the system
-        self._is_short, self._until = False, 0.0
+        self._is_full, self._valid_until = False, 0.0
         self._measured_at = float("-inf")
         self._lock = threading.Lock()
 
     @property
-    def is_short(self) -> bool:
-        """Whether lexers take more than `bounds.LEXER_MEMORY`, free memory included."""
-        if (now := time.monotonic()) >= self._until:
-            self._until = now + _RESIDENT_SECONDS
+    def is_full(self) -> bool:
+        """Whether lexers take more than `bounds.MAX_LEXER_BYTES`, free memory included."""
+        if (now := time.monotonic()) >= self._valid_until:
+            self._valid_until = now + _RESIDENT_INTERVAL_S
             taken = _resident_bytes() - self._resident - self._fragments
-            self._is_short = taken > bounds.LEXER_MEMORY
-        return self._is_short
+            self._is_full = taken > bounds.MAX_LEXER_BYTES
+        return self._is_full
 
-    def settle(self) -> bool:
-        """Return `is_short` after free memory went back to the system, once a second at most.
+    def trim_if_full(self) -> bool:
+        """Return `is_full` after free memory went back to the system, once a second at most.
 
         Takes tens of milliseconds where much memory is free.
         """
         with self._lock:
-            if self.is_short and time.monotonic() - self._measured_at >= _HEAP_SECONDS:
-                _trim()
+            if self.is_full and time.monotonic() - self._measured_at >= _HEAP_INTERVAL_S:
+                _trim_heap()
                 resident = _resident_bytes() - self._resident
                 self._fragments = max(0, resident - (heap_bytes() - self._heap))
-                self._measured_at, self._until = time.monotonic(), 0.0
-            return self.is_short
+                self._measured_at, self._valid_until = time.monotonic(), 0.0
+            return self.is_full
 
     def release(self) -> None:
         """Return free memory to the system. No lexer is left."""
-        _trim()
-        self._fragments, self._until = 0, 0.0
+        _trim_heap()
+        self._fragments, self._valid_until = 0, 0.0
 
 
-class Use(Enum):
+class LexerUse(Enum):
     """How an answer uses a lexer."""
 
-    OWN = auto()  # no other answer uses it; later answers will
+    EXCLUSIVE = auto()  # no other answer uses it; later answers will
     SHARED = auto()  # other answers use it
     PRIVATE = auto()  # no other answer uses it, now or later
 
@@ -120,10 +120,10 @@ class Lexer:
     Attributes:
         start: llguidance's matcher, at the start; its copies share its lexer.
         num_tokens: Number of tokens of the finished answers that used it.
-        is_broken: Whether it exceeded a limit, so that every copy of `start` fails.
+        is_broken: Whether it exceeded a limit, so that every copy of `initial_matcher` fails.
     """
 
-    start: Any
+    initial_matcher: Any
     num_tokens: int = 0
     is_broken: bool = False
 
@@ -140,94 +140,94 @@ class LexerPool:
     Args:
         first: llguidance's matcher, at the start.
         make: Compiles another.
-        is_cheap: Whether compiling is quick: there may be `bounds.LEXERS` lexers, else one.
+        is_cheap: Whether compiling is quick: there may be `bounds.MAX_GRAMMAR_LEXERS` lexers, else one.
     """
 
-    def __init__(self, first: Any, make: Callable[[], Any], is_cheap: bool):
-        self._made = [Lexer(first)]
-        self._spare = [*self._made]
-        self.make, self.is_cheap = make, is_cheap
-        self._most = bounds.LEXERS if is_cheap else 1
+    def __init__(self, first: Any, compile_matcher: Callable[[], Any], is_cheap: bool):
+        self._lexers = [Lexer(first)]
+        self._spare = [*self._lexers]
+        self.compile_matcher, self.is_cheap = compile_matcher, is_cheap
+        self._max_lexers = bounds.MAX_GRAMMAR_LEXERS if is_cheap else 1
         # If a shared lexer breaks, all its answers need another at the same time.
-        self._most_tokens: float = float("inf") if is_cheap else bounds.SHARED_TOKENS
+        self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
-        self._compiling = threading.Lock()  # others do not wait for it: it may take seconds
+        self._compile_lock = threading.Lock()  # others do not wait for it: it may take seconds
 
     @property
-    def num_made(self) -> int:
+    def num_lexers(self) -> int:
         """Those that there are."""
-        return len(self._made)
+        return len(self._lexers)
 
     @property
     def num_spare(self) -> int:
         """Those that no answer has."""
         return len(self._spare)
 
-    def take(self, is_short: bool = False) -> tuple[Lexer, Use]:
-        """Return a lexer for an answer, and how the answer uses it; `give` takes it back.
+    def acquire(self, is_memory_full: bool = False) -> tuple[Lexer, LexerUse]:
+        """Return a lexer for an answer, and how the answer uses it; `release` takes it back.
 
         Compile another lexer if none is spare. Where memory is short, share one if there is one.
         """
-        if (found := self._find(is_short)) is not None:
+        if (found := self._find_usable(is_memory_full)) is not None:
             return found
-        with self._compiling:
-            if (found := self._find(is_short)) is not None:
+        with self._compile_lock:
+            if (found := self._find_usable(is_memory_full)) is not None:
                 return found
-            lexer = Lexer(self.make())
+            lexer = Lexer(self.compile_matcher())
             with self._lock:
-                self._made.append(lexer)
-            return lexer, Use.OWN
+                self._lexers.append(lexer)
+            return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `take` would take long: no lexer is usable, and compiling is not quick."""
-        return not self.is_cheap and not any(map(self._is_usable, [*self._made]))
+        """Return whether `acquire` would take long: no lexer is usable, and compiling is not quick."""
+        return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
-    def _find(self, is_short: bool) -> tuple[Lexer, Use] | None:
-        """Return as `take`, or None if it must compile a lexer."""
+    def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
+        """Return as `acquire`, or None if it must compile a lexer."""
         with self._lock:
-            self._made = [it for it in self._made if self._is_usable(it)]
+            self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
                 lexer = self._spare.pop()
-                if lexer in self._made:
-                    return lexer, Use.OWN
-            if self._made and (is_short or len(self._made) >= self._most):
+                if lexer in self._lexers:
+                    return lexer, LexerUse.EXCLUSIVE
+            if self._lexers and (is_memory_full or len(self._lexers) >= self._max_lexers):
                 self._num_shared += 1
-                return self._made[self._num_shared % len(self._made)], Use.SHARED
+                return self._lexers[self._num_shared % len(self._lexers)], LexerUse.SHARED
             return None
 
     def _is_usable(self, lexer: Lexer) -> bool:
-        return not lexer.is_broken and lexer.num_tokens <= self._most_tokens
+        return not lexer.is_broken and lexer.num_tokens <= self._max_tokens
 
-    def give(self, lexer: Lexer, use: Use, consumed: list[int]) -> None:
+    def release(self, lexer: Lexer, use: LexerUse, consumed: list[int]) -> None:
         """Take back the lexer of an answer that is over and consumed some tokens."""
         # No lock: the garbage collector calls it, anywhere.
         lexer.num_tokens += len(consumed)
-        if use is Use.OWN:
+        if use is LexerUse.EXCLUSIVE:
             self._spare.append(lexer)
 
     def note_broken(self, lexer: Lexer, num_consumed: int) -> None:
         """Note that a lexer exceeded a limit, in an answer that consumed `num_consumed` tokens."""
         if not lexer.is_broken:
             lexer.is_broken = True
-            num_tokens = max(FEWEST_LEXER_TOKENS, (lexer.num_tokens + num_consumed) // 2)
-            self._most_tokens = min(self._most_tokens, num_tokens)
+            num_tokens = max(MIN_LEXER_TOKENS, (lexer.num_tokens + num_consumed) // 2)
+            self._max_tokens = min(self._max_tokens, num_tokens)
 
-    def note_left(self, lexer: Lexer) -> None:
+    def retire(self, lexer: Lexer) -> None:
         """Give a lexer to no more answers."""
         with self._lock:
-            if lexer in self._made:
-                self._made.remove(lexer)
+            if lexer in self._lexers:
+                self._lexers.remove(lexer)
 
-    def drop_spare(self, least: int) -> list[Lexer]:
-        """Remove and return spare lexers while more than `least` lexers are left.
+    def drop_spare(self, min_lexers: int) -> list[Lexer]:
+        """Remove and return spare lexers while more than `min_lexers` lexers are left.
 
         To free them may take a millisecond for each MiB: the caller does it without a lock.
         """
         dropped: list[Lexer] = []
         with self._lock:
-            while self._spare and len(self._made) > least:
+            while self._spare and len(self._lexers) > min_lexers:
                 dropped.append(self._spare.pop())
-                if dropped[-1] in self._made:
-                    self._made.remove(dropped[-1])
+                if dropped[-1] in self._lexers:
+                    self._lexers.remove(dropped[-1])
         return dropped

@@ -20,38 +20,40 @@ class PropertyCount:
         is_open: Whether an object may have names that `properties` does not list.
     """
 
-    optional: tuple[str, ...]
-    least: int
-    most: int | None
-    is_open: bool
+    optional_names: tuple[str, ...]
+    min_optional: int
+    max_optional: int | None
+    allows_other_names: bool
 
     @classmethod
-    def of(cls, schema: Schema) -> "PropertyCount":
+    def from_schema(cls, schema: Schema) -> "PropertyCount":
         """Return the count of a schema whose keywords were checked."""
-        required, most = set(schema.get("required", ())), schema.get("maxProperties")
+        required, max_optional = set(schema.get("required", ())), schema.get("maxProperties")
         named = schema.get("properties", {}).items()
-        is_open = schema.get("additionalProperties", True) is not False
+        allows_other_names = schema.get("additionalProperties", True) is not False
         return cls(
             tuple(name for name, own in named if name not in required and own is not False),
             max(schema.get("minProperties", 0) - len(required), 0),
-            None if most is None else most - len(required),
-            is_open or "patternProperties" in schema,
+            None if max_optional is None else max_optional - len(required),
+            allows_other_names or "patternProperties" in schema,
         )
 
     @property
     def needs_cases(self) -> bool:
         """Whether llguidance refuses the schema unless its cases are written out."""
-        if not self.optional or (self.least == 0 and self.most is None):
+        if not self.optional_names or (self.min_optional == 0 and self.max_optional is None):
             return False
-        return self.is_open or self.least > 1 or self.most not in (None, 1)
+        return (
+            self.allows_other_names or self.min_optional > 1 or self.max_optional not in (None, 1)
+        )
 
     @property
     def num_cases(self) -> int:
         """Number of schemas that `cases` yields; 0 if no object obeys."""
-        num = len(self.optional)
+        num = len(self.optional_names)
         if self._is_bounded:
             return sum(math.comb(num, size) for size in self._sizes)
-        return math.comb(num, self.least) + self.is_open
+        return math.comb(num, self.min_optional) + self.allows_other_names
 
     def cases(self, schema: Schema) -> Iterator[dict[str, Any]]:
         """Yield schemas that together allow the right numbers of properties.
@@ -59,30 +61,39 @@ class PropertyCount:
         An object with a right number of properties matches exactly one of them.
 
         Args:
-            schema: As for `of`. An object must also match it, without the two keywords.
+            schema: As for `from_schema`. An object must also match it, without the two keywords.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
         if self._is_bounded:  # the optional properties that an object has
             for size in self._sizes:
-                for names in combinations(self.optional, size):
-                    yield self._case(names, self.optional) | (counts if self.is_open else {})
+                for names in combinations(self.optional_names, size):
+                    yield self._case(names, self.optional_names) | (
+                        counts if self.allows_other_names else {}
+                    )
             return
-        for names in combinations(self.optional, self.least):  # the first ones that it has
-            end = self.optional.index(names[-1]) if names else 0
-            yield self._case(names, self.optional[:end])
-        if self.is_open:
-            yield self._case((), self.optional) | counts
+        for names in combinations(
+            self.optional_names, self.min_optional
+        ):  # the first ones that it has
+            end = self.optional_names.index(names[-1]) if names else 0
+            yield self._case(names, self.optional_names[:end])
+        if self.allows_other_names:
+            yield self._case((), self.optional_names) | counts
 
     @property
     def _is_bounded(self) -> bool:
         """Whether the maximum allows fewer properties than there are."""
-        return self.most is not None and (self.is_open or self.most < len(self.optional))
+        return self.max_optional is not None and (
+            self.allows_other_names or self.max_optional < len(self.optional_names)
+        )
 
     @property
     def _sizes(self) -> range:
         """Numbers of optional properties that an object may have."""
-        most = min(len(self.optional), len(self.optional) if self.most is None else self.most)
-        return range(0 if self.is_open else self.least, most + 1)
+        max_optional = min(
+            len(self.optional_names),
+            len(self.optional_names) if self.max_optional is None else self.max_optional,
+        )
+        return range(0 if self.allows_other_names else self.min_optional, max_optional + 1)
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:

@@ -7,70 +7,72 @@ from typing import Any
 
 from jpaged.structured_outputs.property_counts import PropertyCount
 from jpaged.structured_outputs.schemas import (
-    OF_MANY,
-    OF_NAMED,
-    OF_ONE,
-    TYPES,
-    own_types,
-    target_of,
-    type_of,
+    DISJOINT_TYPES,
+    SCHEMA_KEYWORDS,
+    SCHEMA_LIST_KEYWORDS,
+    SCHEMA_MAP_KEYWORDS,
+    declared_types,
+    json_type,
+    resolve_reference,
 )
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
-_OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+_FORMAT_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 """Patterns that replace llguidance's formats, which allow second 60 and 29 February in any year."""
 
-_MAX_DEPTH = 100
+_MAX_FACTS_DEPTH = 100
 """Schemas within each other, also by reference, beyond which `_Facts` are not looked for."""
 
 
-def enforced(schema: Any) -> Any:
+def rewrite_schema(schema: Any) -> Any:
     """Return a schema that was checked, rewritten so that llguidance enforces it."""
-    return _Rewriting(schema).rewrite(schema)
+    return _SchemaRewriter(schema).rewrite(schema)
 
 
-class _Rewriting:
+class _SchemaRewriter:
     def __init__(self, root: Any):
         self._root = root
-        self._known: dict[tuple[int, bool], _Facts] = {}  # by id, which the root's schemas keep
+        self._facts_by_id: dict[
+            tuple[int, bool], _Facts
+        ] = {}  # by id, which the root's schemas keep
         self._depth = 0
 
     def rewrite(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
             return schema
-        own = {keyword: self._within(keyword, value) for keyword, value in schema.items()}
+        own = {keyword: self._rewrite_value(keyword, value) for keyword, value in schema.items()}
         more: list[Any] = []
-        pattern = _OWN_FORMATS.get(own.get("format", ""))
+        pattern = _FORMAT_PATTERNS.get(own.get("format", ""))
         if pattern is not None:
             del own["format"]
             more.append({"pattern": f"^{pattern}$"})
         if "oneOf" in own and self._are_exclusive(schema["oneOf"]):
             more.append({"anyOf": own.pop("oneOf")})
-        count = PropertyCount.of(schema)
+        count = PropertyCount.from_schema(schema)
         if count.needs_cases:
             own.pop("minProperties", None)
             own.pop("maxProperties", None)
-            others = own_types(schema) - {"object"}
+            others = declared_types(schema) - {"object"}
             others -= {"integer"} if "number" in others else set()
             more.append({"anyOf": [*count.cases(schema), *({"type": it} for it in sorted(others))]})
         if more:
             own["allOf"] = [*own.get("allOf", ()), *more]
         return own
 
-    def _within(self, keyword: str, value: Any) -> Any:
-        if keyword in OF_ONE:
+    def _rewrite_value(self, keyword: str, value: Any) -> Any:
+        if keyword in SCHEMA_KEYWORDS:
             return self.rewrite(value)
-        if keyword in OF_MANY:
+        if keyword in SCHEMA_LIST_KEYWORDS:
             return [self.rewrite(it) for it in value]
-        if keyword in OF_NAMED:
+        if keyword in SCHEMA_MAP_KEYWORDS:
             return {name: self.rewrite(it) for name, it in value.items()}
         return value
 
@@ -81,7 +83,7 @@ class _Rewriting:
             return True
         if all(it.types <= {"object"} for it in facts):
             for name in frozenset.intersection(*(it.required for it in facts)):
-                found = [it.properties.get(name, _Facts(TYPES)) for it in facts]
+                found = [it.properties.get(name, _Facts(DISJOINT_TYPES)) for it in facts]
                 if _are_distinct([it.values for it in found]):
                     return True
         return all(one.excludes(other) for one, other in combinations(facts, 2))
@@ -94,38 +96,38 @@ class _Rewriting:
             with_properties: Whether to look at an object's properties too.
         """
         if not isinstance(schema, Mapping):
-            return _Facts(TYPES if schema else frozenset())
+            return _Facts(DISJOINT_TYPES if schema else frozenset())
         key = id(schema), with_properties
-        if key not in self._known:
-            if self._depth == _MAX_DEPTH:
-                return _Facts(TYPES)  # true of every schema
+        if key not in self._facts_by_id:
+            if self._depth == _MAX_FACTS_DEPTH:
+                return _Facts(DISJOINT_TYPES)  # true of every schema
             self._depth += 1
-            self._known[key] = self._find_facts(schema, with_properties=with_properties)
+            self._facts_by_id[key] = self._find_facts(schema, with_properties=with_properties)
             self._depth -= 1
-        return self._known[key]
+        return self._facts_by_id[key]
 
     def _find_facts(self, schema: Mapping[str, Any], *, with_properties: bool) -> "_Facts":
         found = self._own_facts(schema, with_properties=with_properties)
         for part in schema.get("allOf", ()):
-            found = found.both(self._facts(part, with_properties=with_properties))
+            found = found.intersect(self._facts(part, with_properties=with_properties))
         if "$ref" in schema:
-            target = target_of(self._root, schema["$ref"])
-            found = found.both(self._facts(target, with_properties=with_properties))
+            target = resolve_reference(self._root, schema["$ref"])
+            found = found.intersect(self._facts(target, with_properties=with_properties))
         for word in ("anyOf", "oneOf"):
             if word in schema:
-                found = found.both(_any_of([self._facts(it) for it in schema[word]]))
+                found = found.intersect(_unite_facts([self._facts(it) for it in schema[word]]))
         return found
 
     def _own_facts(self, schema: Mapping[str, Any], *, with_properties: bool) -> "_Facts":
         values = None
         if "enum" in schema:
-            values = frozenset(map(_key, schema["enum"]))
+            values = frozenset(map(_value_key, schema["enum"]))
         if "const" in schema:
-            values = _common(values, frozenset([_key(schema["const"])]))
+            values = _intersect_sets(values, frozenset([_value_key(schema["const"])]))
         named = schema.get("properties", {})
         is_closed = schema.get("additionalProperties") is False
         return _Facts(
-            own_types(schema),
+            declared_types(schema),
             values,
             {name: self._facts(it) for name, it in named.items() if with_properties},
             frozenset(schema.get("required", ())),
@@ -139,7 +141,7 @@ class _Facts:
 
     Attributes:
         types: JSON types that a matching value may have.
-        values: `_key` of each value that may match; None for any value of these types.
+        values: `_value_key` of each value that may match; None for any value of these types.
         properties: Bounds on the values of an object's properties, if the object has them.
         required: Names of the properties that an object must have.
         names: Names of the properties that an object may have; None for any name.
@@ -151,17 +153,17 @@ class _Facts:
     required: frozenset[str] = frozenset()
     names: frozenset[str] | None = None
 
-    def both(self, other: "_Facts") -> "_Facts":
+    def intersect(self, other: "_Facts") -> "_Facts":
         """Return bounds on the values that match both schemas."""
         properties = dict(self.properties)
         for name, facts in other.properties.items():
-            properties[name] = properties[name].both(facts) if name in properties else facts
+            properties[name] = properties[name].intersect(facts) if name in properties else facts
         return _Facts(
             self.types & other.types,
-            _common(self.values, other.values),
+            _intersect_sets(self.values, other.values),
             properties,
             self.required | other.required,
-            _common(self.names, other.names),
+            _intersect_sets(self.names, other.names),
         )
 
     def excludes(self, other: "_Facts") -> bool:
@@ -189,21 +191,23 @@ def _are_distinct(values: Sequence[frozenset[Any] | None]) -> bool:
     return len(known) == len(values) and len(frozenset().union(*known)) == num_values
 
 
-def _any_of(cases: list[_Facts]) -> _Facts:
+def _unite_facts(cases: list[_Facts]) -> _Facts:
     values: frozenset[Any] | None = frozenset()
     for case in cases:
         values = None if values is None or case.values is None else values | case.values
     return _Facts(frozenset().union(*(case.types for case in cases)), values)
 
 
-def _common(one: frozenset[Any] | None, two: frozenset[Any] | None) -> frozenset[Any] | None:
+def _intersect_sets(
+    one: frozenset[Any] | None, two: frozenset[Any] | None
+) -> frozenset[Any] | None:
     return one if two is None else two if one is None else one & two
 
 
-def _key(value: Any) -> Any:
+def _value_key(value: Any) -> Any:
     """Return something hashable that is equal for equal JSON values only: 1 is 1.0, not true."""
     if isinstance(value, Mapping):
-        return "object", frozenset((name, _key(it)) for name, it in value.items())
+        return "object", frozenset((name, _value_key(it)) for name, it in value.items())
     if isinstance(value, (list, tuple)):
-        return "array", tuple(map(_key, value))
-    return type_of(value), value
+        return "array", tuple(map(_value_key, value))
+    return json_type(value), value

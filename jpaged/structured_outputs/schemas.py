@@ -8,37 +8,50 @@ from functools import reduce
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from jpaged.errors import ErrorKind, RequestError, RequestTypeError, brief
+from jpaged.errors import ErrorKind, RequestError, RequestTypeError, short_repr
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.property_counts import PropertyCount
-from jpaged.structured_outputs.syntax import check_pattern, check_text
+from jpaged.structured_outputs.syntax import check_characters, check_pattern
 
-ANNOTATIONS = {
+ANNOTATION_KEYWORDS = {
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly"),
     *("writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
     *("$comment", "$schema", "$id", "$anchor"),
 }
 """Keywords that allow and forbid nothing."""
 
-OF_ONE = {"items", "additionalProperties"}
-OF_MANY = {"anyOf", "oneOf", "allOf", "prefixItems"}
-OF_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
-_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_ENFORCED = {
-    *("type", "enum", "const", "pattern", "format", "required", "multipleOf", "$ref"),
-    *(OF_ONE | OF_MANY | OF_NAMED | _COUNTS | _NUMBERS),
+SCHEMA_KEYWORDS = {"items", "additionalProperties"}
+SCHEMA_LIST_KEYWORDS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+SCHEMA_MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions"}
+_COUNT_KEYWORDS = {
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
 }
-_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
-_FORMATS = (
+_NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_ENFORCED_KEYWORDS = {
+    *("type", "enum", "const", "pattern", "format", "required", "multipleOf", "$ref"),
+    *(
+        SCHEMA_KEYWORDS
+        | SCHEMA_LIST_KEYWORDS
+        | SCHEMA_MAP_KEYWORDS
+        | _COUNT_KEYWORDS
+        | _NUMBER_KEYWORDS
+    ),
+}
+_TYPE_NAMES = ("string", "number", "integer", "boolean", "null", "object", "array")
+_FORMAT_NAMES = (
     *("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
 )
 
-Path = str
+SchemaPath = str
 Schema = Mapping[str, Any]
-_Found = Mapping[int, tuple[Path, Schema]]
+_SchemasById = Mapping[int, tuple[SchemaPath, Schema]]
 """Schemas and their places, by id."""
-_Target = Callable[[Path, Schema], Any]
+_ResolveReference = Callable[[SchemaPath, Schema], Any]
 """Gives what a schema refers to."""
 
 
@@ -46,25 +59,29 @@ def check_schema(name: str, schema: object) -> None:
     """Raise TypeError or ValueError, naming the place from `name` on, unless a grammar can enforce
     a schema and some answer obeys it."""
     if isinstance(schema, bool) or not isinstance(schema, Mapping):
-        raise RequestTypeError(name, "must be a JSON schema, an object", value=brief(schema))
-    _SchemaCheck(schema, name).run()
+        raise RequestTypeError(name, "must be a JSON schema, an object", value=short_repr(schema))
+    _SchemaChecker(schema, name).run()
 
 
 def is_enforced(keyword: str, value: Any) -> bool:
     """Whether a grammar enforces a keyword that has such a value, other than in its size."""
     if keyword == "format":
-        return value in _FORMATS
+        return value in _FORMAT_NAMES
     if keyword == "multipleOf":
         return _is_number(value) and value == int(value)
-    return keyword in _ENFORCED and not (keyword in _NUMBERS and isinstance(value, bool))
+    return keyword in _ENFORCED_KEYWORDS and not (
+        keyword in _NUMBER_KEYWORDS and isinstance(value, bool)
+    )
 
 
-class _SchemaCheck:
+class _SchemaChecker:
     """Refuses what a grammar cannot enforce, by its place."""
 
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
-        self._found: dict[int, tuple[Path, Schema]] = {}  # by id, which they keep while in here
+        self._schemas: dict[
+            int, tuple[SchemaPath, Schema]
+        ] = {}  # by id, which they keep while in here
         self._targets: dict[int, Any] = {}  # by id of the schema that refers
         self._num_visits = 0
 
@@ -75,119 +92,119 @@ class _SchemaCheck:
             TypeError, ValueError: one is malformed, or cannot be enforced.
         """
         self._walk(self._name, self._root)
-        left = deque(self._found.values())
+        left = deque(self._schemas.values())
         while left:
             path, schema = left.popleft()
             if "$ref" in schema:
-                target = self._target(path, schema)
-                if isinstance(target, Mapping) and id(target) not in self._found:
-                    known = len(self._found)
+                target = self._resolve(path, schema)
+                if isinstance(target, Mapping) and id(target) not in self._schemas:
+                    known = len(self._schemas)
                     self._walk(self._name + schema["$ref"][1:].replace("/", "."), target)
-                    left.extend(list(self._found.values())[known:])
-        _check_merged(self._found, self._target)
-        _Obeyable(self._found, self._target).check()
+                    left.extend(list(self._schemas.values())[known:])
+        _check_merged(self._schemas, self._resolve)
+        _SatisfiabilityCheck(self._schemas, self._resolve).check()
 
-    def _walk(self, name: Path, root: Schema) -> None:
-        left: list[tuple[Path, Any, int]] = [(name, root, 0)]
+    def _walk(self, name: SchemaPath, root: Schema) -> None:
+        left: list[tuple[SchemaPath, Any, int]] = [(name, root, 0)]
         while left:
             path, schema, depth = left.pop()
             if isinstance(schema, bool):
                 continue
             if not isinstance(schema, Mapping):
                 raise RequestTypeError(
-                    path, "must be a schema: an object or a boolean", value=brief(schema)
+                    path, "must be a schema: an object or a boolean", value=short_repr(schema)
                 )
-            bounds.DEPTH.check(path, depth)
+            bounds.SCHEMA_DEPTH.check(path, depth)
             self._num_visits += 1
             bounds.SCHEMAS.check(self._name, self._num_visits)
-            self._found[id(schema)] = path, schema
+            self._schemas[id(schema)] = path, schema
             for keyword, value in schema.items():
                 own = f"{path}.{keyword}"
-                if keyword not in _ENFORCED:
+                if keyword not in _ENFORCED_KEYWORDS:
                     _check_annotation(own, keyword, value, is_root=schema is self._root)
                     continue
                 self._check_keyword(own, keyword, value, schema)
-                left += [(where, it, depth + 1) for where, it in _within(own, keyword, value)]
+                left += [(where, it, depth + 1) for where, it in _subschemas(own, keyword, value)]
             if "minProperties" in schema or "maxProperties" in schema:
                 _check_property_count(path, schema)
 
-    def _check_keyword(self, path: Path, keyword: str, value: Any, schema: Schema) -> None:
-        if keyword in _COUNTS:
+    def _check_keyword(self, path: SchemaPath, keyword: str, value: Any, schema: Schema) -> None:
+        if keyword in _COUNT_KEYWORDS:
             _require(path, value, _is_count(value), "a count, 0 or more")
-        elif keyword in _NUMBERS:
+        elif keyword in _NUMBER_KEYWORDS:
             _check_number(path, value)
         elif keyword == "multipleOf":
             _check_multiple(path, value)
         elif keyword == "type":
             named = value if isinstance(value, list) else [value]
-            _require(path, value, bool(named) and all(it in _TYPES for it in named), "a type")
+            _require(path, value, bool(named) and all(it in _TYPE_NAMES for it in named), "a type")
         elif keyword in ("enum", "const"):
             _check_values(path, keyword, value)
         elif keyword == "required":
             is_names = isinstance(value, list) and all(isinstance(it, str) for it in value)
             _require(path, value, is_names, "a list of names")
             for name in value:
-                check_text(path, name)
+                check_characters(path, name)
         elif keyword == "pattern":
             _require(path, value, isinstance(value, str), "a regular expression")
             check_pattern(path, value)
         elif keyword == "format":
-            known = f"one of {', '.join(_FORMATS)}, or left out: others are not enforced"
-            _require(path, value, value in _FORMATS, known)
+            known = f"one of {', '.join(_FORMAT_NAMES)}, or left out: others are not enforced"
+            _require(path, value, value in _FORMAT_NAMES, known)
         elif keyword == "properties":
             _check_properties(path, value, schema)
-        elif keyword in OF_NAMED:
+        elif keyword in SCHEMA_MAP_KEYWORDS:
             _check_names(path, value)
             if keyword == "patternProperties":
-                bounds.PATTERN_NAMES.check(path, len(value))
+                bounds.PATTERN_PROPERTIES.check(path, len(value))
                 for name in value:
                     check_pattern(f"{path}.{name[:60]}", name)
 
-    def _target(self, path: Path, schema: Schema) -> Any:
+    def _resolve(self, path: SchemaPath, schema: Schema) -> Any:
         """What a schema refers to."""
         if id(schema) not in self._targets:
-            self._targets[id(schema)] = self._find_target(path, schema)
+            self._targets[id(schema)] = self._resolve_uncached(path, schema)
         return self._targets[id(schema)]
 
-    def _find_target(self, path: Path, schema: Schema) -> Any:
+    def _resolve_uncached(self, path: SchemaPath, schema: Schema) -> Any:
         path, value = f"{path}.$ref", schema["$ref"]
         is_own = isinstance(value, str) and re.fullmatch(r"#(/[^%]*)?", value) is not None
         _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
         try:
-            found = target_of(self._root, value)
+            found = resolve_reference(self._root, value)
         except KeyError as error:
             words = f"leads nowhere: there is no {error.args[0]!r}"
-            raise RequestError(path, words, value=brief(value)) from None
+            raise RequestError(path, words, value=short_repr(value)) from None
         _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
         return found
 
 
-def target_of(root: Any, reference: str) -> Any:
+def resolve_reference(root: Any, reference: str) -> Any:
     """Return what stands at the place in `root` that a reference names. KeyError: the name of a
     step that leads nowhere."""
     found = root
     for step in reference[2:].split("/") if len(reference) > 1 else ():
-        step = unescaped(step)
+        step = unescape_pointer(step)
         if not isinstance(found, Mapping) or step not in found:
             raise KeyError(step)
         found = found[step]
     return found
 
 
-def unescaped(step: str) -> str:
+def unescape_pointer(step: str) -> str:
     """A name as it stands between the slashes of a reference (RFC 6901)."""
     return step.replace("~1", "/").replace("~0", "~")
 
 
-def _within(path: Path, keyword: str, value: Any) -> Iterator[tuple[Path, Any]]:
+def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[SchemaPath, Any]]:
     """The schemas in a keyword's value."""
-    if keyword in OF_ONE:
+    if keyword in SCHEMA_KEYWORDS:
         yield path, value
-    elif keyword in OF_MANY:
+    elif keyword in SCHEMA_LIST_KEYWORDS:
         _require(path, value, isinstance(value, list) and bool(value), "a list of schemas")
-        bounds.OPTIONS.check(path, len(value))
+        bounds.SUBSCHEMAS_PER_KEYWORD.check(path, len(value))
         yield from ((f"{path}[{i}]", it) for i, it in enumerate(value))
-    elif keyword in OF_NAMED:
+    elif keyword in SCHEMA_MAP_KEYWORDS:
         for name, it in value.items():
             yield f"{path}.{name[:60]}", it
 
@@ -195,7 +212,7 @@ def _within(path: Path, keyword: str, value: Any) -> Iterator[tuple[Path, Any]]:
 # Keywords
 
 
-def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool) -> None:
+def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
     """Raise ValueError unless a keyword asks for nothing."""
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
@@ -204,27 +221,29 @@ def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool)
     asks_nothing = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
     if asks_nothing.get(keyword, ...) is value:
         return
-    if keyword in ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
+    if keyword in ANNOTATION_KEYWORDS or (keyword.startswith("x-") and keyword != "x-guidance"):
         return
-    near = difflib.get_close_matches(keyword[:60], sorted(_ENFORCED), 1, cutoff=0.8)
+    near = difflib.get_close_matches(keyword[:60], sorted(_ENFORCED_KEYWORDS), 1, cutoff=0.8)
     hint = f"; did you mean {near[0]!r}?" if near else ": leave it out, and check it yourself"
     problem = f"is not enforced by a grammar{hint}"
     raise RequestError(path[:200], problem, kind=ErrorKind.UNSUPPORTED)
 
 
-def _check_number(path: Path, value: Any) -> None:
-    is_exact = _is_number(value) and abs(value) <= bounds.NUMBER
+def _check_number(path: SchemaPath, value: Any) -> None:
+    is_exact = _is_number(value) and abs(value) <= bounds.MAX_NUMBER
     _require(path, value, is_exact, "a number of at most 2**53: larger ones would be rounded")
 
 
-def _check_multiple(path: Path, value: Any) -> None:
+def _check_multiple(path: SchemaPath, value: Any) -> None:
     is_whole = _is_number(value) and 0 < value < float("inf") and value == int(value)
     _require(path, value, is_whole, "a whole number: others are not enforced")
-    if value > bounds.MULTIPLE:
-        raise RequestError(path, f"must be at most {bounds.MULTIPLE}", value=brief(value))
+    if value > bounds.MAX_MULTIPLE_OF:
+        raise RequestError(
+            path, f"must be at most {bounds.MAX_MULTIPLE_OF}", value=short_repr(value)
+        )
 
 
-def _check_values(path: Path, keyword: str, value: Any) -> None:
+def _check_values(path: SchemaPath, keyword: str, value: Any) -> None:
     """Look at the values that an enum or a const allows, within each other too."""
     is_list = isinstance(value, list) and bool(value)
     _require(path, value, keyword == "const" or is_list, "a list of values")
@@ -232,34 +251,34 @@ def _check_values(path: Path, keyword: str, value: Any) -> None:
     while left:
         it, depth = left.pop()
         num_values += 1
-        bounds.VALUES.check(path, num_values - (keyword == "enum"))
-        bounds.DEPTH.check(path, depth)
+        bounds.ENUM_VALUES.check(path, num_values - (keyword == "enum"))
+        bounds.SCHEMA_DEPTH.check(path, depth)
         if isinstance(it, str):
-            check_text(path, it)
+            check_characters(path, it)
         elif _is_number(it):
             _check_number(path, it)
         elif isinstance(it, Mapping):
             for name in it:
-                check_text(path, str(name))
+                check_characters(path, str(name))
             left += [(each, depth + 1) for each in it.values()]
         elif isinstance(it, (list, tuple)):
             left += [(each, depth + 1) for each in it]
 
 
-def _check_properties(path: Path, value: Any, schema: Schema) -> None:
+def _check_properties(path: SchemaPath, value: Any, schema: Schema) -> None:
     _check_names(path, value)
     for name in value:
-        check_text(path, name)
+        check_characters(path, name)
     required = schema.get("required", ())
     needed = set(required) if isinstance(required, list) else set()
-    bounds.OPTIONAL.check(path, sum(name not in needed for name in value))
+    bounds.OPTIONAL_PROPERTIES.check(path, sum(name not in needed for name in value))
 
 
-def _check_property_count(path: Path, schema: Schema) -> None:
+def _check_property_count(path: SchemaPath, schema: Schema) -> None:
     """Raise ValueError unless the number of an object's properties can be enforced."""
-    count = PropertyCount.of(schema)
+    count = PropertyCount.from_schema(schema)
     reason = "cannot be enforced: a name that is not in properties may appear twice"
-    if count.is_open and count.least > 1:
+    if count.allows_other_names and count.min_optional > 1:
         raise RequestError(
             f"{path}.minProperties",
             f"{reason}. List every name in properties, set additionalProperties to false and drop "
@@ -267,7 +286,7 @@ def _check_property_count(path: Path, schema: Schema) -> None:
             value=f"{schema['minProperties']}",
             kind=ErrorKind.UNSUPPORTED,
         )
-    if "patternProperties" in schema and count.most is not None and count.most > 1:
+    if "patternProperties" in schema and count.max_optional is not None and count.max_optional > 1:
         raise RequestError(
             f"{path}.maxProperties",
             f"{reason}. List the names in properties instead of patternProperties, or drop "
@@ -276,7 +295,7 @@ def _check_property_count(path: Path, schema: Schema) -> None:
             kind=ErrorKind.UNSUPPORTED,
         )
     if count.needs_cases:
-        keyword = "minProperties" if count.least else "maxProperties"
+        keyword = "minProperties" if count.min_optional else "maxProperties"
         if not count.num_cases:
             raise RequestError(
                 f"{path}.{keyword}",
@@ -287,15 +306,15 @@ def _check_property_count(path: Path, schema: Schema) -> None:
         bounds.PROPERTY_SETS.check(f"{path}.{keyword}", count.num_cases)
 
 
-def _check_names(path: Path, value: Any) -> None:
+def _check_names(path: SchemaPath, value: Any) -> None:
     _require(path, value, isinstance(value, Mapping), "an object of schemas")
     for name in value:
         _require(path, name, isinstance(name, str), "an object whose names are strings")
 
 
-def _require(path: Path, value: Any, holds: bool, what: str) -> None:
-    if not holds:
-        raise RequestError(path, f"must be {what}", value=brief(value))
+def _require(path: SchemaPath, value: Any, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise RequestError(path, f"must be {expected}", value=short_repr(value))
 
 
 def _is_count(value: Any) -> bool:
@@ -309,10 +328,12 @@ def _is_number(value: Any) -> bool:
 # Schemas that hold for one value together
 
 
-def _check_merged(found: _Found, target: _Target) -> None:
+def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
     """Raise ValueError where too much holds for one value: its schemas are multiplied out."""
-    all_of = {key: list(_all_of(*each, target)) for key, each in found.items()}
-    any_of = {key: [list(_cases(each[1], word)) for word in _CASES] for key, each in found.items()}
+    all_of = {key: list(_all_of(*each, resolve)) for key, each in found.items()}
+    any_of = {
+        key: [list(_cases(each[1], word)) for word in _CASE_KEYWORDS] for key, each in found.items()
+    }
     within = {key: {*map(id, sum(any_of[key], all_of[key]))} & found.keys() for key in found}
     try:
         order = list(TopologicalSorter(within).static_order())
@@ -322,22 +343,27 @@ def _check_merged(found: _Found, target: _Target) -> None:
             path, "is defined by nothing but itself", remedy="change its $ref"
         ) from None
     tallies: dict[int, tuple[int, ...]] = {}
-    counts: dict[int, frozenset[_Count]] = {}
+    counts: dict[int, frozenset[_ExtraNames]] = {}
     for key in order:
         path, schema = found[key]
-        parts = [_own_tally(schema), *(tallies.get(id(it), _NOTHING) for it in all_of[key])]
+        parts = [_schema_tally(schema), *(tallies.get(id(it), _ZERO_TALLY) for it in all_of[key])]
         for cases in any_of[key]:
-            own = [tallies.get(id(it), _NOTHING) for it in cases]
-            parts.append(tuple(map(max, zip(_NOTHING, *own, strict=True))))
+            own = [tallies.get(id(it), _ZERO_TALLY) for it in cases]
+            parts.append(tuple(map(max, zip(_ZERO_TALLY, *own, strict=True))))
         tallies[key] = tuple(map(sum, zip(*parts, strict=True)))
-        tallied = (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES)
+        tallied = (bounds.SCHEMAS_PER_VALUE, bounds.PATTERNS_PER_VALUE, bounds.MULTIPLES_PER_VALUE)
         for bound, number in zip(tallied, tallies[key], strict=True):
             bound.check(path, number)
-        together = [{_own_count(schema)}, *(counts.get(id(it), _UNCOUNTED) for it in all_of[key])]
+        together = [
+            {_extra_names(schema)},
+            *(counts.get(id(it), _UNLIMITED_NAMES) for it in all_of[key]),
+        ]
         for cases in filter(None, any_of[key]):
-            together.append(frozenset().union(*(counts.get(id(it), _UNCOUNTED) for it in cases)))
-        counts[key] = reduce(_counts_of_both, together, _UNCOUNTED)
-        if (True, _MANY) in counts[key]:
+            together.append(
+                frozenset().union(*(counts.get(id(it), _UNLIMITED_NAMES) for it in cases))
+            )
+        counts[key] = reduce(_intersect_counts, together, _UNLIMITED_NAMES)
+        if (True, _SEVERAL) in counts[key]:
             raise RequestError(
                 path,
                 (
@@ -348,39 +374,54 @@ def _check_merged(found: _Found, target: _Target) -> None:
             )
 
 
-_CASES = ("anyOf", "oneOf")
-_NOTHING = (0, 0, 0)
-_COMBINING = {"$ref", "allOf", "$defs", "definitions", *_CASES, *ANNOTATIONS}
+_CASE_KEYWORDS = ("anyOf", "oneOf")
+_ZERO_TALLY = (0, 0, 0)
+_COMBINING_KEYWORDS = {
+    "$ref",
+    "allOf",
+    "$defs",
+    "definitions",
+    *_CASE_KEYWORDS,
+    *ANNOTATION_KEYWORDS,
+}
 
 
-def _own_tally(schema: Schema) -> tuple[int, ...]:
+def _schema_tally(schema: Schema) -> tuple[int, ...]:
     num_patterns = ("pattern" in schema) + ("format" in schema)
-    return int(not schema.keys() <= _COMBINING), num_patterns, int("multipleOf" in schema)
+    return int(not schema.keys() <= _COMBINING_KEYWORDS), num_patterns, int("multipleOf" in schema)
 
 
-_Count = tuple[bool, int]
+_ExtraNames = tuple[bool, int]
 """Whether an object has patternProperties, and its room for names that properties does not list."""
 
-_FEW, _MANY, _ANY = range(3)
-_UNCOUNTED = frozenset({(False, _ANY)})
+_AT_MOST_ONE, _SEVERAL, _UNLIMITED = range(3)
+_UNLIMITED_NAMES = frozenset({(False, _UNLIMITED)})
 
 
-def _own_count(schema: Schema) -> _Count:
-    count = PropertyCount.of(schema)
-    room = _ANY if count.most is None else _FEW if count.most < 2 else _MANY
-    return "patternProperties" in schema, room if count.is_open else _FEW
+def _extra_names(schema: Schema) -> _ExtraNames:
+    count = PropertyCount.from_schema(schema)
+    room = (
+        _UNLIMITED
+        if count.max_optional is None
+        else _AT_MOST_ONE
+        if count.max_optional < 2
+        else _SEVERAL
+    )
+    return "patternProperties" in schema, room if count.allows_other_names else _AT_MOST_ONE
 
 
-def _counts_of_both(one: Iterable[_Count], other: Iterable[_Count]) -> frozenset[_Count]:
+def _intersect_counts(
+    one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
+) -> frozenset[_ExtraNames]:
     """Return the counts of objects that obey two schemas, each with the counts of its cases."""
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
 
-def _all_of(path: Path, schema: Schema, target: _Target) -> Iterator[Any]:
+def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
     """The schemas that hold too, wherever one does."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
-        yield target(path, schema)
+        yield resolve(path, schema)
 
 
 def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
@@ -390,15 +431,15 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
 # Schemas that no finite value obeys
 
 
-TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 """Types that have no value in common: numbers are those that are no integers."""
 
 
-class _Obeyable:
+class _SatisfiabilityCheck:
     """Of which types the values are that obey a schema; the least solution, for recursive ones."""
 
-    def __init__(self, found: _Found, target: _Target):
-        self._found, self._target = found, target
+    def __init__(self, found: _SchemasById, resolve: _ResolveReference):
+        self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
         # What an object or an array needs, and of which no value was found yet.
         self._needed = {
@@ -409,21 +450,21 @@ class _Obeyable:
 
     def check(self) -> None:
         """Raise ValueError where there is none."""
-        users: dict[int, set[int]] = {key: set() for key in self._found}
-        for key, (path, schema) in self._found.items():
-            for it in self._within(path, schema):
+        users: dict[int, set[int]] = {key: set() for key in self._schemas}
+        for key, (path, schema) in self._schemas.items():
+            for it in self._deciding_schemas(path, schema):
                 if id(it) in users:
                     users[id(it)].add(key)
-        left = dict.fromkeys(self._found)
+        left = dict.fromkeys(self._schemas)
         while left:  # in rounds, lest one that many decide is solved after each of them
             changed = set[int]()
             for key in left:
-                types = self._solve(*self._found[key])
+                types = self._solve(*self._schemas[key])
                 if types != self._types[key]:
                     self._types[key] = types
                     changed |= users[key]
             left = dict.fromkeys(changed)
-        for key, (path, _) in self._found.items():
+        for key, (path, _) in self._schemas.items():
             if not self._types[key]:
                 raise RequestError(
                     path,
@@ -431,45 +472,47 @@ class _Obeyable:
                     remedy="let what it needs be left out, or be of another type",
                 )
 
-    def _within(self, path: Path, schema: Schema) -> Iterator[Any]:
+    def _deciding_schemas(self, path: SchemaPath, schema: Schema) -> Iterator[Any]:
         """The schemas that decide."""
-        yield from _all_of(path, schema, self._target)
-        for word in _CASES:
+        yield from _all_of(path, schema, self._resolve)
+        for word in _CASE_KEYWORDS:
             yield from _cases(schema, word)
         yield from _needed_properties(schema)
         yield from _needed_items(schema)
 
-    def _solve(self, path: Path, schema: Schema) -> frozenset[str]:
-        types = own_types(schema)
-        for it in _all_of(path, schema, self._target):
-            types &= self._of(it)
-        for word in _CASES:
+    def _solve(self, path: SchemaPath, schema: Schema) -> frozenset[str]:
+        types = declared_types(schema)
+        for it in _all_of(path, schema, self._resolve):
+            types &= self._schema_types(it)
+        for word in _CASE_KEYWORDS:
             if word in schema:
-                types &= frozenset().union(*(self._of(it) for it in _cases(schema, word)))
+                types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            while needed and self._of(needed[-1]):  # found once, it stays: types are only added
+            while needed and self._schema_types(
+                needed[-1]
+            ):  # found once, it stays: types are only added
                 needed.pop()
             if needed:
                 types -= {kind}
         return types
 
-    def _of(self, schema: Any) -> frozenset[str]:
+    def _schema_types(self, schema: Any) -> frozenset[str]:
         if isinstance(schema, bool):
-            return TYPES if schema else frozenset()
+            return DISJOINT_TYPES if schema else frozenset()
         return self._types[id(schema)]
 
 
-def own_types(schema: Schema) -> frozenset[str]:
+def declared_types(schema: Schema) -> frozenset[str]:
     """Return the types of the values that the keywords type, const and enum of a schema allow."""
-    types, named = TYPES, schema.get("type")
+    types, named = DISJOINT_TYPES, schema.get("type")
     if named is not None:
         types = frozenset([named] if isinstance(named, str) else named)
         types |= {"integer"} if "number" in types else set()
     if "const" in schema:
-        types &= {type_of(schema["const"])}
+        types &= {json_type(schema["const"])}
     if "enum" in schema:
-        types &= {type_of(it) for it in schema["enum"]}
+        types &= {json_type(it) for it in schema["enum"]}
     return types
 
 
@@ -487,7 +530,7 @@ def _needed_items(schema: Schema) -> Iterator[Any]:
         yield schema.get("items", True)
 
 
-def type_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """Return the JSON type of a value: 1.0 is an integer."""
     if isinstance(value, float) and value == int(value):
         return "integer"

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
-from jpaged.structured_outputs.compiler import Grammars
+from jpaged.structured_outputs.compiler import GrammarCompiler
 from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.tokenizer import Tokenizer
 
@@ -27,17 +27,21 @@ class GrammarTrial:
         most: What a form may take, in words.
     """
 
-    seconds = bounds.TRIAL_SECONDS
+    seconds = bounds.TRIAL_CPU_S
     most = (
-        f"{seconds:g} seconds of a processor, {bounds.TRIAL_MEMORY // 2**20} MiB of "
-        f"memory or {bounds.TRIAL_STACK // 2**20} MiB of stack"
+        f"{seconds:g} seconds of a processor, {bounds.TRIAL_MEMORY_BYTES // 2**20} MiB of "
+        f"memory or {bounds.TRIAL_STACK_BYTES // 2**20} MiB of stack"
     )
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
         # The server knows which forms have passed, and this process is to stay as small as it is.
-        self._grammars = Grammars(
-            tokenizer, len(tokenizer), self._ending_ids, stack=bounds.TRIAL_STACK, most_kept=0
+        self._grammars = GrammarCompiler(
+            tokenizer,
+            len(tokenizer),
+            self._ending_ids,
+            stack_bytes=bounds.TRIAL_STACK_BYTES,
+            max_cached=0,
         )
         with suppress(GrammarError):  # `run` tells
             self._grammars.prepare()
@@ -50,18 +54,18 @@ class GrammarTrial:
         """
         left, _ = signal.getitimer(signal.ITIMER_PROF)
         signal.setitimer(signal.ITIMER_PROF, min(left or self.seconds, self.seconds))
-        with _memory(bounds.TRIAL_MEMORY):
-            self._grammars.begin(form, self._ending_ids)
+        with _limit_memory(bounds.TRIAL_MEMORY_BYTES):
+            self._grammars.try_random_answer(form, self._ending_ids)
 
 
 @contextmanager
-def _memory(most: int) -> Iterator[None]:
+def _limit_memory(max_bytes: int) -> Iterator[None]:
     """Let nothing take more than so many bytes in addition to what is taken."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with suppress(OSError):  # where the system does not tell, there is no bound
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
         taken = pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + most, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + max_bytes, hard))
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpaged.errors import counted
+from jpaged.errors import format_count
 from jpaged.outputs import TextDelta
 from jpaged.sampling_params import SamplingParams
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
     from jpaged.observe.statistics import EngineStats
 
-Message = Mapping[str, Any]
+HistoryMessage = Mapping[str, Any]
 
 
 class Session:
@@ -33,7 +33,7 @@ class Session:
         self._params = params
         self._stats = stats
 
-    def ask_in_chat(self, prompt: str, history: Sequence[Message] = ()) -> bool:
+    def ask_in_chat(self, prompt: str, history: Sequence[HistoryMessage] = ()) -> bool:
         """As `ask`, through the chat template, with the messages before the prompt."""
         messages = [*history, {"role": "user", "content": prompt}]
         return self.ask(self.engine.render_chat(messages))
@@ -47,36 +47,40 @@ class Session:
 
         The first Ctrl-C takes effect between two steps of the engine; a second one does not wait.
         """
-        watch = Watch(self.engine, self._params) if self._stats else None
-        page, complete = Page(self._params.n), False
+        answer_stats = AnswerStats(self.engine, self._params) if self._stats else None
+        printer, is_complete = AnswerPrinter(self._params.n), False
         try:
             with interrupt_flag() as interrupted:
-                self._answer(prompt, page, watch, interrupted)
-                complete = not interrupted.is_set()
+                self._run_request(prompt, printer, answer_stats, interrupted)
+                is_complete = not interrupted.is_set()
         except KeyboardInterrupt:
             pass
         finally:
-            page.end()
-            self.answer = page.texts[0]
-        if watch is not None:
-            print(watch.report(), file=sys.stderr)
-        return complete
+            printer.end_line()
+            self.answer = printer.texts[0]
+        if answer_stats is not None:
+            print(answer_stats.report(), file=sys.stderr)
+        return is_complete
 
-    def _answer(
-        self, prompt: str | list[int], page: "Page", watch: "Watch | None", stop: threading.Event
+    def _run_request(
+        self,
+        prompt: str | list[int],
+        printer: "AnswerPrinter",
+        answer_stats: "AnswerStats | None",
+        stop: threading.Event,
     ) -> None:
         """Step until the answers have ended or `stop` is set."""
         request_id, finished = self.engine.add_request(prompt, self._params), False
         try:
             while not finished and not stop.is_set():
                 self.engine.advance()
-                news = [it for it in self.engine.take_deltas() if it.request_id == request_id]
-                deltas = [delta for it in news for delta in it.deltas]
+                updates = [it for it in self.engine.take_deltas() if it.request_id == request_id]
+                deltas = [delta for it in updates for delta in it.deltas]
                 for delta in deltas:
-                    page.show(delta)
-                if watch is not None:
-                    watch.see(deltas)
-                for it in news:
+                    printer.print_delta(delta)
+                if answer_stats is not None:
+                    answer_stats.record(deltas)
+                for it in updates:
                     if it.error is not None:
                         raise RuntimeError(f"the request failed: {it.error}")
                     finished |= it.finished
@@ -84,7 +88,7 @@ class Session:
             self.engine.abort(request_id)
 
 
-class Page:
+class AnswerPrinter:
     """Several growing answers on one terminal: one at a time, in order.
 
     Attributes:
@@ -93,33 +97,37 @@ class Page:
 
     def __init__(self, num_answers: int):
         self.texts = [""] * num_answers
-        self._ended = [False] * num_answers
-        self._turn = -1
+        self._is_ended = [False] * num_answers
+        self._current_index = -1
 
-    def show(self, delta: TextDelta) -> None:
+    def print_delta(self, delta: TextDelta) -> None:
         """Print what it brings now, or when its answer's turn comes."""
         self.texts[delta.index] += delta.text
-        self._ended[delta.index] |= delta.finished
-        if self._turn < 0:
-            self._next()
-        elif delta.index == self._turn:
+        self._is_ended[delta.index] |= delta.finished
+        if self._current_index < 0:
+            self._begin_next_answer()
+        elif delta.index == self._current_index:
             print(delta.text, end="", flush=True)
-        while self._turn < len(self.texts) - 1 and self._ended[self._turn]:
-            self._next()
+        while self._current_index < len(self.texts) - 1 and self._is_ended[self._current_index]:
+            self._begin_next_answer()
 
-    def end(self) -> None:
+    def end_line(self) -> None:
         """Nothing more comes: end the line. To be called once: each call ends one."""
-        shown = self.texts[self._turn] if self._turn >= 0 else ""
-        if shown and not shown.endswith("\n"):
+        printed = self.texts[self._current_index] if self._current_index >= 0 else ""
+        if printed and not printed.endswith("\n"):
             print(flush=True)
 
-    def _next(self) -> None:
-        """Begin the next answer with what came of it so far: `show` has noted that before."""
-        self.end()  # of the answer before it
-        self._turn += 1
+    def _begin_next_answer(self) -> None:
+        """Begin the next answer with what came of it so far: `print_delta` has noted that before."""
+        self.end_line()  # of the answer before it
+        self._current_index += 1
         if len(self.texts) > 1:
-            print(f"answer {self._turn + 1} of {len(self.texts)}:", file=sys.stderr, flush=True)
-        print(self.texts[self._turn], end="", flush=True)
+            print(
+                f"answer {self._current_index + 1} of {len(self.texts)}:",
+                file=sys.stderr,
+                flush=True,
+            )
+        print(self.texts[self._current_index], end="", flush=True)
 
 
 @contextlib.contextmanager
@@ -135,11 +143,11 @@ def interrupt_flag() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield flag
         return
-    before = signal.signal(signal.SIGINT, handle)
+    previous_handler = signal.signal(signal.SIGINT, handle)
     try:
         yield flag
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def converse(session: Session) -> int:
@@ -150,7 +158,7 @@ def converse(session: Session) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (its import gives input() line editing and history)
     print("Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
-    history: list[Message] = []
+    history: list[HistoryMessage] = []
     while True:
         try:
             text = input(">>> ").strip()
@@ -162,80 +170,82 @@ def converse(session: Session) -> int:
         try:
             session.ask_in_chat(text, history)
         except Exception as error:
-            print(f"error: {one_line(error)}", file=sys.stderr)
+            print(f"error: {format_error(error)}", file=sys.stderr)
         else:
             history.append({"role": "user", "content": text})
             history.append({"role": "assistant", "content": session.answer})
 
 
-class Watch:
+class AnswerStats:
     """Times one answer and keeps the pool's figures while it is made."""
 
     def __init__(self, engine: "Engine", params: SamplingParams):
-        from jpaged.observe.pool_text import BusyPool  # with numpy, which --help does without
+        from jpaged.observe.pool_text import (
+            BusyPoolSampler,  # with numpy, which --help does without
+        )
 
         self._engine = engine
-        self._comes_whole = not params.is_streamable
-        self._before: EngineStats = engine.stats()
-        self._busy = self._before
-        self._pool = BusyPool(engine)
-        self._started = self._now()
-        self._times: list[tuple[float, int]] = []  # when, how many tokens
+        self._is_unstreamed = not params.is_streamable
+        self._start_stats: EngineStats = engine.stats()
+        self._busy_stats = self._start_stats
+        self._pool = BusyPoolSampler(engine)
+        self._start_time = self._read_clock()
+        self._token_times: list[tuple[float, int]] = []  # when, how many tokens
         self._finish_reason: str | None = None
 
-    def see(self, deltas: Sequence[TextDelta]) -> None:
+    def record(self, deltas: Sequence[TextDelta]) -> None:
         """Note what a step brought."""
         if num_tokens := sum(len(delta.token_ids) for delta in deltas):
-            self._times.append((self._now(), num_tokens))
+            self._token_times.append((self._read_clock(), num_tokens))
         for delta in deltas:
             self._finish_reason = delta.finish_reason
         stats = self._engine.stats()
         if stats.num_running:
-            self._busy = stats
-            self._pool.see(stats)
+            self._busy_stats = stats
+            self._pool.record(stats)
 
     def report(self) -> str:
         """The figures, a line each."""
-        now, before, busy = self._engine.stats(), self._before, self._busy
+        now, start, busy = self._engine.stats(), self._start_stats, self._busy_stats
         num_slots = busy.num_used_blocks * busy.block_size
-        num_preemptions = now.num_preemptions - before.num_preemptions
+        num_preemptions = now.num_preemptions - start.num_preemptions
         return "\n".join(
             (
-                f"tokens    {now.num_prompt_tokens - before.num_prompt_tokens} prompt, "
+                f"tokens    {now.num_prompt_tokens - start.num_prompt_tokens} prompt, "
                 f"{self._num_tokens} generated ({self._finish_reason or 'interrupted'})",
-                f"speed     {self._speed()}",
+                f"speed     {self._format_speed()}",
                 f"blocks    {busy.num_used_blocks} used at the end, peak {now.peak_used_blocks}, "
-                f"total {now.num_blocks} (of {counted(now.block_size, 'token')})",
-                f"prefix    {now.num_cached_tokens - before.num_cached_tokens} of the prompt's "
-                f"tokens cached, {counted(now.num_cached_blocks, 'free block')} cached",
-                f"waste     {busy.num_waste_slots} of {counted(num_slots, 'slot')} in last blocks "
+                f"total {now.num_blocks} (of {format_count(now.block_size, 'token')})",
+                f"prefix    {now.num_cached_tokens - start.num_cached_tokens} of the prompt's "
+                f"tokens cached, {format_count(now.num_cached_blocks, 'free block')} cached",
+                f"waste     {busy.num_waste_slots} of {format_count(num_slots, 'slot')} in last blocks "
                 f"({busy.waste:.1%})",
-                f"pressure  {counted(num_preemptions, 'preemption')}",
-                *self._pool.lines(),
+                f"pressure  {format_count(num_preemptions, 'preemption')}",
+                *self._pool.format_lines(),
             )
         )
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         """Seconds; those spent on looking at the pool are not the engine's."""
-        return time.perf_counter() - self._pool.seconds
+        return time.perf_counter() - self._pool.seconds_spent
 
     @property
     def _num_tokens(self) -> int:
-        return sum(count for _, count in self._times)
+        return sum(count for _, count in self._token_times)
 
-    def _speed(self) -> str:
-        if not self._times:
+    def _format_speed(self) -> str:
+        if not self._token_times:
             return "no token came"
-        first, last = self._times[0], self._times[-1]
-        if self._comes_whole:
-            return f"answers after {last[0] - self._started:.3f} s"
-        text = f"first token after {first[0] - self._started:.3f} s"
+        first, last = self._token_times[0], self._token_times[-1]
+        if self._is_unstreamed:
+            return f"answers after {last[0] - self._start_time:.3f} s"
+        text = f"first token after {first[0] - self._start_time:.3f} s"
         if last[0] > first[0]:
             rate = (self._num_tokens - first[1]) / (last[0] - first[0])
             text += f", then {rate:.1f} tokens/s"
         return text
 
 
-def one_line(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """An error's message on one line, or its kind if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jpaged.parsing.answer import AnswerParser
-from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, ParserEvent, Reasoning
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal.session import interrupt_flag
 
@@ -40,13 +40,13 @@ QUESTIONS = (
 )
 """What the demo asks unless it is given a question; the last one needs no calculator."""
 
-LONGEST_EXPRESSION = 200
+MAX_EXPRESSION_LENGTH = 200
 """Characters."""
 
-_CHARACTERS = re.compile(r"[-+*/(). 0-9eE]+")
-_WHAT_IS_COMPUTED = "only numbers, + - * / and parentheses can be computed"
-_MOST_DIGITS = 15
-_MOST_TURNS = 8
+_ALLOWED_CHARACTERS = re.compile(r"[-+*/(). 0-9eE]+")
+_UNSUPPORTED_MESSAGE = "only numbers, + - * / and parentheses can be computed"
+_MAX_EXACT_DIGITS = 15
+_MAX_MODEL_CALLS = 8
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
@@ -55,7 +55,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
     ast.Div: lambda a, b: a / b,
 }
 
-Message = dict[str, Any]
+DemoMessage = dict[str, Any]
 
 
 def calculate(expression: str) -> str:
@@ -64,16 +64,16 @@ def calculate(expression: str) -> str:
     Whole numbers of up to 15 digits are exact, others have ten significant digits.
 
     Raises:
-        ValueError: it is none, has more than `LONGEST_EXPRESSION` characters, divides by zero, or
+        ValueError: it is none, has more than `MAX_EXPRESSION_LENGTH` characters, divides by zero, or
             its value is too large.
     """
-    if len(expression) > LONGEST_EXPRESSION:
-        raise ValueError(f"the expression has more than {LONGEST_EXPRESSION} characters")
-    if not _CHARACTERS.fullmatch(expression):
-        raise ValueError(_WHAT_IS_COMPUTED if expression else "the expression is empty")
+    if len(expression) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"the expression has more than {MAX_EXPRESSION_LENGTH} characters")
+    if not _ALLOWED_CHARACTERS.fullmatch(expression):
+        raise ValueError(_UNSUPPORTED_MESSAGE if expression else "the expression is empty")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-        exact = value.denominator == 1 and abs(value.numerator) < 10**_MOST_DIGITS
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+        exact = value.denominator == 1 and abs(value.numerator) < 10**_MAX_EXACT_DIGITS
         return str(value.numerator) if exact else f"{float(value):.10g}"
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
@@ -83,29 +83,29 @@ def calculate(expression: str) -> str:
         raise ValueError(f"{expression!r} is no arithmetic expression") from None
 
 
-def _value(node: ast.AST) -> Fraction:
+def _evaluate(node: ast.AST) -> Fraction:
     """Walks the expression: nothing in it is ever run as code."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+        return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _value(node.operand)
+        value = _evaluate(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         if isinstance(node.value, float) and math.isinf(node.value):
             raise OverflowError
         return Fraction(repr(node.value))
-    raise ValueError(_WHAT_IS_COMPUTED)
+    raise ValueError(_UNSUPPORTED_MESSAGE)
 
 
-def run_call(name: str, arguments: str) -> str:
+def run_tool_call(name: str, arguments: str) -> str:
     """What the tool says to a call; of a call that is none, the mistake, for the model to see."""
     try:
-        given = json.loads(arguments)
+        parsed = json.loads(arguments)
         if name != CALCULATOR["function"]["name"]:
             raise ValueError(f"there is no tool {name!r}")
-        if not isinstance(given, dict) or not isinstance(given.get("expression"), str):
+        if not isinstance(parsed, dict) or not isinstance(parsed.get("expression"), str):
             raise ValueError("the arguments need an expression, a string")
-        return calculate(given["expression"])
+        return calculate(parsed["expression"])
     except (ValueError, RecursionError) as error:
         return f"Error: {error}"
 
@@ -138,46 +138,46 @@ class ToolsDemo:
         self._params = replace(params, skip_special_tokens=False)  # tags may be some
         self.is_interrupted = False
         self._family, self._reasoning = family, reasoning
-        said = [{"role": "user", "content": "a"}]
-        if engine.render_chat(said) == engine.render_chat(said, tools=[CALCULATOR]):
+        messages = [{"role": "user", "content": "a"}]
+        if engine.render_chat(messages) == engine.render_chat(messages, tools=[CALCULATOR]):
             raise ValueError(
                 "--tools-demo: the model's chat template writes no tools; leave --model out for "
                 "the embedded model, or name one whose template does"
             )
 
-    def ask(self, question: str) -> list[Message]:
+    def ask(self, question: str) -> list[DemoMessage]:
         """Put a question, run what the model calls, and go on until it answers or Ctrl-C ends it.
 
         Returns:
             The conversation, as OpenAI writes it; ended by Ctrl-C it ends with what came so far.
         """
-        page, messages = _Page(), [{"role": "user", "content": question}]
-        page.show("question", question)
+        printer, messages = _StepPrinter(), [{"role": "user", "content": question}]
+        printer.print_step("question", question)
         with interrupt_flag() as interrupted:
-            for _ in range(_MOST_TURNS):
-                message = self._answer(messages, page, interrupted)
+            for _ in range(_MAX_MODEL_CALLS):
+                message = self._generate_message(messages, printer, interrupted)
                 messages.append(message)
                 if interrupted.is_set() or "tool_calls" not in message:
                     break
                 for call in message["tool_calls"]:
                     function = call["function"]
-                    result = run_call(function["name"], function["arguments"])
-                    page.show("result", result)
-                    own = {"role": "tool", "tool_call_id": call["id"], "content": result}
-                    messages.append(own)
-        page.end()
+                    result = run_tool_call(function["name"], function["arguments"])
+                    printer.print_step("result", result)
+                    tool_message = {"role": "tool", "tool_call_id": call["id"], "content": result}
+                    messages.append(tool_message)
+        printer.end_line()
         self.is_interrupted = interrupted.is_set()
         return messages
 
-    def _answer(
-        self, messages: Sequence[Message], page: "_Page", interrupted: threading.Event
-    ) -> Message:
+    def _generate_message(
+        self, messages: Sequence[DemoMessage], printer: "_StepPrinter", interrupted: threading.Event
+    ) -> DemoMessage:
         """One message of the model, printed as it comes."""
-        content, calls = "", list[Message]()
-        told = [_with_objects(message) for message in messages]
-        prompt = self._engine.render_chat(told, tools=[CALCULATOR])
-        for event in self._events(prompt, interrupted):
-            page.see(event)
+        content, calls = "", list[DemoMessage]()
+        prompt_messages = [_parse_call_arguments(message) for message in messages]
+        prompt = self._engine.render_chat(prompt_messages, tools=[CALCULATOR])
+        for event in self._stream_events(prompt, interrupted):
+            printer.print_event(event)
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallStart):
@@ -185,10 +185,12 @@ class ToolsDemo:
                 calls.append({"id": event.id, "type": "function", "function": function})
             elif isinstance(event, CallArguments):
                 calls[event.index]["function"]["arguments"] += event.text
-        message: Message = {"role": "assistant", "content": content}
+        message: DemoMessage = {"role": "assistant", "content": content}
         return message | {"tool_calls": calls} if calls else message
 
-    def _events(self, prompt: list[int], interrupted: threading.Event) -> Iterator[Event]:
+    def _stream_events(
+        self, prompt: list[int], interrupted: threading.Event
+    ) -> Iterator[ParserEvent]:
         parser = AnswerParser(
             reasoning=self._reasoning, tool_calls=self._family, tools=[CALCULATOR]
         )
@@ -200,7 +202,7 @@ class ToolsDemo:
         yield from parser.end()
 
 
-def _with_objects(message: Message) -> Message:
+def _parse_call_arguments(message: DemoMessage) -> DemoMessage:
     """A message as templates take it: arguments of calls as objects, where they are some."""
     calls = []
     for call in message.get("tool_calls", ()):
@@ -211,38 +213,38 @@ def _with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-class _Page:
+class _StepPrinter:
     """The steps on stdout: each begins a line with what it is, and may grow."""
 
     def __init__(self) -> None:
         self._label = ""
 
-    def show(self, label: str, text: str) -> None:
+    def print_step(self, label: str, text: str) -> None:
         """A step, whole."""
-        self._begin(label)
+        self._begin_line(label)
         print(text, end="", flush=True)
-        self.end()
+        self.end_line()
 
-    def see(self, event: Event) -> None:
+    def print_event(self, event: ParserEvent) -> None:
         """What the model says, as it comes."""
         if isinstance(event, CallStart):
-            self._begin("call")
+            self._begin_line("call")
             print(event.name, end=" ")
         elif isinstance(event, CallEnd):
-            self.end()
+            self.end_line()
         else:
             label = {Reasoning: "thought", Content: "answer"}.get(type(event), "call")
             if self._label != label:
-                self._begin(label)
+                self._begin_line(label)
             print(event.text, end="", flush=True)
 
-    def end(self) -> None:
+    def end_line(self) -> None:
         """End the line, if one is open."""
         if self._label:
             print(flush=True)
         self._label = ""
 
-    def _begin(self, label: str) -> None:
-        self.end()
+    def _begin_line(self, label: str) -> None:
+        self.end_line()
         print(f"{label:<9} ", end="")
         self._label = label

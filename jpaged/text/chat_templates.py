@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Messages = list[dict[str, Any]]
-Render = Callable[[Messages, dict[str, Any]], str]
+TemplateMessages = list[dict[str, Any]]
+RenderTemplate = Callable[[TemplateMessages, dict[str, Any]], str]
 """Writes messages and more variables out by a template."""
 
-_PRIVATE = range(0xF0000, 0x10FFFE)
+_PRIVATE_USE_AREA = range(0xF0000, 0x10FFFE)
 """Code points that no text has a meaning for."""
 
-_KEY = "(key)"
-_AS_NAMED = ("role", "type", _KEY)
+_OBJECT_KEY = "(key)"
+_TEMPLATE_KEYS = ("role", "type", _OBJECT_KEY)
 """Keys of strings that templates look for by their names."""
 
 
-class Special(NamedTuple):
+class SpecialToken(NamedTuple):
     """A special token, and the blanks next to it that it takes in."""
 
     text: str
@@ -28,7 +28,7 @@ class Special(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChatText:
+class RenderedChat:
     """A conversation written out.
 
     Attributes:
@@ -39,10 +39,10 @@ class ChatText:
     """
 
     text: str
-    pieces: list[str] | None = None
+    chunks: list[str] | None = None
 
 
-class SpecialText:
+class SpecialTokenEscaper:
     """Tells what messages say from what their template says.
 
     Marked in messages is what could become a special token: its text as a whole; and at a message's
@@ -54,24 +54,26 @@ class SpecialText:
         specials: The special tokens.
     """
 
-    def __init__(self, specials: Iterable[Special]):
+    def __init__(self, specials: Iterable[SpecialToken]):
         known = sorted(set(specials), key=lambda special: -len(special.text))
         texts = [special.text for special in known if special.text]
         self._texts = texts
-        self._longest = max(map(len, texts), default=0)
-        self._whole = _any_of(map(re.escape, texts))
-        self._in_template = _any_of(_with_blanks(special) for special in known if special.text)
-        self._heads = {text[:i] for text in texts for i in range(1, len(text))}
-        self._tails = {text[-i:] for text in texts for i in range(1, len(text))}
+        self._max_token_length = max(map(len, texts), default=0)
+        self._token_pattern = _compile_alternatives(map(re.escape, texts))
+        self._padded_token_pattern = _compile_alternatives(
+            _padded_pattern(special) for special in known if special.text
+        )
+        self._prefixes = {text[:i] for text in texts for i in range(1, len(text))}
+        self._suffixes = {text[-i:] for text in texts for i in range(1, len(text))}
 
-    def written(
+    def render_escaped(
         self,
-        render: Render,
-        messages: Messages,
+        render: RenderTemplate,
+        messages: TemplateMessages,
         variables: dict[str, Any],
         *,
-        is_disguised: Callable[[str], bool] | None = None,
-    ) -> ChatText:
+        becomes_special: Callable[[str], bool] | None = None,
+    ) -> RenderedChat:
         """What a template makes of messages, in which none of their text is special.
 
         Args:
@@ -86,27 +88,27 @@ class SpecialText:
 
         def mark(text: str, key: str) -> str:
             nonlocal num_wholes
-            if is_disguised is not None and is_disguised(text):
+            if becomes_special is not None and becomes_special(text):
                 num_wholes += 1
                 return marks.mark(text)
-            marked, found = self._whole.subn(lambda match: marks.mark(match[0]), text)
+            marked, found = self._token_pattern.subn(lambda match: marks.mark(match[0]), text)
             num_wholes += found
-            return marked if key in _AS_NAMED else self._mark_edges(marked, marks)
+            return marked if key in _TEMPLATE_KEYS else self._mark_edges(marked, marks)
 
-        marked = _mapped(messages, mark), _mapped(variables, mark)
-        if not marks.text_of:
-            return ChatText(render(messages, variables))
-        apart = render(*marked)
+        marked = _map_strings(messages, mark), _map_strings(variables, mark)
+        if not marks.marked_texts:
+            return RenderedChat(render(messages, variables))
+        escaped = render(*marked)
         if not num_wholes:
             text = render(messages, variables)
-            if self._whole.findall(text) == self._whole.findall(apart):
-                return ChatText(text)
-        pieces = [marks.restored(piece) for piece in self._in_template.split(apart)]
-        return ChatText("".join(pieces), pieces)
+            if self._token_pattern.findall(text) == self._token_pattern.findall(escaped):
+                return RenderedChat(text)
+        chunks = [marks.restore(chunk) for chunk in self._padded_token_pattern.split(escaped)]
+        return RenderedChat("".join(chunks), chunks)
 
-    def num_in(self, text: str) -> int:
+    def count_special_tokens(self, text: str) -> int:
         """How many special tokens a text has."""
-        return sum(1 for _ in self._whole.finditer(text))
+        return sum(1 for _ in self._token_pattern.finditer(text))
 
     def _mark_edges(self, text: str, marks: "_Marks") -> str:
         """Mark the end of a special token that a text begins with, and the beginning of one that it
@@ -114,9 +116,9 @@ class SpecialText:
         inner = text.strip()
         if not inner:
             return text
-        most, size = min(self._longest - 1, len(inner)), len(inner)
-        tail = next((i for i in range(most, 0, -1) if inner[:i] in self._tails), 0)
-        head = next((i for i in range(most, 0, -1) if inner[size - i :] in self._heads), 0)
+        most, size = min(self._max_token_length - 1, len(inner)), len(inner)
+        tail = next((i for i in range(most, 0, -1) if inner[:i] in self._suffixes), 0)
+        head = next((i for i in range(most, 0, -1) if inner[size - i :] in self._prefixes), 0)
         if tail + head > size or any(inner in special for special in self._texts):
             tail, head = size, 0
         start = len(text) - len(text.lstrip())
@@ -134,46 +136,50 @@ class _Marks:
     """
 
     def __init__(self, conversation: object):
-        self.text_of: dict[int, str] = {}
+        self.marked_texts: dict[int, str] = {}
         self._conversation = conversation
-        self._free: Iterator[int] | None = None
-        self._mark_of: dict[str, str] = {}
+        self._unused_points: Iterator[int] | None = None
+        self._marks_by_text: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
         """The character that stands for a text, in which others may be restored."""
-        if text not in self._mark_of:
-            if self._free is None:
+        if text not in self._marks_by_text:
+            if self._unused_points is None:
                 taken = set[str]()
-                _mapped(self._conversation, lambda text, _: taken.update(text))
-                self._free = (point for point in _PRIVATE if chr(point) not in taken)
-            point = next(self._free, None)
+                _map_strings(self._conversation, lambda text, _: taken.update(text))
+                self._unused_points = (
+                    point for point in _PRIVATE_USE_AREA if chr(point) not in taken
+                )
+            point = next(self._unused_points, None)
             if point is None:
                 raise ValueError("the messages have more special tokens than can be told apart")
-            self.text_of[point], self._mark_of[text] = self.restored(text), chr(point)
-        return self._mark_of[text]
+            self.marked_texts[point], self._marks_by_text[text] = self.restore(text), chr(point)
+        return self._marks_by_text[text]
 
-    def restored(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """A text with what the marks in it stand for."""
-        return text.translate(self.text_of)
+        return text.translate(self.marked_texts)
 
 
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+def _compile_alternatives(patterns: Iterable[str]) -> re.Pattern[str]:
     """One group, so that splitting keeps what it finds; of nothing: one that never matches."""
     return re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
 
-def _with_blanks(special: Special) -> str:
+def _padded_pattern(special: SpecialToken) -> str:
     before, after = r"\s*" if special.lstrip else "", r"\s*" if special.rstrip else ""
     return f"{before}{re.escape(special.text)}{after}"
 
 
-def _mapped(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
+def _map_strings(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
     """The value with all its strings changed; `change` is told the key of a string, of a key that
     it is one."""
     if isinstance(value, str):
         return change(value, key)
     if isinstance(value, Mapping):
-        return {change(own, _KEY): _mapped(item, change, own) for own, item in value.items()}
+        return {
+            change(own, _OBJECT_KEY): _map_strings(item, change, own) for own, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_mapped(item, change) for item in value]
+        return [_map_strings(item, change) for item in value]
     return value

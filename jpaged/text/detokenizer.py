@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from jpaged.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What decoders write for bytes that are no character, or not yet a whole one."""
 
-PROMPT_TAIL = 64
+PROMPT_TAIL_TOKENS = 64
 """Tokens of a prompt that matter to the text after it: the last of them that are not special. Some
 specials may sit between those; more than this is no text anyway."""
 
@@ -23,7 +23,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _MIN_CONTEXT = 4
 _MAX_CONTEXT = 16
 _MAX_WINDOW = 24
-_MAX_HELD_STEPS = 32
+_MAX_INCOMPLETE_CALLS = 32
 _MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and a token at least one
 
 
@@ -43,61 +43,65 @@ class WindowDecoder:
         self,
         decode: Callable[[Sequence[int]], str],
         prompt_token_ids: Sequence[int],
-        skipped: frozenset[int],
+        skipped_ids: frozenset[int],
     ):
-        self._decode, self._skipped = decode, skipped
-        tail = prompt_token_ids[-PROMPT_TAIL:]
+        self._decode, self._skipped_ids = decode, skipped_ids
+        tail = prompt_token_ids[-PROMPT_TAIL_TOKENS:]
         # The last tokens, enough of them to decode what comes next rightly, and how many characters
         # of their text were returned before (of the prompt's: all whole ones).
-        self._window, self._num_sent = self._start([i for i in tail if i not in skipped])
-        self._num_held_steps = 0
+        self._window, self._num_returned = self._prompt_window(
+            [i for i in tail if i not in skipped_ids]
+        )
+        self._num_incomplete_calls = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is certain now.
 
         An incomplete character at the end stays back until it is complete. No character takes
-        `_MAX_HELD_STEPS` calls, so after them the bytes are taken to be none.
+        `_MAX_INCOMPLETE_CALLS` calls, so after them the bytes are taken to be none.
         """
-        new = [token_id for token_id in token_ids if token_id not in self._skipped]
+        new = [token_id for token_id in token_ids if token_id not in self._skipped_ids]
         if not new:
             return ""
-        if not self._num_held_steps and len(self._window) > _MAX_WINDOW:  # all text was returned
-            self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
-            self._num_sent = len(self._decode(self._window))
+        if (
+            not self._num_incomplete_calls and len(self._window) > _MAX_WINDOW
+        ):  # all text was returned
+            self._window = self._find_context(self._window) or self._window[-_MAX_CONTEXT:]
+            self._num_returned = len(self._decode(self._window))
         self._window += new
         text = self._decode(self._window)
-        self._num_held_steps += 1
-        held = text.endswith(REPLACEMENT) or len(text) <= self._num_sent
-        if held and self._num_held_steps < _MAX_HELD_STEPS:
-            return self._send(text.rstrip(REPLACEMENT))
-        self._num_held_steps = 0
-        return self._send(text)
+        self._num_incomplete_calls += 1
+        held = text.endswith(REPLACEMENT_CHARACTER) or len(text) <= self._num_returned
+        if held and self._num_incomplete_calls < _MAX_INCOMPLETE_CALLS:
+            return self._take_new_text(text.rstrip(REPLACEMENT_CHARACTER))
+        self._num_incomplete_calls = 0
+        return self._take_new_text(text)
 
     def flush(self) -> str:
         """Return the text held back: no token will complete it."""
-        return self._send(self._decode(self._window)) if self._num_held_steps else ""
+        return self._take_new_text(self._decode(self._window)) if self._num_incomplete_calls else ""
 
-    def _send(self, text: str) -> str:
-        start, self._num_sent = self._num_sent, max(self._num_sent, len(text))
+    def _take_new_text(self, text: str) -> str:
+        start, self._num_returned = self._num_returned, max(self._num_returned, len(text))
         return text[start:]
 
-    def _context(self, token_ids: list[int]) -> list[int] | None:
+    def _find_context(self, token_ids: list[int]) -> list[int] | None:
         """The shortest tail that starts with a whole character and has more than spaces."""
         most = min(_MAX_CONTEXT, len(token_ids))
         for size in range(min(_MIN_CONTEXT, most), most + 1):
             text = self._decode(token_ids[-size:])
-            if REPLACEMENT not in text and text.strip():
+            if REPLACEMENT_CHARACTER not in text and text.strip():
                 return token_ids[-size:]
         return None
 
-    def _start(self, prompt: list[int]) -> tuple[list[int], int]:
+    def _prompt_window(self, prompt: list[int]) -> tuple[list[int], int]:
         """The window and its whole characters, for a prompt that may end within a character."""
         window, num_sent = prompt[-_MAX_CONTEXT:], 0
         for end in range(len(prompt), max(len(prompt) - _MAX_CHARACTER_TOKENS, 0), -1):
-            if context := self._context(prompt[:end]):
+            if context := self._find_context(prompt[:end]):
                 window, num_sent = context + prompt[end:], len(self._decode(context))
                 break
-        return window, max(num_sent, len(self._decode(window).rstrip(REPLACEMENT)))
+        return window, max(num_sent, len(self._decode(window).rstrip(REPLACEMENT_CHARACTER)))
 
 
 class ByteDecoder:
@@ -105,32 +109,34 @@ class ByteDecoder:
 
     def __init__(
         self,
-        bytes_of: Callable[[int], bytes],
+        token_bytes: Callable[[int], bytes],
         prompt_token_ids: Sequence[int],
-        skipped: frozenset[int],
+        skipped_ids: frozenset[int],
     ):
-        self._bytes_of, self._skipped = bytes_of, skipped
+        self._token_bytes, self._skipped_ids = token_bytes, skipped_ids
         self._utf8 = _Utf8Decoder("replace")
-        self.push(prompt_token_ids[-PROMPT_TAIL:])
+        self.push(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is certain now."""
-        bytes_of, skipped = self._bytes_of, self._skipped
-        return self._utf8.decode(b"".join([bytes_of(i) for i in token_ids if i not in skipped]))
+        token_bytes, skipped_ids = self._token_bytes, self._skipped_ids
+        return self._utf8.decode(
+            b"".join([token_bytes(i) for i in token_ids if i not in skipped_ids])
+        )
 
     def flush(self) -> str:
         """Return the text held back: no token will complete it."""
         return self._utf8.decode(b"", final=True)
 
 
-def incremental_decoder(
+def make_decoder(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> WindowDecoder | ByteDecoder:
     """The cheapest one that gives the tokenizer's text after the prompt's."""
-    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-    if tokenizer.bytes_of is None:
-        return WindowDecoder(tokenizer.decode, prompt_token_ids, skipped)
-    return ByteDecoder(tokenizer.bytes_of, prompt_token_ids, skipped)
+    skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+    if tokenizer.token_bytes is None:
+        return WindowDecoder(tokenizer.decode, prompt_token_ids, skipped_ids)
+    return ByteDecoder(tokenizer.token_bytes, prompt_token_ids, skipped_ids)
 
 
 class StopChecker:
@@ -147,8 +153,10 @@ class StopChecker:
         self.matched: str | None = None
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        self._longest = max(map(len, stops), default=1)
-        self._start = ""  # the last characters seen, if they may be the start of a stop string
+        self._max_stop_length = max(map(len, stops), default=1)
+        self._possible_start = (
+            ""  # the last characters seen, if they may be the start of a stop string
+        )
 
     def push(self, text: str, *, check: bool = True) -> str:
         """Take new text and return what is released.
@@ -158,18 +166,20 @@ class StopChecker:
         """
         if self.matched is not None:
             return ""
-        seen, buffer = len(self._start), self._start + text
+        seen, buffer = len(self._possible_start), self._possible_start + text
         released = seen if self._include_stop else 0
         match = self._first_match(buffer, seen) if check else None
         if match is not None:
             end, self.matched = match
             return buffer[released : end if self._include_stop else end - len(self.matched)]
-        self._start = self._longest_start(buffer)
-        return buffer[released : len(buffer) - (0 if self._include_stop else len(self._start))]
+        self._possible_start = self._longest_start(buffer)
+        return buffer[
+            released : len(buffer) - (0 if self._include_stop else len(self._possible_start))
+        ]
 
     def flush(self) -> str:
         """Return the text held back: no stop string will come of it."""
-        held, self._start = self._start, ""
+        held, self._possible_start = self._possible_start, ""
         return "" if self._include_stop or self.matched is not None else held
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, str] | None:
@@ -183,7 +193,7 @@ class StopChecker:
 
     def _longest_start(self, buffer: str) -> str:
         """The longest end of the text that may be the start of a stop string."""
-        for begin in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
+        for begin in range(max(0, len(buffer) - self._max_stop_length + 1), len(buffer)):
             tail = buffer[begin:]
             if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
                 return tail
@@ -217,15 +227,15 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ):
         self._tokenizer = tokenizer
-        self._prompt_tail = prompt_token_ids[-PROMPT_TAIL:]
+        self._prompt_tail = prompt_token_ids[-PROMPT_TAIL_TOKENS:]
         self._min_tokens, self._include_stop = min_tokens, include_stop
         self._skips_special_tokens = skip_special_tokens
-        self._checker = StopChecker(stop, include_stop=include_stop) if stop else None
+        self._stop_checker = StopChecker(stop, include_stop=include_stop) if stop else None
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not decoded yet
         self._decoder: WindowDecoder | ByteDecoder | None = None
-        self._pieces: list[str] = []  # the text so far
-        self._num_taken = 0  # pieces that take_delta returned
+        self._chunks: list[str] = []  # the text so far
+        self._num_returned_chunks = 0  # pieces that take_delta returned
 
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str | None:
         """Take new output tokens; return the stop string that their text completes, if any.
@@ -242,52 +252,52 @@ class Detokenizer:
         if self._tokenizer is None:
             return None
         ids = token_ids[:-1] if ended_by_token and not self._include_stop else token_ids
-        if self._checker is None:
+        if self._stop_checker is None:
             self._pending += ids
             return None
         for token_id in ids:
             self._num_tokens += 1
-            piece = self._decode(self._tokenizer, [token_id])
+            chunk = self._decode(self._tokenizer, [token_id])
             can_stop = self._num_tokens > self._min_tokens
-            self._add(self._checker.push(piece, check=can_stop))
-        return self._checker.matched
+            self._append_text(self._stop_checker.push(chunk, check=can_stop))
+        return self._stop_checker.matched
 
     def take_delta(self) -> str:
         """Return the text that is new and final since the last call."""
         self._decode_pending()
-        new = self._pieces[self._num_taken :]
-        self._num_taken = len(self._pieces)
+        new = self._chunks[self._num_returned_chunks :]
+        self._num_returned_chunks = len(self._chunks)
         return "".join(new)
 
     def finish(self) -> None:
         """No token will follow: text that was held back is released. May be called again."""
         self._decode_pending()
         rest = "" if self._decoder is None else self._decoder.flush()
-        if self._checker is not None:
-            rest = self._checker.push(rest, check=False) + self._checker.flush()
-        self._add(rest)
+        if self._stop_checker is not None:
+            rest = self._stop_checker.push(rest, check=False) + self._stop_checker.flush()
+        self._append_text(rest)
 
     @property
     def text(self) -> str:
         """All text so far, without what is held back; the whole text after `finish`."""
         if self._pending:
             self._decode_pending()
-        whole = "".join(self._pieces)
-        if len(self._pieces) > 1 and self._num_taken == len(self._pieces):
-            self._pieces, self._num_taken = [whole], 1
+        whole = "".join(self._chunks)
+        if len(self._chunks) > 1 and self._num_returned_chunks == len(self._chunks):
+            self._chunks, self._num_returned_chunks = [whole], 1
         return whole
 
     def _decode_pending(self) -> None:
         if self._pending and self._tokenizer is not None:
-            self._add(self._decode(self._tokenizer, self._pending))
+            self._append_text(self._decode(self._tokenizer, self._pending))
             self._pending.clear()
 
     def _decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
         if self._decoder is None:  # not before: to begin a text is to decode the prompt's end
             tail, skips = self._prompt_tail, self._skips_special_tokens
-            self._decoder = incremental_decoder(tokenizer, tail, skip_special_tokens=skips)
+            self._decoder = make_decoder(tokenizer, tail, skip_special_tokens=skips)
         return self._decoder.push(token_ids)
 
-    def _add(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
+    def _append_text(self, chunk: str) -> None:
+        if chunk:
+            self._chunks.append(chunk)

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from jpaged.text.chat_templates import ChatText, Special, SpecialText
+from jpaged.text.chat_templates import RenderedChat, SpecialToken, SpecialTokenEscaper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Encode = Callable[[str], list[int]]
+EncodeText = Callable[[str], list[int]]
 
-_AS_SERIALISED = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_SERIALIZED_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that mean: `tokenizer.json` just as it is."""
 
-_BYTES_A_TOKEN = 8
+_BYTES_PER_TOKEN = 8
 """More than tokens of any language have on average."""
 
-_SOME = 4096
+_SIZE_SLACK = 4096
 """Characters or bytes that cost nothing."""
 
 
@@ -51,7 +51,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self.hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = self.hf_tokenizer.bos_token_id
         self._decode = _decode_function(self.hf_tokenizer)
-        self.bytes_of = _bytes_function(self.hf_tokenizer)
+        self.token_bytes = _bytes_function(self.hf_tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -97,7 +97,7 @@ class Tokenizer:
             ValueError: the text has a lone surrogate, which no encoding can represent.
         """
         _check_encodable(text, "prompt")
-        return self._last(lambda part: self._encode(part, add_special_tokens), text, last)
+        return self._encode_last(lambda part: self._encode(part, add_special_tokens), text, last)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether a text certainly has more tokens, as its beginning shows.
@@ -105,9 +105,9 @@ class Tokenizer:
         Not looked at are texts so short that they can as well be tokenised.
         """
         data = text.encode(errors="replace")
-        if len(data) <= _BYTES_A_TOKEN * num_tokens + _SOME:
+        if len(data) <= _BYTES_PER_TOKEN * num_tokens + _SIZE_SLACK:
             return False
-        size = 2 * num_tokens + _SOME
+        size = 2 * num_tokens + _SIZE_SLACK
         while size < len(data):
             beginning = data[:size].decode(errors="ignore")
             if len(self._encode(beginning, False)) > num_tokens + 64:  # where it is cut may differ
@@ -140,7 +140,7 @@ class Tokenizer:
         allow_special_tokens: bool = False,
         max_characters: int | None = None,
         **template_variables: Any,
-    ) -> ChatText:
+    ) -> RenderedChat:
         """A conversation as its template writes it.
 
         Args:
@@ -169,7 +169,7 @@ class Tokenizer:
 
         def render(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
             tools = variables.get("tools")
-            with _bounded_output(self._template(chat_template, tools), max_characters):
+            with _limit_output(self._template(chat_template, tools), max_characters):
                 return self.hf_tokenizer.apply_chat_template(
                     messages,
                     add_generation_prompt=add_generation_prompt,
@@ -179,42 +179,44 @@ class Tokenizer:
                     **variables,
                 )
 
-        told, variables = [dict(message) for message in messages], dict(template_variables)
+        conversation, variables = [dict(message) for message in messages], dict(template_variables)
         try:
             if allow_special_tokens:
-                return ChatText(render(told, variables))
-            written = self._special_text.written
-            chat = written(render, told, variables)
-            if chat.pieces is None and self._has_unseen(chat.text):
-                chat = written(render, told, variables, is_disguised=self._has_unseen)
+                return RenderedChat(render(conversation, variables))
+            render_escaped = self._escaper.render_escaped
+            chat = render_escaped(render, conversation, variables)
+            if chat.chunks is None and self._has_hidden_specials(chat.text):
+                chat = render_escaped(
+                    render, conversation, variables, becomes_special=self._has_hidden_specials
+                )
             return chat
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
-    def encode_chat(self, chat: ChatText, *, last: int | None = None) -> list[int]:
+    def encode_chat(self, chat: RenderedChat, *, last: int | None = None) -> list[int]:
         """The token ids of a conversation that was written out; `last` as of `encode`."""
-        if chat.pieces is None:
+        if chat.chunks is None:
             return self.encode(chat.text, add_special_tokens=False, last=last)
         found: list[list[int]] = []
         left = last
-        for i, piece in reversed(list(enumerate(chat.pieces))):
+        for i, chunk in reversed(list(enumerate(chat.chunks))):
 
             def encode(part: str, i: int = i) -> list[int]:
                 return self._encode(part, False) if i % 2 else self._encode_as_text(part, i > 0)
 
-            found.append(self._last(encode, piece, left))
+            found.append(self._encode_last(encode, chunk, left))
             left = None if left is None else left - len(found[-1])
             if left == 0:
                 break
         return [token_id for ids in reversed(found) for token_id in ids]
 
-    def _last(self, encode: Encode, text: str, last: int | None) -> list[int]:
+    def _encode_last(self, encode: EncodeText, text: str, last: int | None) -> list[int]:
         """What `encode` makes of a text: all of it, or the last tokens, as of `encode`."""
         if last is None:
             return encode(text)
-        size = _BYTES_A_TOKEN * last + _SOME
+        size = _BYTES_PER_TOKEN * last + _SIZE_SLACK
         while 2 * size < len(text):
-            part, num_unsure = end_part(text, size, at_words=self._splits_at_words)
+            part, num_unsure = text_tail(text, size, at_words=self._splits_at_words)
             ids = encode(part)
             if len(ids) >= last + num_unsure:
                 return ids[len(ids) - last :]
@@ -241,22 +243,22 @@ class Tokenizer:
             )
 
         ids = encode(text)
-        if is_inside and self._marks_beginnings:
+        if is_inside and self._has_start_marker:
             line, behind = encode("\n"), encode("\n" + text)
             ids = behind[len(line) :] if behind[: len(line)] == line else ids
-        if len(text) > 1 and not self._structural.isdisjoint(ids):  # the model itself has it
+        if len(text) > 1 and not self._control_ids.isdisjoint(ids):  # the model itself has it
             middle = len(text) // 2
             first, second = text[:middle], text[middle:]
             return self._encode_as_text(first, is_inside) + self._encode_as_text(second, True)
         return ids
 
-    def _has_unseen(self, text: str) -> bool:
+    def _has_hidden_specials(self, text: str) -> bool:
         """Whether a text has special tokens that its characters do not show, as where a tokenizer
         turns other characters into theirs first."""
-        if not self._turns_into_specials:
+        if not self._normalizes_specials:
             return False
-        num_special = sum(map(self._structural.__contains__, self._encode(text, False)))
-        return num_special > self._special_text.num_in(text)
+        num_special = sum(map(self._control_ids.__contains__, self._encode(text, False)))
+        return num_special > self._escaper.count_special_tokens(text)
 
     def _template(self, chat_template: str | None, tools: Any) -> jinja2.Template:
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -265,24 +267,26 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Look through the vocabulary now, not with the first text: forks then share it."""
-        _ = self._special_text, self._structural, self._splits_at_words
+        _ = self._escaper, self._control_ids, self._splits_at_words
 
     @functools.cached_property
-    def _special_text(self) -> SpecialText:
+    def _escaper(self) -> SpecialTokenEscaper:
         added = self.hf_tokenizer.added_tokens_decoder.items()
-        flagged = {i: Special(it.content, it.lstrip, it.rstrip) for i, it in added}
+        flagged = {i: SpecialToken(it.content, it.lstrip, it.rstrip) for i, it in added}
         text_of = self.hf_tokenizer.convert_ids_to_tokens
-        return SpecialText(flagged.get(i) or Special(text_of(i)) for i in self.special_token_ids)
+        return SpecialTokenEscaper(
+            flagged.get(i) or SpecialToken(text_of(i)) for i in self.special_token_ids
+        )
 
     @functools.cached_property
-    def _structural(self) -> frozenset[int]:
+    def _control_ids(self) -> frozenset[int]:
         """Special tokens that tell a model something: all but the one for unknown characters."""
         hf = self.hf_tokenizer
         others = {hf.bos_token_id, hf.eos_token_id, hf.pad_token_id}
         return self.special_token_ids - ({hf.unk_token_id} - others)
 
     @functools.cached_property
-    def _turns_into_specials(self) -> bool:
+    def _normalizes_specials(self) -> bool:
         """Whether special tokens are looked for after characters were changed."""
         backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if backend is not None and backend.normalizer is None:
@@ -291,10 +295,10 @@ class Tokenizer:
         return any(added[i].normalized for i in self.special_token_ids if i in added)
 
     @functools.cached_property
-    def _marks_beginnings(self) -> bool:
+    def _has_start_marker(self) -> bool:
         """Whether text that begins a prompt is tokenised otherwise than behind a special token."""
         text_of = self.hf_tokenizer.convert_ids_to_tokens
-        behind = [self._encode(f"{text_of(i)}a", False) for i in sorted(self._structural)[:1]]
+        behind = [self._encode(f"{text_of(i)}a", False) for i in sorted(self._control_ids)[:1]]
         return any(ids[1:] != self._encode("a", False) for ids in behind)
 
     @functools.cached_property
@@ -347,21 +351,21 @@ def _check_encodable(text: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _bounded_output(template: jinja2.Template, most: int | None) -> Iterator[None]:
+def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iterator[None]:
     """Raise from a template, also from its macros, that writes more than so many characters."""
     environment: Any = template.environment
     before = environment.concat
 
     def concat(pieces: Iterable[str]) -> str:
-        kept, left = list[str](), most or 0
+        kept, left = list[str](), max_characters or 0
         for piece in pieces:
             left -= len(piece)
             if left < 0:
-                raise ValueError(f"the chat template wrote more than {most} characters")
+                raise ValueError(f"the chat template wrote more than {max_characters} characters")
             kept.append(piece)
         return "".join(kept)
 
-    if most is not None:
+    if max_characters is not None:
         environment.concat = concat
     try:
         yield
@@ -373,8 +377,8 @@ def _tokenizer_class(folder: Path) -> Any:
     """AutoTokenizer, or the class it would pick where that is plain: importing it takes half."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    is_plain = config.get("tokenizer_class") in _AS_SERIALISED and "auto_map" not in config
-    with _no_torch_advice():
+    is_plain = config.get("tokenizer_class") in _SERIALIZED_CLASSES and "auto_map" not in config
+    with _hide_torch_warning():
         import transformers
 
         if is_plain and (folder / "tokenizer.json").is_file():
@@ -383,7 +387,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _no_torch_advice() -> Iterator[None]:
+def _hide_torch_warning() -> Iterator[None]:
     """Importing transformers without PyTorch warns that models will not work; none is wanted."""
     logger = logging.getLogger("transformers")
 
@@ -427,15 +431,15 @@ def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
     byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 
     @functools.cache
-    def bytes_of(token_id: int) -> bytes:
+    def token_bytes(token_id: int) -> bytes:
         token = backend.id_to_token(token_id) or ""
         own = [byte_of.get(character) for character in token]
         return token.encode() if None in own else b"".join(own)  # type: ignore[arg-type]
 
-    return bytes_of
+    return token_bytes
 
 
-_REACH = 16384
+_CUT_SEARCH_SIZE = 16384
 """Characters in which a place to cut is looked for."""
 
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\n)(?=[^\W\d_])")
@@ -445,7 +449,7 @@ there whatever comes before: those of GPT-2, Llama 3, Qwen and DeepSeek do."""
 _ACROSS_WORDS = re.compile(r"[A-Za-z][ Ġ▁]|[\nĊ][^\sĠĉĊč▁]")
 """In a token: one that lies across such a place."""
 
-_UNKNOWN = 1024
+_MAX_UNSURE_TOKENS = 1024
 """Tokens after which a text cut anywhere is taken to be tokenised as the whole."""
 
 
@@ -455,7 +459,7 @@ def splits_at_words(vocabulary: Iterable[str]) -> bool:
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 
 
-def end_part(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
+def text_tail(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
     """About so many characters of a text's end, and at its beginning some more.
 
     Returns:
@@ -464,10 +468,10 @@ def end_part(text: str, num_characters: int, *, at_words: bool) -> tuple[str, in
         ways of their own. Where there are no such places, a generous number of tokens.
     """
     end = max(len(text) - num_characters, 0)
-    start = max(end - _REACH, 0)
+    start = max(end - _CUT_SEARCH_SIZE, 0)
     if at_words:
         places = [match.start() for match in _BETWEEN_WORDS.finditer(text, start, end)][-2:]
         if len(places) == 2:
             begin, first_end = places
             return text[begin:], 4 * len(text[begin:first_end].encode()) + 16
-    return text[start:], _UNKNOWN
+    return text[start:], _MAX_UNSURE_TOKENS

@@ -34,40 +34,46 @@ from pallas_kernels import hopper_ops as ops
 from pallas_kernels.all_reduce.tuning import (
     CHUNK_BYTES,
     AllReduceConfig,
-    most_bytes,
+    max_payload_bytes,
     norm_warp_groups,
 )
-from pallas_kernels.hopper_ops import EMPTY, Value, Words
+from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 
-LOST, RANK, LIMIT = range(3)  # words of the header
-ADDRESSES = 4  # from here on two words an address: the device's own memory's, then all by rank
-NAN = 0x7FFF7FFF  # what is stored for two numbers whose bits are those of `EMPTY`
+LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)  # words of the header
+FIRST_ADDRESS_WORD = (
+    4  # from here on two words an address: the device's own memory's, then all by rank
+)
+NAN_WORD = 0x7FFF7FFF  # what is stored for two numbers whose bits are those of `EMPTY_WORD`
 
-_WORDS = CHUNK_BYTES // 4
-_NUMBERS = CHUNK_BYTES // 2
-_ROW = 8  # named barrier; those below are Mosaic GPU's
-_EVERYWHERE = "relaxed.sys.global"
-_REF = plgpu.RefType()
+_WORDS_PER_CHUNK = CHUNK_BYTES // 4
+_VALUES_PER_CHUNK = CHUNK_BYTES // 2
+_ROW_BARRIER = 8  # named barrier; those below are Mosaic GPU's
+_SYSTEM_SCOPE = "relaxed.sys.global"
+_REF_TYPE = plgpu.RefType()
 
 
 def header_words(num_devices: int) -> int:
     """Words of a header."""
-    return ADDRESSES + 2 * (num_devices + 1)
+    return FIRST_ADDRESS_WORD + 2 * (num_devices + 1)
 
 
-def place_words(num_devices: int) -> int:
+def receive_buffer_words(num_devices: int) -> int:
     """Words of a place of the exchange memory."""
-    return most_bytes(num_devices) // 4
+    return max_payload_bytes(num_devices) // 4
 
 
-def device_sum(x, header, *, turn: int, num_devices: int, config: AllReduceConfig):
+def device_sum(x, header, *, buffer_index: int, num_devices: int, config: AllReduceConfig):
     """See the public entry of the same name."""
     body = functools.partial(
-        _exchange, turn=turn, num_devices=num_devices, config=config, chunks=x.nbytes // CHUNK_BYTES
+        _exchange,
+        buffer_index=buffer_index,
+        num_devices=num_devices,
+        config=config,
+        chunks=x.nbytes // CHUNK_BYTES,
     )
 
     def kernel(x_ref, header_ref, out_ref):
-        run = plgpu.inline_mgpu(arg_types=(_REF,) * 3, return_type=())(body)
+        run = plgpu.inline_mgpu(arg_types=(_REF_TYPE,) * 3, return_type=())(body)
         run(x_ref, header_ref, out_ref)
 
     call = plgpu.kernel(
@@ -78,17 +84,19 @@ def device_sum(x, header, *, turn: int, num_devices: int, config: AllReduceConfi
         num_threads=config.num_warp_groups,
         thread_name="warp_group",
         compiler_params=ops.COMPILER_PARAMS,
-        kernel_name=f"device_sum_{turn}",
+        kernel_name=f"device_sum_{buffer_index}",
     )
     return call(x, header)
 
 
-def device_sum_norm(partials, hidden, weight, header, *, turn: int, num_devices: int, eps: float):
+def device_sum_norm(
+    partials, hidden, weight, header, *, buffer_index: int, num_devices: int, eps: float
+):
     """See the public entry of the same name."""
     num_warp_groups = norm_warp_groups(hidden.shape[1])
     body = functools.partial(
         _exchange_row,
-        turn=turn,
+        buffer_index=buffer_index,
         num_devices=num_devices,
         eps=eps,
         num_threads=num_warp_groups * 128,
@@ -96,7 +104,7 @@ def device_sum_norm(partials, hidden, weight, header, *, turn: int, num_devices:
     )
 
     def kernel(*references, sums):
-        plgpu.inline_mgpu(arg_types=(_REF,) * 7, return_type=())(body)(*references, sums)
+        plgpu.inline_mgpu(arg_types=(_REF_TYPE,) * 7, return_type=())(body)(*references, sums)
 
     shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
     call = plgpu.kernel(
@@ -108,178 +116,187 @@ def device_sum_norm(partials, hidden, weight, header, *, turn: int, num_devices:
         thread_name="warp_group",
         scratch_types={"sums": plgpu.SMEM((num_warp_groups * 4,), jnp.float32)},
         compiler_params=ops.COMPILER_PARAMS,
-        kernel_name=f"device_sum_norm_{turn}",
+        kernel_name=f"device_sum_norm_{buffer_index}",
     )
     return call(partials, hidden, weight, header)
 
 
-def _exchange(_, *references, turn, num_devices, config, chunks):
+def _exchange(_, *references, buffer_index, num_devices, config, chunks):
     """What a thread does."""
     x, header, out = map(ops.pointer, references)
     num_threads = config.num_warp_groups * 128
     first = ops.program_index() * num_threads + ops.thread_index()
     zero, stride = first * 0, config.num_programs * num_threads
     rank, has_lost, limit, own, memories = _read_header(header, zero, num_devices)
-    others = [rank.is_not(r) for r in range(num_devices)]
-    place_chunks = place_words(num_devices) // _WORDS
+    others = [rank.ne(r) for r in range(num_devices)]
+    receive_buffer_chunks = receive_buffer_words(num_devices) // _WORDS_PER_CHUNK
 
-    def place(memory, device, number):
-        start = (device + turn * num_devices) * place_chunks
+    def receive_address(memory, device, number):
+        start = (device + buffer_index * num_devices) * receive_buffer_chunks
         return ops.offset(memory, start + number, CHUNK_BYTES)
 
     def load_own(numbers):
-        spots = [ops.offset(x, number, CHUNK_BYTES) for number in numbers]
-        return ops.load([Words(s, _WORDS, n < chunks) for s, n in zip(spots, numbers, strict=True)])
+        sources = [ops.offset(x, number, CHUNK_BYTES) for number in numbers]
+        return ops.load(
+            [
+                WordLoad(s, _WORDS_PER_CHUNK, n < chunks)
+                for s, n in zip(sources, numbers, strict=True)
+            ]
+        )
 
     def push(numbers):
         for number, words in zip(numbers, load_own(numbers), strict=True):
-            words = [_stored(word) for word in words]
+            words = [_replace_empty(word) for word in words]
             for memory, other in zip(memories, others, strict=True):
                 with ops.when(other & (number < chunks)):
-                    ops.store(_EVERYWHERE, place(memory, rank, number), words)
+                    ops.store(_SYSTEM_SCOPE, receive_address(memory, rank, number), words)
 
-    def take(numbers):
+    def receive(numbers):
         mine = load_own(numbers)
-        spots = [[place(own, zero + r, n) for r in range(num_devices)] for n in numbers]
+        sources = [[receive_address(own, zero + r, n) for r in range(num_devices)] for n in numbers]
         loads = [
-            Words(spot, _WORDS, other & (number < chunks))
-            for number, row in zip(numbers, spots, strict=True)
-            for spot, other in zip(row, others, strict=True)
+            WordLoad(source, _WORDS_PER_CHUNK, other & (number < chunks))
+            for number, row in zip(numbers, sources, strict=True)
+            for source, other in zip(row, others, strict=True)
         ]
-        words, is_missing = ops.poll_at_most(limit, header, loads)
-        with ops.when(is_missing.is_(1)):
+        words, is_missing = ops.poll_with_limit(limit, header, loads)
+        with ops.when(is_missing.eq(1)):
             ops.store("global", header, [is_missing])
-        is_bad = (is_missing | has_lost).is_not(0)
+        is_bad = (is_missing | has_lost).ne(0)
         for i, number in enumerate(numbers):
             with ops.when(number < chunks):
-                total = _total(mine[i], words[i * num_devices : (i + 1) * num_devices], others)
-                total = [ops.select(is_bad, zero + NAN, word) for word in total]
+                total = _sum_devices(
+                    mine[i], words[i * num_devices : (i + 1) * num_devices], others
+                )
+                total = [ops.select(is_bad, zero + NAN_WORD, word) for word in total]
                 ops.store("global", ops.offset(out, number, CHUNK_BYTES), total)
-                for spot, other in zip(spots[i], others, strict=True):
+                for source, other in zip(sources[i], others, strict=True):
                     with ops.when(other):
-                        ops.store(_EVERYWHERE, spot, [zero + EMPTY] * _WORDS)
+                        ops.store(_SYSTEM_SCOPE, source, [zero + EMPTY_WORD] * _WORDS_PER_CHUNK)
 
-    for part in (push, take):
+    for part in (push, receive):
         with ops.loop(first, zero + chunks, stride * config.num_chunks) as at:
             part([at + i * stride for i in range(config.num_chunks)])
     return ()
 
 
 def _exchange_row(
-    _, *references, turn, num_devices, eps, num_threads, partials: jax.ShapeDtypeStruct
+    _, *references, buffer_index, num_devices, eps, num_threads, partials: jax.ShapeDtypeStruct
 ):
     """What a thread does of a row: it has the chunks `thread`, `thread + num_threads` ..."""
-    given, hidden, weight, header, normed, out, sums = map(ops.pointer, references)
+    partials_pointer, hidden, weight, header, normed, out, sums = map(ops.pointer, references)
     num_partials, num_rows, width = partials.shape
-    chunks, thread, row = width // _NUMBERS, ops.thread_index(), ops.program_index()
+    chunks, thread, row = width // _VALUES_PER_CHUNK, ops.thread_index(), ops.program_index()
     zero = thread * 0
     rank, has_lost, limit, own, memories = _read_header(header, zero, num_devices)
-    others = [rank.is_not(r) for r in range(num_devices)]
-    place_chunks = place_words(num_devices) // _WORDS
+    others = [rank.ne(r) for r in range(num_devices)]
+    receive_buffer_chunks = receive_buffer_words(num_devices) // _WORDS_PER_CHUNK
     columns = [thread + at for at in range(0, chunks, num_threads)]
     masks = [column < chunks for column in columns]
 
-    def place(memory, device, column):
-        start = (device + turn * num_devices) * place_chunks
+    def receive_address(memory, device, column):
+        start = (device + buffer_index * num_devices) * receive_buffer_chunks
         return ops.offset(memory, start + row * chunks + column, CHUNK_BYTES)
 
-    def words_of(base, number, mask):
-        return Words(ops.offset(base, number, CHUNK_BYTES), _WORDS, mask)
+    def word_load(base, number, mask):
+        return WordLoad(ops.offset(base, number, CHUNK_BYTES), _WORDS_PER_CHUNK, mask)
 
-    def of_partials(column, mask):
+    def partial_loads(column, mask):
         """A chunk's numbers in all partials, of which one is as wide as two chunks."""
         if partials.dtype == jnp.bfloat16:
             starts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
         else:
             firsts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
             starts = [first * 2 + half for first in firsts for half in range(2)]
-        return [words_of(given, start, mask) for start in starts]
+        return [word_load(partials_pointer, start, mask) for start in starts]
 
     pairs = [*zip(columns, masks, strict=True)]
-    found = [ops.load(of_partials(*pair)) for pair in pairs]
-    streams = ops.load([words_of(hidden, row * chunks + c, mask) for c, mask in pairs])
-    weights = ops.load([words_of(weight, c, mask) for c, mask in pairs])
-    mine = [_rounded_sum(parts, partials.dtype) for parts in found]
+    found = [ops.load(partial_loads(*pair)) for pair in pairs]
+    streams = ops.load([word_load(hidden, row * chunks + c, mask) for c, mask in pairs])
+    weights = ops.load([word_load(weight, c, mask) for c, mask in pairs])
+    mine = [_sum_partials(parts, partials.dtype) for parts in found]
     for (column, mask), words in zip(pairs, mine, strict=True):
-        stored = [_stored(word) for word in words]
+        stored = [_replace_empty(word) for word in words]
         for memory, other in zip(memories, others, strict=True):
             with ops.when(other & mask):
-                ops.store(_EVERYWHERE, place(memory, rank, column), stored)
-    spots = [[place(own, zero + r, c) for r in range(num_devices)] for c in columns]
+                ops.store(_SYSTEM_SCOPE, receive_address(memory, rank, column), stored)
+    sources = [[receive_address(own, zero + r, c) for r in range(num_devices)] for c in columns]
     loads = [
-        Words(spot, _WORDS, other & mask)
-        for spots_of, mask in zip(spots, masks, strict=True)
-        for spot, other in zip(spots_of, others, strict=True)
+        WordLoad(source, _WORDS_PER_CHUNK, other & mask)
+        for row_sources, mask in zip(sources, masks, strict=True)
+        for source, other in zip(row_sources, others, strict=True)
     ]
-    words, is_missing = ops.poll_at_most(limit, header, loads)
-    with ops.when(is_missing.is_(1)):
+    words, is_missing = ops.poll_with_limit(limit, header, loads)
+    with ops.when(is_missing.eq(1)):
         ops.store("global", header, [is_missing])
-    is_bad = (is_missing | has_lost).is_not(0)
+    is_bad = (is_missing | has_lost).ne(0)
     totals = []
     for i, stream in enumerate(streams):
-        update = _total(mine[i], words[i * num_devices : (i + 1) * num_devices], others)
-        update = [ops.select(is_bad, zero + NAN, word) for word in update]
-        both = zip(ops.unpack(stream), ops.unpack(update), strict=True)
-        totals.append(ops.pack([a + b for a, b in both]))
-    scale = _row_scale([ops.unpack(total) for total in totals], sums, num_threads, width, eps)
+        update = _sum_devices(mine[i], words[i * num_devices : (i + 1) * num_devices], others)
+        update = [ops.select(is_bad, zero + NAN_WORD, word) for word in update]
+        both = zip(ops.unpack_bf16(stream), ops.unpack_bf16(update), strict=True)
+        totals.append(ops.pack_bf16([a + b for a, b in both]))
+    scale = _row_scale([ops.unpack_bf16(total) for total in totals], sums, num_threads, width, eps)
     for i, (column, mask) in enumerate(pairs):
         with ops.when(mask):
             at = row * chunks + column
             ops.store("global", ops.offset(out, at, CHUNK_BYTES), totals[i])
-            numbers = zip(ops.unpack(totals[i]), ops.unpack(weights[i]), strict=True)
-            scaled = ops.pack([x * scale * factor for x, factor in numbers])
+            numbers = zip(ops.unpack_bf16(totals[i]), ops.unpack_bf16(weights[i]), strict=True)
+            scaled = ops.pack_bf16([x * scale * factor for x, factor in numbers])
             ops.store("global", ops.offset(normed, at, CHUNK_BYTES), scaled)
-            for spot, other in zip(spots[i], others, strict=True):
+            for source, other in zip(sources[i], others, strict=True):
                 with ops.when(other):
-                    ops.store(_EVERYWHERE, spot, [zero + EMPTY] * _WORDS)
+                    ops.store(_SYSTEM_SCOPE, source, [zero + EMPTY_WORD] * _WORDS_PER_CHUNK)
     return ()
 
 
-def _rounded_sum(parts: list[list[Value]], dtype) -> list[Value]:
+def _sum_partials(parts: list[list[Value]], dtype) -> list[Value]:
     """The words of a chunk, summed over split-K partials."""
     if len(parts) == 1:
         return parts[0]
     if dtype == jnp.bfloat16:
-        numbers = [ops.unpack(words) for words in parts]
+        numbers = [ops.unpack_bf16(words) for words in parts]
     else:
-        halves = [ops.as_float(words) for words in parts]
+        halves = [ops.bitcast_to_float32(words) for words in parts]
         numbers = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
-    return ops.pack([ops.total(list(each)) for each in zip(*numbers, strict=True)])
+    return ops.pack_bf16([ops.sum_values(list(each)) for each in zip(*numbers, strict=True)])
 
 
 def _row_scale(totals, sums, num_threads, width, eps) -> Value:
     """1 / rms of the program's row, of which each thread has some numbers."""
-    squares = ops.warp_sum(ops.total([x * x for numbers in totals for x in numbers]))
+    squares = ops.warp_sum(ops.sum_values([x * x for numbers in totals for x in numbers]))
     thread = ops.thread_index()
-    with ops.when((thread % 32).is_(0)):
+    with ops.when((thread % 32).eq(0)):
         ops.store("shared", ops.offset(sums, thread // 32, 4), [squares])
-    ops.barrier(_ROW, num_threads)
+    ops.barrier(_ROW_BARRIER, num_threads)
     warps = [ops.load_shared(ops.offset(sums, thread * 0 + i, 4)) for i in range(num_threads // 32)]
-    return ops.rsqrt(ops.total(warps) * (1.0 / width) + eps)
+    return ops.rsqrt(ops.sum_values(warps) * (1.0 / width) + eps)
 
 
 def _read_header(header, zero, num_devices):
     """The device's rank, whether it has lost another, how often it polls at most, and where the
     exchange memories are: its own, and all by rank."""
-    starts = range(ADDRESSES, header_words(num_devices), 2)
-    pairs = [Words(ops.offset(header, zero + at, 4), 2, zero.is_(0)) for at in starts]
-    facts, *halves = ops.load([Words(header, 4, zero.is_(0)), *pairs])
-    has_lost = facts[LOST]
-    limit = ops.select(has_lost.is_(0), facts[LIMIT], zero)
-    own, *memories = (ops.address(*pair) for pair in halves)
-    return facts[RANK], has_lost, limit, own, memories
+    starts = range(FIRST_ADDRESS_WORD, header_words(num_devices), 2)
+    pairs = [WordLoad(ops.offset(header, zero + at, 4), 2, zero.eq(0)) for at in starts]
+    fields, *halves = ops.load([WordLoad(header, 4, zero.eq(0)), *pairs])
+    has_lost = fields[LOST_PEER_WORD]
+    limit = ops.select(has_lost.eq(0), fields[MAX_POLLS_WORD], zero)
+    own, *memories = (ops.make_pointer(*pair) for pair in halves)
+    return fields[RANK_WORD], has_lost, limit, own, memories
 
 
-def _stored(word: Value) -> Value:
+def _replace_empty(word: Value) -> Value:
     """The word, or another NaN for that which means none."""
-    return ops.select(word.is_(EMPTY), word * 0 + NAN, word)
+    return ops.select(word.eq(EMPTY_WORD), word * 0 + NAN_WORD, word)
 
 
-def _total(mine: list[Value], theirs: list[list[Value]], is_other: list[Value]) -> list[Value]:
+def _sum_devices(
+    mine: list[Value], theirs: list[list[Value]], is_other: list[Value]
+) -> list[Value]:
     """Sums of two numbers a word, over the devices in their order, rounded once."""
     by_device = [
         [ops.select(other, word, own) for word, own in zip(words, mine, strict=True)]
         for words, other in zip(theirs, is_other, strict=True)
     ]
-    numbers = zip(*map(ops.unpack, by_device), strict=True)
-    return ops.pack([ops.total(list(each)) for each in numbers])
+    numbers = zip(*map(ops.unpack_bf16, by_device), strict=True)
+    return ops.pack_bf16([ops.sum_values(list(each)) for each in numbers])

@@ -16,7 +16,7 @@ from pallas_kernels.attention import (
     widen_triton,
     xla,
 )
-from pallas_kernels.attention.tiles import decode_rows_apart
+from pallas_kernels.attention.tiles import split_decode_rows
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
 from pallas_kernels.types import Backend, HeadNorms, KVScales, LayerKV
@@ -61,10 +61,10 @@ def paged_decode_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_attention(q, kv, block_tables, seq_lens, backend, **options)
     check_decode(q, block_tables)
-    options["scales"] = checks.pool_scales(kv, scales)
+    options["scales"] = checks.resolve_pool_scales(kv, scales)
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
-    return _decode(q, kv, block_tables, seq_lens, options, backend)
+    return _launch_decode(q, kv, block_tables, seq_lens, options, backend)
 
 
 def rope_decode_attention(
@@ -109,7 +109,7 @@ def rope_decode_attention(
     arrays = (qkv, kv, block_tables, seq_lens, angles, norms)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_rope_decode(*arrays, dtype, backend, **options)
-    options["scales"] = checks.pool_scales(kv, scales)
+    options["scales"] = checks.resolve_pool_scales(kv, scales)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
     config = _decode_config(kv, block_tables, backend)
@@ -131,7 +131,7 @@ def paged_prefill_attention(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     scales: KVScales | None = None,
-    shared: Callable | None = None,
+    call_shared: Callable | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
 
@@ -148,7 +148,7 @@ def paged_prefill_attention(
         query_start_loc: [B + 1], not decreasing, from 0; a padded sequence repeats the last value.
         seq_lens: tokens of each sequence, context and new ones; 0 for a padded sequence.
         scale, backend, soft_cap, sliding_window, scales: as of `paged_decode_attention`.
-        shared: called as `shared(function, *arrays)` for what another number of sequences would
+        shared: called as `call_shared(function, *arrays)` for what another number of sequences would
             have as well, if there is such a thing, to return `function(*arrays)`.
 
     Returns:
@@ -163,42 +163,58 @@ def paged_prefill_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_attention(q, kv, block_tables, seq_lens, backend, **options)
     check_prefill(query_start_loc, seq_lens)
-    options["scales"] = checks.pool_scales(kv, scales)
+    options["scales"] = checks.resolve_pool_scales(kv, scales)
     if backend is Backend.XLA or not q.size:
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)
         return xla.paged_prefill_attention(*arrays, **options)
-    if not tuning.takes_decode_rows_apart(num_tokens=q.shape[0], batch=seq_lens.shape[0]):
-        return _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared)
-    rest, decode_lens = decode_rows_apart(seq_lens, query_start_loc)
-    out = _prefill(q, kv, block_tables, rest, seq_lens, options, backend, shared)
-    return _decode(q, kv, block_tables, decode_lens, options, backend, into=out)
+    if not tuning.should_split_decode_rows(num_tokens=q.shape[0], batch=seq_lens.shape[0]):
+        return _launch_prefill(
+            q, kv, block_tables, query_start_loc, seq_lens, options, backend, call_shared
+        )
+    remaining_start_loc, decode_lens = split_decode_rows(seq_lens, query_start_loc)
+    out = _launch_prefill(
+        q, kv, block_tables, remaining_start_loc, seq_lens, options, backend, call_shared
+    )
+    return _launch_decode(q, kv, block_tables, decode_lens, options, backend, into=out)
 
 
-def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
+def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
 
-def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared):
+def _launch_prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, call_shared):
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     facts = {
         "head_size": q.shape[2],
         "itemsize": q.dtype.itemsize,
         "device_kind": device_kind(backend),
     }
-    plain = all(options[name] is None for name in ("soft_cap", "sliding_window"))
+    is_plain_causal = all(options[name] is None for name in ("soft_cap", "sliding_window"))
     into = None
-    if tuning.runs_hopper_prefill(block_size=kv.k.shape[1], plain=plain, **facts):
-        launch = {"scale": options["scale"], "scales": options["scales"], "shared": shared}
+    if tuning.runs_hopper_prefill(
+        block_size=kv.k.shape[1], is_plain_causal=is_plain_causal, **facts
+    ):
+        launch = {
+            "scale": options["scale"],
+            "scales": options["scales"],
+            "call_shared": call_shared,
+        }
         if not kv.is_scaled:
             return prefill_hopper.paged_prefill_attention(*arrays, **launch)
         config = _widening_config(q, kv)
-        wide = widen_triton.widen(*arrays[1:], dtype=q.dtype, config=config, interpret=False)
+        wide = widen_triton.widen_blocks(*arrays[1:], dtype=q.dtype, config=config, interpret=False)
         into = prefill_hopper.paged_prefill_attention(q, *wide[:4], **launch)
-        if block_tables.size <= config.room:
+        if block_tables.size <= config.max_blocks:
             return into
-        arrays = (q, kv, block_tables, wide.rest, seq_lens)  # of sequences without room
+        arrays = (
+            q,
+            kv,
+            block_tables,
+            wide.remaining_start_loc,
+            seq_lens,
+        )  # of sequences without room
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
@@ -224,9 +240,9 @@ def _decode_config(kv, block_tables, backend):
 
 def check_attention(q, kv, block_tables, seq_lens, backend, *, scale, soft_cap, sliding_window):
     """What decode and prefill attention have in common."""
-    check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
+    check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
     num_kv_heads, head_size = kv.k.shape[2], kv.head_size
-    dtypes = checks.FLOATS if kv.is_scaled else kv.k.dtype
+    dtypes = checks.FLOAT_DTYPES if kv.is_scaled else kv.k.dtype
     checks.check_array("q", q, "[rows, N, H]", dtypes)
     if q.shape[2] != head_size:
         raise ValueError(
@@ -257,17 +273,17 @@ def check_prefill(query_start_loc, seq_lens):
 
 def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, **scalars):
     """Fused projections of one token a sequence."""
-    check_attended(kv, block_tables, seq_lens, backend, **scalars)
+    check_attention_context(kv, block_tables, seq_lens, backend, **scalars)
     check_rope(qkv, kv, angles, norms, dtype)
     checks.check_array("seq_lens", seq_lens, "[B]", jnp.int32, B=qkv.shape[1])
 
 
-def check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
+def check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
     """A pool whose heads the back end's attention takes, its sequences, and the scores' numbers."""
-    head_size, most = checks.check_pool(kv)["H"], backend.max_head_size
-    if most is not None and head_size > most:
+    head_size, max_head_size = checks.check_pool(kv)["H"], backend.max_head_size
+    if max_head_size is not None and head_size > max_head_size:
         raise ValueError(
-            f"head size {head_size} (kv.k.shape[3]) must be from 1 to {most} for the back end "
+            f"head size {head_size} (kv.k.shape[3]) must be from 1 to {max_head_size} for the back end "
             f"{backend.value!r}; 'xla' takes any"
         )
     sizes = checks.check_array("block_tables", block_tables, "[B, M]", jnp.int32)

@@ -4,7 +4,7 @@ a block table.
 Grid (KV head, item); an item is a split of a sequence, and one program of it:
 
     q          [R, H]  the KV head's group of query heads, repeated to R >= 16 rows in registers:
-               given, or made of the fused projection (`_new_token`), with the new token's key
+               given, or made of the fused projection (`_load_new_token`), with the new token's key
                and value, which the sequence's last split stores and counts in from registers
     for tile of this split's share of the sequence's key tiles:
         rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
@@ -48,15 +48,15 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention import tile_ops
 from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.gemm.fp8 import to_fp8
-from pallas_kernels.types import LayerKV, fp8_pairs
+from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
 # Of the partials that are merged together: query heads, one a warp, and registers a thread.
-_MERGED_HEADS = 4
-_MERGED_REGISTERS = 64
+_MAX_MERGED_HEADS = 4
+_MAX_MERGE_REGISTERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec(tile_ops.Attention):
+class DecodeSpec(tile_ops.AttentionSpec):
     """What a program knows when it is compiled.
 
     Attributes:
@@ -73,7 +73,7 @@ class Spec(tile_ops.Attention):
     dtype: Any = None
 
     @property
-    def num_new(self) -> int:
+    def num_new_tokens(self) -> int:
         """Tokens of a sequence that are not in the pool."""
         return min(self.num_partials, 1)
 
@@ -83,26 +83,26 @@ class Spec(tile_ops.Attention):
         return max(16, pl.next_power_of_2(self.group))
 
     @property
-    def repeats(self) -> int:
+    def rows_per_head(self) -> int:
         """Rows a query head."""
         return self.num_rows // pl.next_power_of_2(self.group)
 
     @property
-    def merged_shape(self) -> tuple[int, int]:
+    def merge_shape(self) -> tuple[int, int]:
         """Of partial outputs that a program merges at a time: query heads, columns."""
-        heads = min(pl.next_power_of_2(self.group), _MERGED_HEADS)
+        heads = min(pl.next_power_of_2(self.group), _MAX_MERGED_HEADS)
         return heads, self.width
 
     @property
-    def merged_splits(self) -> int:
+    def splits_per_merge(self) -> int:
         """Whose partials are merged at a time."""
-        room = _MERGED_REGISTERS * 32 * self.config.num_warps // math.prod(self.merged_shape)
+        room = _MAX_MERGE_REGISTERS * 32 * self.config.num_warps // math.prod(self.merge_shape)
         return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
 
 
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
-    """See the public entry of the same name; `options` are fields of `Spec`."""
-    spec = Spec.of(q.shape[1], kv, block_tables, in_place=into is not None, **options)
+    """See the public entry of the same name; `options` are fields of `DecodeSpec`."""
+    spec = DecodeSpec.for_pool(q.shape[1], kv, block_tables, in_place=into is not None, **options)
     rows = q.reshape(-1, q.shape[2])
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
     out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
@@ -112,12 +112,12 @@ def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=N
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
 ):
-    """See the public entry of the same name; `options` are fields of `Spec`."""
+    """See the public entry of the same name; `options` are fields of `DecodeSpec`."""
     num_partials, batch, total_heads, head_size = qkv.shape
     num_heads = total_heads - 2 * kv.k.shape[2]
     eps, weights = (None, ()) if norms is None else (norms.eps, (norms.q, norms.k))
     new = {"num_partials": num_partials, "eps": eps, "dtype": dtype}
-    spec = Spec.of(num_heads, kv, block_tables, **new, **options)
+    spec = DecodeSpec.for_pool(num_heads, kv, block_tables, **new, **options)
     inputs = (qkv.reshape(-1, head_size), *angles, *weights)
     rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
     out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
@@ -130,7 +130,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
-    new_pools = pools if spec.num_new else []
+    new_pools = pools if spec.num_new_tokens else []
     if config.num_splits > 1:
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
         row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
@@ -153,7 +153,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
     return call(*pools, block_tables.reshape(-1), plan, *inputs, *(scales or ()), *counters)
 
 
-class _Item(NamedTuple):
+class _WorkItem(NamedTuple):
     """A split of a sequence, the same for all KV heads; a row of the plan, or a program's own."""
 
     sequence: Any
@@ -172,26 +172,26 @@ def decode_plan(block_tables, seq_lens, spec):
     It depends on nothing of a layer, so XLA makes it once a step for all layers.
     """
     batch, config = seq_lens.shape[0], spec.config
-    first, end = _in_sight(seq_lens, spec)
+    first, end = _visible_tiles(seq_lens, spec)
     tiles = end - first
-    share = jnp.maximum(_even_share(tiles, spec), _least_share(tiles, spec))
-    used = jnp.maximum(pl.cdiv(tiles, share), 1)
-    begin = _begins_longest_first(tiles, used)
+    split_tiles = jnp.maximum(_even_split_tiles(tiles, spec), _min_split_tiles(tiles, spec))
+    used = jnp.maximum(pl.cdiv(tiles, split_tiles), 1)
+    first_item = _first_items_longest_first(tiles, used)
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
     # No more than a batch's even shares, and the rest of each sequence.
-    most = min(batch * config.num_splits, _num_even_shares(batch, spec) + batch)
-    item = jnp.arange(most, dtype=jnp.int32)
-    owns = (begin[None, :] <= item[:, None]) & (item[:, None] < (begin + used)[None, :])
+    max_items = min(batch * config.num_splits, _max_even_splits(batch, spec) + batch)
+    item = jnp.arange(max_items, dtype=jnp.int32)
+    owns = (first_item[None, :] <= item[:, None]) & (item[:, None] < (first_item + used)[None, :])
     sequence = jnp.sum(jnp.where(owns, jnp.arange(batch, dtype=jnp.int32), 0), axis=1)
-    split = item - begin[sequence]
-    start = first[sequence] + split * share[sequence]
-    rows = _Item(
+    split = item - first_item[sequence]
+    start = first[sequence] + split * split_tiles[sequence]
+    rows = _WorkItem(
         sequence,
         seq_lens[sequence],
         start,
-        jnp.minimum(start + share[sequence], end[sequence]),
+        jnp.minimum(start + split_tiles[sequence], end[sequence]),
         split,
         jnp.where(item < jnp.sum(used), used[sequence], 0),
         (block * spec.block_size + last % spec.block_size)[sequence],
@@ -199,7 +199,7 @@ def decode_plan(block_tables, seq_lens, spec):
     return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
 
 
-def _begins_longest_first(tiles, used):
+def _first_items_longest_first(tiles, used):
     """Each sequence's first item, if those with the most tiles come first.
 
     One sum of B x B numbers, where sorting and summing up would be several kernels.
@@ -210,32 +210,32 @@ def _begins_longest_first(tiles, used):
     return jnp.sum(jnp.where(before, used[None, :], 0), axis=1)
 
 
-def _even_share(tiles, spec):
+def _even_split_tiles(tiles, spec):
     """Tiles of a split, for sequences of so many."""
-    if spec.config.share_percent is None:
+    if spec.config.split_percent_of_mean is None:
         return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
     live = jnp.maximum(jnp.sum((tiles > 0).astype(jnp.int32)), 1)
-    return pl.cdiv(jnp.sum(tiles) * spec.config.share_percent, 100 * live)
+    return pl.cdiv(jnp.sum(tiles) * spec.config.split_percent_of_mean, 100 * live)
 
 
-def _least_share(tiles, spec):
+def _min_split_tiles(tiles, spec):
     """Tiles of a split, of sequences with so many: a second one before merging takes a turn more,
     which takes longer than a tile."""
-    least = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
-    return jnp.maximum(least, jnp.minimum(pl.cdiv(tiles, spec.merged_splits), 2))
+    min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
+    return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))
 
 
-def _num_even_shares(batch, spec):
+def _max_even_splits(batch, spec):
     """Most of them in a batch, of one KV head."""
-    if spec.config.share_percent is None:
+    if spec.config.split_percent_of_mean is None:
         return spec.config.target_programs // spec.num_kv_heads
-    return pl.cdiv(100 * batch, spec.config.share_percent)
+    return pl.cdiv(100 * batch, spec.config.split_percent_of_mean)
 
 
-def _in_sight(seq_lens, spec):
+def _visible_tiles(seq_lens, spec):
     """First and last + 1 key tile in the pool that each sequence sees."""
     tile = spec.config.tile_tokens
-    end = (seq_lens + (tile - 1 - spec.num_new)) // tile
+    end = (seq_lens + (tile - 1 - spec.num_new_tokens)) // tile
     if spec.sliding_window is None:
         return jnp.zeros_like(end), end
     return jnp.maximum(seq_lens - spec.sliding_window, 0) // tile, end
@@ -247,18 +247,18 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     scales = k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
     counters, refs = refs[: config.num_splits > 1], refs[config.num_splits > 1 :]
     out_ref, *refs = refs
-    pool_refs, partials = refs[: 2 * spec.num_new], refs[2 * spec.num_new :]
-    head, number = pl.program_id(0), pl.program_id(1)
-    item = _load_item(plan_ref, number)
+    pool_refs, partials = refs[: 2 * spec.num_new_tokens], refs[2 * spec.num_new_tokens :]
+    head, item_index = pl.program_id(0), pl.program_id(1)
+    item = _load_work_item(plan_ref, item_index)
 
     seq_len = item.seq_len
-    num_keys = seq_len - spec.num_new
+    num_keys = seq_len - spec.num_new_tokens
     group_row = head * spec.group
     first_row = item.sequence * spec.num_heads + group_row
     # A tensor core takes 16 rows: a head is repeated where the group has fewer.
     row = jnp.arange(spec.num_rows, dtype=jnp.int32)
-    group_head = lax.div(row, jnp.int32(spec.repeats))
-    live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.repeats)) == 0)
+    group_head = lax.div(row, jnp.int32(spec.rows_per_head))
+    live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.rows_per_head)) == 0)
 
     def fold(tile, carry, q):
         positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
@@ -276,17 +276,17 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
         )
 
     def begin():
-        if not spec.num_new:
+        if not spec.num_new_tokens:
             q = tile_ops.load_rows(inputs[0], first_row + group_head, spec.width, live_rows)
             return q, tile_ops.softmax_start(spec.num_rows, spec.width)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype, scales)
+        q, k, v = _load_new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype, scales)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
-            row = fp8_pairs(new) if spec.is_scaled else new
+            row = pack_fp8_pairs(new) if spec.is_scaled else new
             tile_ops.store_rows(ref, slot, row, owns_new[None])
-        score = tile_ops.scores_of_one(q, k, spec, k_scale)
-        q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
+        score = tile_ops.single_key_scores(q, k, spec, k_scale)
+        q, score = (tile_ops.repeat_rows(x, spec.rows_per_head) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
 
     def attend():
@@ -313,24 +313,26 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
 
         @pl.when(item.num_splits > 1)
         def _():
-            own = number * spec.num_heads + group_row
+            own = item_index * spec.num_heads + group_row
             _store_partials(partials, carry, own + group_head, live_rows)
             counter = item.sequence * spec.num_kv_heads + head
 
-            @pl.when(_is_last(counters[0], counter, item.num_splits, spec))
+            @pl.when(_is_last_program(counters[0], counter, item.num_splits, spec))
             def _():
                 own_first = own - item.split * spec.num_heads
-                _merge(partials, out_ref, own_first, first_row, item.num_splits, spec)
+                _merge_partials(partials, out_ref, own_first, first_row, item.num_splits, spec)
 
 
-def _load_item(plan_ref, number):
+def _load_work_item(plan_ref, item_index):
     """The item of the program of that number."""
-    columns = map(jnp.int32, range(len(_Item._fields)))
-    places = (plan_ref.at[number, column] for column in columns)
-    return _Item(*(plgpu.load(place, eviction_policy=tile_ops.KEPT) for place in places))
+    columns = map(jnp.int32, range(len(_WorkItem._fields)))
+    field_refs = (plan_ref.at[item_index, column] for column in columns)
+    return _WorkItem(
+        *(plgpu.load(field_ref, eviction_policy=tile_ops.EVICT_LAST) for field_ref in field_refs)
+    )
 
 
-def _is_last(counters_ref, counter, count, spec):
+def _is_last_program(counters_ref, counter, count, spec):
     """Whether all others of `count` programs have come here, with what they stored before."""
     if not spec.interpret:
         plgpu.debug_barrier()  # all threads' stores, before the one thread that counts
@@ -353,13 +355,13 @@ def _store_partials(partials, carry, rows, live):
     plgpu.store(partials[2].at[rows], row_sum, mask=live)
 
 
-def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
+def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spec):
     """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
-    heads, at_once = spec.merged_shape[0], spec.merged_splits
-    nothing = jnp.zeros(spec.merged_shape, jnp.float32)
-    start = jnp.full_like(nothing, tile_ops.MASKED), nothing, nothing
+    heads, at_once = spec.merge_shape[0], spec.splits_per_merge
+    zeros = jnp.zeros(spec.merge_shape, jnp.float32)
+    start = jnp.full_like(zeros, tile_ops.MASKED_SCORE), zeros, zeros
 
-    def some(turn, _):
+    def merge_heads(turn, _):
         first_head = turn * heads
 
         def fold(index, carry):
@@ -374,7 +376,7 @@ def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
         head = first_head + jnp.arange(heads, dtype=jnp.int32)
         tile_ops.store_rows(out_ref, first_row + head, out, head < spec.group)
 
-    lax.fori_loop(0, pl.cdiv(spec.group, heads), some, None)
+    lax.fori_loop(0, pl.cdiv(spec.group, heads), merge_heads, None)
 
 
 def _fold_partials(partials, first_row, live, carry, spec):
@@ -385,8 +387,8 @@ def _fold_partials(partials, first_row, live, carry, spec):
     and columns are one axis when they are loaded, and maxima and sums are loaded with the splits
     as columns. What both need, both compute.
     """
-    (heads, width), at_once = spec.merged_shape, spec.merged_splits
-    split, column = _grid((at_once, heads * width))
+    (heads, width), at_once = spec.merge_shape, spec.splits_per_merge
+    split, column = _axis_indices((at_once, heads * width))
     head, column = lax.div(column, jnp.int32(width)), lax.rem(column, jnp.int32(width))
     inside = (split < live[0]) & (head < live[1]) & (column < spec.head_size)
     rows = first_row + split * spec.num_heads + head
@@ -397,28 +399,28 @@ def _fold_partials(partials, first_row, live, carry, spec):
         rows = first_row + split * spec.num_heads + head
         return plgpu.load(ref.at[rows], mask=(split < live[0]) & (head < live[1]), other=other)
 
-    head, split = _grid((heads, at_once))
-    weights, top = _weights(load(partials[1], head, split, tile_ops.MASKED), axis=1)
+    head, split = _axis_indices((heads, at_once))
+    weights, top = _split_weights(load(partials[1], head, split, tile_ops.MASKED_SCORE), axis=1)
     total = jnp.sum(weights * load(partials[2], head, split, 0), axis=1)
-    split, head = _grid((at_once, heads))
-    weights, _ = _weights(load(partials[1], head, split, tile_ops.MASKED), axis=0)
+    split, head = _axis_indices((at_once, heads))
+    weights, _ = _split_weights(load(partials[1], head, split, tile_ops.MASKED_SCORE), axis=0)
     out = jnp.sum(weights[:, :, None] * outs, axis=0)
     top, total = (jnp.broadcast_to(x[:, None], out.shape) for x in (top, total))
-    return _joined(carry, (top, total, out))
+    return _combine_states(carry, (top, total, out))
 
 
-def _grid(shape):
+def _axis_indices(shape):
     """The index along each of two axes."""
     return tuple(lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
 
 
-def _weights(maxima, axis):
+def _split_weights(maxima, axis):
     """Of each split, and the maximum of all."""
     top = jnp.max(maxima, axis=axis)
     return jnp.exp2(maxima - jnp.expand_dims(top, axis)), top
 
 
-def _joined(one, other):
+def _combine_states(one, other):
     """Two (max, sum, out) of the same heads as one."""
     top = jnp.maximum(one[0], other[0])
     weight, more = (jnp.exp2(each[0] - top) for each in (one, other))
@@ -428,7 +430,7 @@ def _joined(one, other):
 # --- the new token -----------------------------------------------------------------------------
 
 
-def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
+def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
     """What one KV head has of a sequence's new token.
 
     Args:
@@ -446,7 +448,7 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
         `spec.width`.
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
-    own, exchanged, angle = _columns(heads_ref.shape[1], spec.width)
+    own, exchanged, angle = _rope_columns(heads_ref.shape[1], spec.width)
     head = jnp.arange(pl.next_power_of_2(spec.group), dtype=jnp.int32)
     first = sequence * (spec.num_heads + 2 * spec.num_kv_heads)
     queries = first + kv_head * spec.group + head
@@ -466,17 +468,17 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
     weights = [[_load_weight(ref, columns) for columns in (own, exchanged)] for ref in weight_refs]
 
     q, k = (
-        _rotated(halves, weights[index] if weights else None, cos, sin, spec)
+        _rotate_heads(halves, weights[index] if weights else None, cos, sin, spec)
         for index, halves in enumerate(loaded)
     )
-    value = _sum(value, spec.dtype)
+    value = _sum_partials(value, spec.dtype)
     q, k, value = (x.astype(spec.dtype) for x in (q, k, value))
     if spec.is_scaled:
         return q, *(to_fp8(x, scale) for x, scale in zip((k, value), scales, strict=True))
     return tuple(x.astype(pool_dtype) for x in (q, k, value))
 
 
-def _columns(size, width):
+def _rope_columns(size, width):
     """Of a head: its columns, the same with the halves exchanged, and their angles'."""
     half, column = size // 2, jnp.arange(width, dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)
@@ -499,7 +501,7 @@ def _load_partials(ref, rows, live, columns, num_partials):
 def _load_row(ref, row, columns):
     values = ref.at[jnp.full_like(columns, row), columns]
     inside = columns < ref.shape[1]
-    return plgpu.load(values, mask=inside, other=0, eviction_policy=tile_ops.KEPT)
+    return plgpu.load(values, mask=inside, other=0, eviction_policy=tile_ops.EVICT_LAST)
 
 
 def _load_weight(ref, columns):
@@ -507,21 +509,21 @@ def _load_weight(ref, columns):
     return weight.astype(jnp.float32)
 
 
-def _sum(partials, dtype):
-    return _rounded(functools.reduce(jnp.add, partials), dtype)
+def _sum_partials(partials, dtype):
+    return _round_to_dtype(functools.reduce(jnp.add, partials), dtype)
 
 
-def _rotated(halves, weights, cos, sin, spec):
-    own, exchanged = (_sum(partials, spec.dtype) for partials in halves)
+def _rotate_heads(halves, weights, cos, sin, spec):
+    own, exchanged = (_sum_partials(partials, spec.dtype) for partials in halves)
     if weights is not None:
         squares = jnp.sum(own * own, axis=1)
         scale = lax.rsqrt(squares / jnp.float32(spec.head_size) + jnp.float32(spec.eps))[:, None]
         own, exchanged = (
-            _rounded(half * scale * weight[None, :], spec.dtype)
+            _round_to_dtype(half * scale * weight[None, :], spec.dtype)
             for half, weight in zip((own, exchanged), weights, strict=True)
         )
     return own * cos[None, :] + exchanged * sin[None, :]
 
 
-def _rounded(x, dtype):
+def _round_to_dtype(x, dtype):
     return x.astype(dtype).astype(jnp.float32)

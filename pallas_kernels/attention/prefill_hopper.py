@@ -40,63 +40,65 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.attention.tile_ops import MASKED
+from pallas_kernels.attention.tile_ops import MASKED_SCORE
 from pallas_kernels.attention.tiles import window_map
-from pallas_kernels.attention.tuning import KEY_TILE as TILE
-from pallas_kernels.attention.tuning import NUM_CORES as NUM_PROGRAMS
+from pallas_kernels.attention.tuning import HOPPER_KEY_TILE as KEY_TILE
+from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
-ROWS = 128  # matrix rows of a tile
-HALF = ROWS // 2  # of one consumer warpgroup
+TILE_ROWS = 128  # matrix rows of a tile
+CONSUMER_ROWS = TILE_ROWS // 2  # of one consumer warpgroup
 NUM_STAGES = 2  # tiles of keys, and of values, in flight
 _LOG2_E = math.log2(math.e)
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_STRIP = 8  # columns of the least array with the layout of GEMMs
-_SLACK = 8.0  # by which scores may exceed what they are relative to, as a power of two
-_FIELDS = 8  # int32 numbers a tile, and before the first tile's
-_MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
+_STRIP_COLUMNS = 8  # columns of the least array with the layout of GEMMs
+_RESCALE_THRESHOLD_LOG2 = (
+    8.0  # by which scores may exceed what they are relative to, as a power of two
+)
+_NUM_FIELDS = 8  # int32 numbers a tile, and before the first tile's
+_MIN_METADATA_SIZE = 2**16  # of 256 sequences with 128 blocks each
 
 
-class _Spec(NamedTuple):
-    """What a program knows when it is compiled; `members` are the query heads of a tile."""
+class _PrefillSpec(NamedTuple):
+    """What a program knows when it is compiled; `heads_per_tile` are the query heads of a tile."""
 
     scale: float
     group: int
-    members: int
+    heads_per_tile: int
     num_kv_heads: int
     head_size: int
     block_size: int
 
 
 def paged_prefill_attention(
-    q, kv, block_tables, query_start_loc, seq_lens, *, scale, scales=None, shared=None
+    q, kv, block_tables, query_start_loc, seq_lens, *, scale, scales=None, call_shared=None
 ):
     """See the public entry of the same name; no soft cap and no window, and `scales` are those of
     the pool that the blocks were widened from."""
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
-    members = heads_a_tile(group, num_tokens)
-    spec = _Spec(scale, group, members, num_kv_heads, head_size, block_size)
-    window = ROWS // members
+    heads_per_tile = choose_heads_per_tile(group, num_tokens)
+    spec = _PrefillSpec(scale, group, heads_per_tile, num_kv_heads, head_size, block_size)
+    window = TILE_ROWS // heads_per_tile
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
     )
-    numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
+    numbers = _pack_metadata(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
     arrays = (padded.reshape(num_rows, -1), k, v, numbers, *(scales or ()))
     attend = functools.partial(_attend, spec=spec)
-    out = attend(*arrays) if shared is None else shared(attend, *arrays)
+    out = attend(*arrays) if call_shared is None else call_shared(attend, *arrays)
     return out[:num_tokens].reshape(q.shape)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _attend(q, k, v, numbers, *scales, spec):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
-    copies = max(1, TILE // spec.block_size)
+    copies = max(1, KEY_TILE // spec.block_size)
 
-    def scratch(*shape, transforms=ops.SWIZZLED):
+    def scratch(*shape, transforms=ops.SWIZZLE_TRANSFORMS):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
     def barriers(num_arrivals):
@@ -110,11 +112,11 @@ def _attend(q, k, v, numbers, *scales, spec):
         num_threads=3,
         thread_name="warp_group",
         scratch_types={
-            "q_smem": scratch(NUM_STAGES, ROWS, spec.head_size),
-            "k_smem": scratch(NUM_STAGES, TILE, spec.head_size),
-            "v_smem": scratch(NUM_STAGES, TILE, spec.head_size),
-            "out_smem": scratch(2, HALF, spec.head_size, transforms=_ROW_TRANSFORMS),
-            "q_full": barriers(spec.members),
+            "q_smem": scratch(NUM_STAGES, TILE_ROWS, spec.head_size),
+            "k_smem": scratch(NUM_STAGES, KEY_TILE, spec.head_size),
+            "v_smem": scratch(NUM_STAGES, KEY_TILE, spec.head_size),
+            "out_smem": scratch(2, CONSUMER_ROWS, spec.head_size, transforms=_ROW_TRANSFORMS),
+            "q_full": barriers(spec.heads_per_tile),
             "k_full": barriers(copies),
             "v_full": barriers(copies),
             "q_empty": barriers(2),
@@ -127,7 +129,7 @@ def _attend(q, k, v, numbers, *scales, spec):
     return call(q, k, v, numbers, *scales)
 
 
-def heads_a_tile(group, num_tokens):
+def choose_heads_per_tile(group, num_tokens):
     """Query heads that share a tile: that power of 2 with which a step has the least tiles.
 
     Few heads divide a group of any size (6: 2, 7: 1), and so leave no row of a tile idle; many make
@@ -136,13 +138,13 @@ def heads_a_tile(group, num_tokens):
     with more and with fewer have the same kernel.
     """
 
-    def num_tiles(members):
-        return -(-group // members) * (num_tokens / 8 * members / ROWS + 0.75)
+    def num_tiles(heads_per_tile):
+        return -(-group // heads_per_tile) * (num_tokens / 8 * heads_per_tile / TILE_ROWS + 0.75)
 
     return min((16, 8, 4, 2, 1), key=num_tiles)
 
 
-def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
+def _pack_metadata(block_tables, query_start_loc, seq_lens, num_rows, window):
     """The number of tiles, flattened [tiles, 8] of what a program reads of each, the block tables.
 
     One array, made here: Mosaic GPU wants its buffers on 256 bytes, and XLA passes a slice of an
@@ -150,19 +152,21 @@ def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
     batches of other sizes have the same kernel: it is compiled in a second, one at a time.
     """
     tiles = window_map(seq_lens, query_start_loc, num_rows, window)
-    first_table = _FIELDS + tiles.window.shape[0] * _FIELDS
+    first_table = _NUM_FIELDS + tiles.window_index.shape[0] * _NUM_FIELDS
     columns = [
         tiles.sequence * jnp.int32(block_tables.shape[1]) + jnp.int32(first_table),
-        tiles.window * jnp.int32(window),
+        tiles.window_index * jnp.int32(window),
         tiles.first_position,
         tiles.begin,
         tiles.end,
         tiles.seq_len,
     ]
-    fields = jnp.stack(columns + [jnp.zeros_like(tiles.window)] * (_FIELDS - len(columns)), axis=1)
-    head = jnp.zeros(_FIELDS, jnp.int32).at[0].set(tiles.num_tiles)
+    fields = jnp.stack(
+        columns + [jnp.zeros_like(tiles.window_index)] * (_NUM_FIELDS - len(columns)), axis=1
+    )
+    head = jnp.zeros(_NUM_FIELDS, jnp.int32).at[0].set(tiles.num_tiles)
     numbers = jnp.concatenate([head, fields.reshape(-1), block_tables.reshape(-1)])
-    size = max(_MIN_NUMBERS, pl.next_power_of_2(numbers.size))
+    size = max(_MIN_METADATA_SIZE, pl.next_power_of_2(numbers.size))
     return jnp.pad(numbers, (0, size - numbers.size))
 
 
@@ -170,7 +174,7 @@ def _kernel(
     q_ref,
     k_ref,
     v_ref,
-    numbers_ref,
+    metadata_ref,
     *refs,
     q_smem,
     k_smem,
@@ -184,51 +188,51 @@ def _kernel(
     v_empty,
     spec,
 ):
-    scale, group, members, num_kv_heads, head_size, block_size = spec
+    scale, group, heads_per_tile, num_kv_heads, head_size, block_size = spec
     *scale_refs, out_ref = refs
-    window = ROWS // members
+    window = TILE_ROWS // heads_per_tile
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
-    num_tiles = numbers_ref[0]
-    sets_a_group = -(-group // members)
-    num_sets = num_kv_heads * sets_a_group
+    num_tiles = metadata_ref[0]
+    sets_per_group = -(-group // heads_per_tile)
+    num_sets = num_kv_heads * sets_per_group
     num_items = num_tiles * num_sets
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
-    def item_fields(turn_index):
+    def item_fields(round_index):
         """Of this program's item: set of heads, then the tile's fields. Past the last, the last."""
-        index = jnp.minimum(turn_index, num_rounds - 1)
+        index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
         head_set = lax.rem(item, jnp.int32(num_sets))
-        return head_set, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
+        return head_set, *(metadata_ref[(tile_index + 1) * _NUM_FIELDS + f] for f in range(6))
 
-    def column_of(head_set, member):
+    def head_column(head_set, member):
         """The first column of a member of a set; a group's last stands in for those it lacks."""
-        kv_head = lax.div(head_set, jnp.int32(sets_a_group))
-        own = lax.rem(head_set, jnp.int32(sets_a_group)) * members + member
+        kv_head = lax.div(head_set, jnp.int32(sets_per_group))
+        own = lax.rem(head_set, jnp.int32(sets_per_group)) * heads_per_tile + member
         return (kv_head * group + jnp.minimum(own, group - 1)) * head_size
 
-    def num_steps(fields):
-        return lax.div(fields[3] + fields[5] + (TILE - 1), jnp.int32(TILE))
+    def num_key_tiles(fields):
+        return lax.div(fields[3] + fields[5] + (KEY_TILE - 1), jnp.int32(KEY_TILE))
 
-    def stage_of(step):
+    def stage_index(step):
         return lax.rem(step, jnp.int32(NUM_STAGES))
 
     @pl.when((warp_group == 2) & (num_rounds > 0))
     def _load():
         plgpu.set_max_registers(24, action="decrease")
-        size = min(block_size, TILE)
-        copies = TILE // size
+        size = min(block_size, KEY_TILE)
+        copies = KEY_TILE // size
 
         def load_q(index, fields, half):
-            stage = stage_of(index)
+            stage = stage_index(index)
             pl.when(index >= NUM_STAGES)(lambda: plgpu.barrier_wait(q_empty.at[stage]))
             head_set, _, first_row = fields[:3]
-            for member in range(members):
+            for member in range(heads_per_tile):
 
                 @pl.when(half == member % 2)
                 def _copy(member=member):
-                    columns = pl.ds(column_of(head_set, member), head_size)
+                    columns = pl.ds(head_column(head_set, member), head_size)
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[pl.ds(first_row, window), columns],
                         q_smem.at[stage, pl.ds(member * window, window)],
@@ -237,15 +241,15 @@ def _kernel(
 
         def load_all(ref, smem, full, empty, half, with_q):
             def load_tile(index, step, fields):
-                stage = stage_of(step)
+                stage = stage_index(step)
                 table, seq_len = fields[1], fields[6]
-                kv_head = lax.div(fields[0], jnp.int32(sets_a_group))
+                kv_head = lax.div(fields[0], jnp.int32(sets_per_group))
                 rows = []
                 for i in range(-(-copies // 2)):
-                    position = index * TILE + (i * 2 + half) * size
+                    position = index * KEY_TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
-                    row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
-                    if block_size > TILE:  # a block has several key tiles
+                    row = metadata_ref[jnp.minimum(entry, metadata_ref.shape[0] - 1)] * block_size
+                    if block_size > KEY_TILE:  # a block has several key tiles
                         row += lax.rem(position, jnp.int32(block_size))
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
@@ -269,7 +273,7 @@ def _kernel(
                 if with_q:
                     load_q(index, fields, half)
                 # Past the last item, one key tile that the last GEMMs ask for.
-                steps = jnp.where(index < num_rounds, num_steps(fields), 1)
+                steps = jnp.where(index < num_rounds, num_key_tiles(fields), 1)
 
                 def load_step(i, step):
                     load_tile(i, step, fields)
@@ -289,12 +293,12 @@ def _kernel(
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
         plgpu.set_max_registers(240, action="increase")
-        first = warp_group * HALF
+        first = warp_group * CONSUMER_ROWS
         matrix_row = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, (HALF, TILE), 0), plgpu.Layout.WGMMA
+            lax.broadcasted_iota(jnp.int32, (CONSUMER_ROWS, KEY_TILE), 0), plgpu.Layout.WGMMA
         )
         matrix_column = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, (HALF, TILE), 1), plgpu.Layout.WGMMA
+            lax.broadcasted_iota(jnp.int32, (CONSUMER_ROWS, KEY_TILE), 1), plgpu.Layout.WGMMA
         )
         my_out = out_smem.at[warp_group]
         k_scale, v_scale = [ref[0] for ref in scale_refs] or (1.0, 1.0)
@@ -305,7 +309,7 @@ def _kernel(
             return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
         def my_q(stage):
-            return q_smem.at[stage, pl.ds(pl.multiple_of(first, HALF), HALF)]
+            return q_smem.at[stage, pl.ds(pl.multiple_of(first, CONSUMER_ROWS), CONSUMER_ROWS)]
 
         def softmax(scores, reference, row_sum, shift):
             """Weights in float32, reference and sums after them, and whether any reference grew.
@@ -314,26 +318,31 @@ def _kernel(
             """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
-                scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
-            strip_max = _in_pairs(jnp.maximum, _strips(scores))
+                scores = jnp.where(matrix_column <= token + shift, scores, MASKED_SCORE)
+            strip_max = _reduce_in_pairs(jnp.maximum, _split_strips(scores))
 
             def grow(reference, row_sum):
                 row_max = jnp.max(strip_max, axis=1) * factor
-                grown = jnp.where(row_max > reference + _SLACK, row_max, reference)
+                grown = jnp.where(row_max > reference + _RESCALE_THRESHOLD_LOG2, row_max, reference)
                 rescale = jnp.exp2(reference - grown)
                 return grown, row_sum * lax.broadcast_in_dim(rescale, row_sum.shape, [0])
 
-            limit = lax.broadcast_in_dim(reference + _SLACK, strip_max.shape, [0])
-            grew = _any_positive(strip_max * factor - limit)
+            limit = lax.broadcast_in_dim(reference + _RESCALE_THRESHOLD_LOG2, strip_max.shape, [0])
+            grew = _any_positive_in_warp(strip_max * factor - limit)
             reference, row_sum = lax.cond(grew != 0, grow, lambda *same: same, reference, row_sum)
             shifts = lax.broadcast_in_dim(reference, scores.shape, [0])
             weights = jnp.exp2(scores * factor - shifts)
-            return weights, reference, functools.reduce(jnp.add, _strips(weights), row_sum), grew
+            return (
+                weights,
+                reference,
+                functools.reduce(jnp.add, _split_strips(weights), row_sum),
+                grew,
+            )
 
         def fold(carry, step, q_stage, shift):
             """out + weights . values of this step; the next step's weights, reference and sums."""
             weights, reference, row_sum, out = carry
-            value_stage, key_stage = stage_of(step), stage_of(step + 1)
+            value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc, *results = refs
@@ -344,13 +353,13 @@ def _kernel(
                 following = softmax(scores, reference, row_sum, shift)
                 for ref, result in zip(results, following, strict=True):
                     ref[...] = result
-                _have_computed(following[2])
+                _force_evaluation(following[2])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(v_empty.at[value_stage])
 
             plgpu.barrier_wait(v_full.at[value_stage])
             plgpu.barrier_wait(k_full.at[key_stage])
-            no_scores = wgmma_zeros(HALF, TILE)
+            no_scores = wgmma_zeros(CONSUMER_ROWS, KEY_TILE)
             start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
             ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
             out, _, weights, grown, row_sum, grew = ends  # arrays, not references as its type says
@@ -363,7 +372,7 @@ def _kernel(
 
         def last_gemms(weights, out, step, q_stage):
             """out + weights . values of a tile's last step, and the next tile's first scores."""
-            value_stage, key_stage = stage_of(step), stage_of(step + 1)
+            value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc = refs
@@ -376,22 +385,23 @@ def _kernel(
 
             plgpu.barrier_wait(k_full.at[key_stage])
             ends: Any = pl.run_state(issue)(
-                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, TILE)))
+                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(CONSUMER_ROWS, KEY_TILE)))
             )
             return ends
 
-        def clean_values(stage, live, seq_len):
+        def zero_tail_values(stage, live, seq_len):
             """Zero the rows from `live` on where the sequence ends inside a block.
 
             Both warpgroups write the same values, so neither waits for the other.
             """
 
-            @pl.when((live < TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
+            @pl.when((live < KEY_TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
             def _clean():
-                for start in range(0, TILE, HALF):
-                    rows = v_smem.at[stage, pl.ds(start, HALF)]
+                for start in range(0, KEY_TILE, CONSUMER_ROWS):
+                    rows = v_smem.at[stage, pl.ds(start, CONSUMER_ROWS)]
                     row = plgpu.layout_cast(
-                        lax.broadcasted_iota(jnp.int32, (HALF, head_size), 0), plgpu.Layout.WGMMA
+                        lax.broadcasted_iota(jnp.int32, (CONSUMER_ROWS, head_size), 0),
+                        plgpu.Layout.WGMMA,
                     )
                     values = plgpu.layout_cast(rows[...], plgpu.Layout.WGMMA)
                     rows[...] = jnp.where(row < live - start, values, jnp.zeros_like(values))
@@ -400,21 +410,26 @@ def _kernel(
         def compute_item(index, carry):
             scores, step, fields = carry
             head_set, _, first_row, first_position, begin, end, seq_len = fields
-            q_stage = stage_of(index)
-            last = num_steps(fields) - 1
-            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(TILE))
+            q_stage = stage_index(index)
+            last = num_key_tiles(fields) - 1
+            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(KEY_TILE))
             full = jnp.minimum(full, last)
 
             def fold_next(i, carry, masked):
-                shift = first_position - (i + 1) * TILE if masked else None
+                shift = first_position - (i + 1) * KEY_TILE if masked else None
                 return fold(carry, step + i, q_stage, shift)
 
             reference = plgpu.layout_cast(
-                jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+                jnp.full((CONSUMER_ROWS,), MASKED_SCORE, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
             )
-            sums = wgmma_zeros(HALF, _STRIP)
+            sums = wgmma_zeros(CONSUMER_ROWS, _STRIP_COLUMNS)
             weights, reference, sums, _ = softmax(scores, reference, sums, first_position)
-            carry = weights.astype(q_ref.dtype), reference, sums, wgmma_zeros(HALF, head_size)
+            carry = (
+                weights.astype(q_ref.dtype),
+                reference,
+                sums,
+                wgmma_zeros(CONSUMER_ROWS, head_size),
+            )
             full = jnp.maximum(full - 1, 0)  # the first one has been seen to
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
@@ -425,8 +440,8 @@ def _kernel(
             weights, _, sums, out = carry
             inverse = lax.broadcast_in_dim(v_scale / jnp.sum(sums, axis=1), out.shape, [0])
             step = step + last
-            plgpu.barrier_wait(v_full.at[stage_of(step)])
-            clean_values(stage_of(step), seq_len - last * TILE, seq_len)
+            plgpu.barrier_wait(v_full.at[stage_index(step)])
+            zero_tail_values(stage_index(step), seq_len - last * KEY_TILE, seq_len)
 
             plgpu.barrier_wait(q_full.at[1 - q_stage])
             out, scores = last_gemms(weights, out, step, 1 - q_stage)
@@ -437,12 +452,12 @@ def _kernel(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             my_out[...] = out
             plgpu.commit_smem()
-            box = min(window, HALF)
+            box = min(window, CONSUMER_ROWS)
             boxes = []
-            for i in range(HALF // box):
+            for i in range(CONSUMER_ROWS // box):
                 row = first + i * box
                 member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
-                columns = pl.ds(column_of(head_set, member), head_size)
+                columns = pl.ds(head_column(head_set, member), head_size)
                 target = out_ref.at[pl.ds(first_row + token, box), columns]
                 boxes.append((my_out.at[pl.ds(i * box, box)], target, token))
             whole = (begin == 0) & (end == window)
@@ -456,7 +471,7 @@ def _kernel(
             def _copy_rows():
                 for source, target, token in boxes:
                     low, high = (jnp.clip(edge - token, 0, box) for edge in (begin, end))
-                    _copy_some_rows(source, target, low, high - low)
+                    _copy_row_range(source, target, low, high - low)
 
         fields = item_fields(0)
         plgpu.barrier_wait(q_full.at[0])
@@ -466,27 +481,27 @@ def _kernel(
             plgpu.wgmma(acc, my_q(0), k_smem.at[0].transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, TILE), jnp.float32))
+        scores = pl.run_scoped(first_scores, plgpu.ACC((CONSUMER_ROWS, KEY_TILE), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[0])
         carry = scores, jnp.int32(0), fields
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
-        plgpu.barrier_wait(v_full.at[stage_of(step)])  # no copy outlives the program
+        plgpu.barrier_wait(v_full.at[stage_index(step)])  # no copy outlives the program
         plgpu.wait_smem_to_gmem(0)
 
 
-def _strips(array):
+def _split_strips(array):
     """Of the columns; each thread has the same elements of all of them."""
-    return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
+    return [array[:, i : i + _STRIP_COLUMNS] for i in range(0, array.shape[1], _STRIP_COLUMNS)]
 
 
-def _in_pairs(operation, arrays):
+def _reduce_in_pairs(operation, arrays):
     """All arrays in one; a power of 2 of them. No operation waits for more than it needs."""
     while len(arrays) > 1:
         arrays = [operation(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
     return arrays[0]
 
 
-def _any_positive(array):
+def _any_positive_in_warp(array):
     """1 in warps with a positive number in an array [HALF, _STRIP], else 0. What a warp
     does by it may not wait for other warps.
 
@@ -495,7 +510,7 @@ def _any_positive(array):
     """
 
     def body(_, array):
-        most = functools.reduce(ops.Value.maximum, ops.numbers(array))
+        most = functools.reduce(ops.Value.maximum, ops.thread_elements(array))
         text = (
             "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
             "selp.b32 $0, 1, 0, p; }"
@@ -507,14 +522,14 @@ def _any_positive(array):
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(body)(array)
 
 
-def _have_computed(sums):
+def _force_evaluation(sums):
     """Keeps a wait that comes next behind the sums [HALF, _STRIP] of weights, which are never
     negative: else the assembler moves all that leads to them behind it, away from the GEMM that
     is waited for."""
 
     def body(_, sums):
         tests = ["setp.lt.f32 p, $0, 0f00000000;"]
-        values = ops.numbers(sums)
+        values = ops.thread_elements(sums)
         tests += [f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in range(1, len(values))]
         ops.ptx("{ .reg .pred p; " + " ".join(tests) + " @p nanosleep.u32 0; }", *values)
         return ()
@@ -522,7 +537,7 @@ def _have_computed(sums):
     plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=())(body)(sums)
 
 
-def _copy_some_rows(source, target, start, count):
+def _copy_row_range(source, target, start, count):
     """Copies rows start to start + count of both; sizes of copies are static, so by powers of 2."""
     size = source.shape[0]
     while size:

@@ -44,7 +44,9 @@ def paged_prefill_attention(
 ):
     """See the public entry of the same name."""
     num_tokens, num_heads, head_size = q.shape
-    spec = tile_ops.Attention.of(num_heads, kv, block_tables, interpret=interpret, **options)
+    spec = tile_ops.AttentionSpec.for_pool(
+        num_heads, kv, block_tables, interpret=interpret, **options
+    )
     tile_size = max(1, config.tile_rows // pl.next_power_of_2(spec.group))
     tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
     k, v = (pool.reshape(-1, pool.shape[3]) for pool in kv)
@@ -87,14 +89,18 @@ def _kernel(
         live = positions < num_keys if masked else None
 
         def mask():
-            return _visible(positions, first_position + token, sliding_window) if masked else None
+            return (
+                _visibility_mask(positions, first_position + token, sliding_window)
+                if masked
+                else None
+            )
 
         refs = k_ref, v_ref, tables_ref
         return tile_ops.fold_keys(
             carry, q, refs, sequence, head, positions, live, mask, spec, k_scale
         )
 
-    start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
+    start, full, stop = _key_tile_range(first_position, num_keys, tile_tokens, sliding_window)
     carry = tile_ops.softmax_start(row.shape[0], spec.width)
     q, carry = tile_ops.begin_folds(q, carry, spec)
     if sliding_window is None:
@@ -104,7 +110,7 @@ def _kernel(
     tile_ops.store_rows(out_ref, q_rows, tile_ops.softmax_finish(carry), mine)
 
 
-def _visible(key_positions, row_positions, sliding_window):
+def _visibility_mask(key_positions, row_positions, sliding_window):
     """Causal mask [rows, keys], and the window's."""
     shape = (row_positions.shape[0], key_positions.shape[0])
     keys = jnp.broadcast_to(key_positions[None, :], shape)
@@ -113,7 +119,7 @@ def _visible(key_positions, row_positions, sliding_window):
     return mask if sliding_window is None else mask & (keys > rows - sliding_window)
 
 
-def _key_tiles(first_position, num_keys, tile_tokens, sliding_window):
+def _key_tile_range(first_position, num_keys, tile_tokens, sliding_window):
     """First key tile, first one that needs a mask, last + 1."""
     stop = pl.cdiv(num_keys, tile_tokens)
     if sliding_window is None:

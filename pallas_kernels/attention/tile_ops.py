@@ -33,18 +33,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.types import even_and_odd
+from pallas_kernels.types import split_fp8_pairs
 
-MASKED = -1e30
+MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
 _MIN_WIDTH = 16  # of either factor of a tensor core's GEMM
-KEPT = "evict_last"
+EVICT_LAST = "evict_last"
 """How the L2 is to treat what each layer of a step reads anew and waits for before all else: as the
 last to make room. A layer's weights and keys may be more than it holds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionSpec:
     """What a program knows when it is compiled."""
 
     num_heads: int
@@ -59,7 +59,7 @@ class Attention:
     interpret: bool = False
 
     @classmethod
-    def of(cls, num_heads, kv, block_tables, **more):
+    def for_pool(cls, num_heads, kv, block_tables, **fields):
         """Of `num_heads` query heads over a pool."""
         _, block_size, num_kv_heads, _ = kv.k.shape
         return cls(
@@ -69,7 +69,7 @@ class Attention:
             block_size=block_size,
             table_width=block_tables.shape[1],
             is_scaled=kv.is_scaled,
-            **more,
+            **fields,
         )
 
     @property
@@ -101,7 +101,7 @@ def store_rows(ref, rows, value, live):
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
-def in_parts(x, spec):
+def split_parts(x, spec):
     """The parts of rows [rows, `spec.width`]."""
     if not spec.is_scaled:
         return (x,)
@@ -109,7 +109,7 @@ def in_parts(x, spec):
     return tuple(part.reshape(shape) for part in lax.split(x.reshape(*shape, 2), (1, 1), axis=2))
 
 
-def whole(parts):
+def join_parts(parts):
     """The rows of these parts."""
     if len(parts) == 1:
         return parts[0]
@@ -123,12 +123,12 @@ def _load_parts(ref, rows, spec, live, dtype):
         return (load_rows(ref, rows, spec.width, live).astype(dtype),)
     pairs = load_rows(ref, rows, spec.width // 2, live)
     if dtype == jnp.float16 and not spec.interpret:
-        return tuple(_part_of_pairs(pairs, part) for part in ("even", "odd"))
-    return tuple(part.astype(dtype) for part in even_and_odd(pairs))
+        return tuple(_extract_pair_part(pairs, part) for part in ("even", "odd"))
+    return tuple(part.astype(dtype) for part in split_fp8_pairs(pairs))
 
 
-def _part_of_pairs(pairs, part):
-    """`even_and_odd` in float16, one of them: four numbers in three instructions, as the second
+def _extract_pair_part(pairs, part):
+    """`split_fp8_pairs` in float16, one of them: four numbers in three instructions, as the second
     part's permutation is the first one's. From two masks and shifts the compiler makes ten."""
     asm = f"""{{
         .reg .b32 parted;
@@ -156,13 +156,13 @@ def begin_folds(q, carry, spec):
     if spec.is_scaled and q.dtype == jnp.bfloat16:
         q = q.astype(jnp.float16)
     row_max, row_sum, out = carry
-    return in_parts(q, spec), (row_max, row_sum, in_parts(out, spec))
+    return split_parts(q, spec), (row_max, row_sum, split_parts(out, spec))
 
 
 def end_folds(carry, v_scale=None):
     """The running (max, sum, output) after them, of values stored divided by `v_scale`, if any."""
     row_max, row_sum, parts = carry
-    out = whole(parts)
+    out = join_parts(parts)
     return row_max, row_sum, out if v_scale is None else out * v_scale
 
 
@@ -177,7 +177,7 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
         positions: of the keys.
         live: which of them there are; None: all. The others are loaded as zeros.
         mask: called for which of them each row sees, [rows, keys], or None: all.
-        spec: an `Attention`.
+        spec: an `AttentionSpec`.
         k_scale: of a scaled pool's keys.
     """
     k_ref, v_ref, tables_ref = refs
@@ -185,16 +185,16 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
     # Not // and %: they also handle negative numbers, which costs instructions.
     entries = sequence * spec.table_width + lax.div(positions, size)
     if live is None:
-        blocks = plgpu.load(tables_ref.at[entries], eviction_policy=KEPT)
+        blocks = plgpu.load(tables_ref.at[entries], eviction_policy=EVICT_LAST)
     else:
-        blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0, eviction_policy=KEPT)
+        blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0, eviction_policy=EVICT_LAST)
     rows = (blocks * size + lax.rem(positions, size)) * spec.num_kv_heads + head
     keys = _load_parts(k_ref, rows, spec, live, q[0].dtype)
     visible = mask()
     dots = (_dot(part, key.T) for part, key in zip(q, keys, strict=True))
-    scores = _scaled(functools.reduce(jnp.add, dots), spec, k_scale)
+    scores = _scale_scores(functools.reduce(jnp.add, dots), spec, k_scale)
     if visible is not None:
-        scores = jnp.where(visible, scores, jnp.float32(MASKED))
+        scores = jnp.where(visible, scores, jnp.float32(MASKED_SCORE))
     values = _load_parts(v_ref, rows, spec, live, q[0].dtype)
     return _softmax_fold(carry, scores, values, spec)
 
@@ -203,13 +203,13 @@ def _dot(a, b):
     return plgpu.dot(a, b, precision=lax.Precision.HIGHEST)
 
 
-def scores_of_one(q, key, spec, k_scale=None):
+def single_key_scores(q, key, spec, k_scale=None):
     """Scores of one key [1, H], in units of log2 e: float32 [rows]."""
     products = q.astype(jnp.float32) * key.astype(jnp.float32)
-    return _scaled(jnp.sum(products, axis=1), spec, k_scale)
+    return _scale_scores(jnp.sum(products, axis=1), spec, k_scale)
 
 
-def _scaled(dots, spec, k_scale):
+def _scale_scores(dots, spec, k_scale):
     def times(factor):
         return dots * (jnp.float32(factor) if k_scale is None else jnp.float32(factor) * k_scale)
 
@@ -220,7 +220,7 @@ def _scaled(dots, spec, k_scale):
 
 def softmax_start(num_rows, width):
     """Running (max, sum, output) before the first key."""
-    row_max = jnp.full((num_rows,), MASKED, jnp.float32)
+    row_max = jnp.full((num_rows,), MASKED_SCORE, jnp.float32)
     out = jnp.zeros((num_rows, width), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
 
@@ -231,7 +231,7 @@ def softmax_start_from(score, value, seen):
     out = jnp.broadcast_to(value.astype(jnp.float32), shape)
     row_sum = jnp.where(seen, jnp.ones_like(score), jnp.zeros_like(score))
     out = jnp.where(seen, out, jnp.zeros_like(out))
-    return jnp.where(seen, score, jnp.full_like(score, MASKED)), row_sum, out
+    return jnp.where(seen, score, jnp.full_like(score, MASKED_SCORE)), row_sum, out
 
 
 def _softmax_fold(carry, scores, values, spec):

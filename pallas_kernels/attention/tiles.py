@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
-def decode_rows_apart(
+def split_decode_rows(
     seq_lens: Int32[Array, "B"], query_start_loc: Int32[Array, "B+1"]
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
     """Take the leading one-token sequences, whose row is their own index, out of a ragged batch.
@@ -22,10 +22,10 @@ def decode_rows_apart(
     rows; and for a decode over these rows the lengths, 0 for all other sequences.
     """
     batch = seq_lens.shape[0]
-    order = jnp.arange(batch, dtype=jnp.int32)
+    sequence_index = jnp.arange(batch, dtype=jnp.int32)
     is_longer = query_start_loc[1:] - query_start_loc[:-1] != 1
-    num_rows = jnp.min(jnp.where(is_longer, order, jnp.int32(batch)))
-    return jnp.maximum(query_start_loc, num_rows), jnp.where(order < num_rows, seq_lens, 0)
+    num_rows = jnp.min(jnp.where(is_longer, sequence_index, jnp.int32(batch)))
+    return jnp.maximum(query_start_loc, num_rows), jnp.where(sequence_index < num_rows, seq_lens, 0)
 
 
 class TileMap(NamedTuple):
@@ -41,15 +41,15 @@ class TileMap(NamedTuple):
     num_keys: Int32[Array, "tiles"]
 
 
-def num_tiles(num_tokens: int, num_sequences: int, tile_size: int) -> int:
+def max_tiles(num_tokens: int, num_sequences: int, tile_size: int) -> int:
     """How many tiles a batch may need at most (static); padding counts as one more sequence."""
     return num_tokens // tile_size + num_sequences + 1
 
 
 def first_tiles(query_start_loc, tile_size: int):
     """[B + 1]: each sequence's first tile, and the padding's."""
-    order = jnp.arange(query_start_loc.shape[0], dtype=jnp.int32)
-    return query_start_loc // jnp.int32(tile_size) + order
+    sequence_index = jnp.arange(query_start_loc.shape[0], dtype=jnp.int32)
+    return query_start_loc // jnp.int32(tile_size) + sequence_index
 
 
 def tile_map(
@@ -62,7 +62,7 @@ def tile_map(
 
     It depends on nothing of a layer, so XLA computes it once a step for all layers.
     """
-    tiles = jnp.arange(num_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
+    tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
     sequence = jnp.searchsorted(starts[1:], tiles, side="right", method="compare_all")
     sequence = sequence.astype(jnp.int32)  # B: padding
@@ -88,7 +88,7 @@ class WindowMap(NamedTuple):
     """
 
     sequence: Int32[Array, "tiles"]
-    window: Int32[Array, "tiles"]
+    window_index: Int32[Array, "tiles"]
     first_position: Int32[Array, "tiles"]
     begin: Int32[Array, "tiles"]
     end: Int32[Array, "tiles"]
@@ -122,7 +122,7 @@ def window_map(
     first_position = jnp.where(owner == sequence, seq_len - ends[owner] + first_row, 0)
     return WindowMap(
         sequence=sequence,
-        window=first_row // size,
+        window_index=first_row // size,
         first_position=first_position,
         begin=jnp.clip(starts[owner] - first_row, 0, window),
         end=end,

@@ -8,9 +8,11 @@ from pallas_kernels import tuning
 from pallas_kernels.tuning import is_hopper
 
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
-NUM_CORES = 132  # SMs of the GPU that the numbers were found on
-KEY_TILE = 128  # keys a tile of prefill_hopper.py
-WIDE_BYTES = 2**28  # that a step has for widened keys and values of its prompts' earlier tokens
+REFERENCE_NUM_CORES = 132  # SMs of the GPU that the numbers were found on
+HOPPER_KEY_TILE = 128  # keys a tile of prefill_hopper.py
+WIDENED_KV_BYTES = (
+    2**28
+)  # that a step has for widened keys and values of its prompts' earlier tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,7 @@ class DecodeConfig:
     """Of decode_triton.py: keys a tile, most splits of a sequence, warps, pipeline stages, and the
     programs that the splits in use should come to.
 
-    Where there are sequences enough, `share_percent` of their mean length is what a split should
+    Where there are sequences enough, `split_percent_of_mean` of their mean length is what a split should
     have, in place of an even share of `target_programs`: only the longer ones are split.
     """
 
@@ -26,8 +28,8 @@ class DecodeConfig:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 2
-    target_programs: int = 4 * NUM_CORES
-    share_percent: int | None = None
+    target_programs: int = 4 * REFERENCE_NUM_CORES
+    split_percent_of_mean: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,9 @@ class WideningConfig:
     """Of widen_triton.py: blocks that there is room for, elements of one that a program converts
     at a time, programs, warps."""
 
-    room: int
+    max_blocks: int
     chunk: int = 4096
-    num_programs: int = 8 * NUM_CORES
+    num_programs: int = 8 * REFERENCE_NUM_CORES
     num_warps: int = 4
 
 
@@ -65,9 +67,11 @@ def decode_config(
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
-    wanted = pl.next_power_of_2(-(-2 * NUM_CORES // (rows * num_kv_heads)))
+    wanted = pl.next_power_of_2(-(-2 * REFERENCE_NUM_CORES // (rows * num_kv_heads)))
     programs, many = batch * num_kv_heads, wanted == 1
-    if many and programs > 12 * NUM_CORES:  # an SM has more at once if their tiles are small
+    if (
+        many and programs > 12 * REFERENCE_NUM_CORES
+    ):  # an SM has more at once if their tiles are small
         tile = min(tile, 32 if itemsize > 1 else 64)  # as many bytes, in FP8
     # A long sequence among short ones may have more splits than all could have.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
@@ -76,12 +80,14 @@ def decode_config(
         splits,
         # Of many programs the warps have less to wait for.
         num_warps=2 if itemsize <= 2 and (many or splits == 1) else 4,
-        share_percent=(110 if programs <= 4 * NUM_CORES else 150) if many else None,
+        split_percent_of_mean=(110 if programs <= 4 * REFERENCE_NUM_CORES else 150)
+        if many
+        else None,
     )
-    return tuning.tuned("decode", head_size, itemsize, device_kind, config)
+    return tuning.apply_tuned_config("decode", head_size, itemsize, device_kind, config)
 
 
-def takes_decode_rows_apart(*, num_tokens: int, batch: int) -> bool:
+def should_split_decode_rows(*, num_tokens: int, batch: int) -> bool:
     """Whether a ragged batch launches decode attention as well, for its one-token sequences.
 
     One of them fills a tile of its own in prefill attention, and reads its keys at half the speed.
@@ -112,7 +118,7 @@ def prefill_config(
     else:
         rows = max(256 if row_bytes <= 256 else 128, group_rows)
         config = PrefillConfig(rows, key_tile, num_warps=8, num_stages=2)
-    return tuning.tuned("prefill", head_size, itemsize, device_kind, config)
+    return tuning.apply_tuned_config("prefill", head_size, itemsize, device_kind, config)
 
 
 def widening_config(
@@ -125,7 +131,7 @@ def widening_config(
     for each that new tokens fill, at least.
     """
     block_bytes = 2 * block_size * num_kv_heads * head_size * itemsize
-    return WideningConfig(max(WIDE_BYTES // block_bytes, 2 * -(-num_tokens // block_size)))
+    return WideningConfig(max(WIDENED_KV_BYTES // block_bytes, 2 * -(-num_tokens // block_size)))
 
 
 def _key_tile(head_size, itemsize):
@@ -134,7 +140,7 @@ def _key_tile(head_size, itemsize):
 
 
 def runs_hopper_prefill(
-    *, head_size: int, block_size: int, itemsize: int, plain: bool, device_kind: str = ""
+    *, head_size: int, block_size: int, itemsize: int, is_plain_causal: bool, device_kind: str = ""
 ) -> bool:
     """Whether prefill_hopper.py runs; else the Triton kernel does.
 
@@ -149,5 +155,9 @@ def runs_hopper_prefill(
         plain: Neither a soft cap nor a sliding window.
         device_kind: The GPU's name.
     """
-    whole = block_size >= 8 and (KEY_TILE % block_size == 0 or block_size % KEY_TILE == 0)
-    return is_hopper(device_kind) and head_size == 128 and itemsize == 2 and whole and plain
+    whole = block_size >= 8 and (
+        HOPPER_KEY_TILE % block_size == 0 or block_size % HOPPER_KEY_TILE == 0
+    )
+    return (
+        is_hopper(device_kind) and head_size == 128 and itemsize == 2 and whole and is_plain_causal
+    )

@@ -2,7 +2,7 @@
 multiplies what the copy engine put into shared memory and has no place to convert it.
 
 Sequences with rows have their blocks side by side in a pool of their own, in order, as long as all
-of a sequence fit its `room`; the later ones stay where they are. Numbers are converted, not
+of a sequence fit its `max_blocks`; the later ones stay where they are. Numbers are converted, not
 multiplied by their scale, so nothing is rounded.
 
 Grid (programs,): each takes parts of the blocks in turn,
@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_kernels.attention.tuning import WideningConfig
-from pallas_kernels.types import LayerKV, fp8_numbers
+from pallas_kernels.types import LayerKV, unpack_fp8_pairs
 
 
 class WideBlocks(NamedTuple):
@@ -42,10 +42,10 @@ class WideBlocks(NamedTuple):
     block_tables: Int32[Array, "B M"]
     query_start_loc: Int32[Array, "B+1"]
     seq_lens: Int32[Array, "B"]
-    rest: Int32[Array, "B+1"]
+    remaining_start_loc: Int32[Array, "B+1"]
 
 
-def widen(
+def widen_blocks(
     kv, block_tables, query_start_loc, seq_lens, *, dtype, config: WideningConfig, interpret: bool
 ) -> WideBlocks:
     """The blocks of the first sequences with rows, as many as have room.
@@ -57,34 +57,34 @@ def widen(
         config: its launch, and the room in blocks.
         interpret: without a GPU.
     """
-    block_size, room = kv.k.shape[1], config.room
-    starts, num_fitting, source, used = _plan(
-        block_tables, query_start_loc, seq_lens, block_size, room
+    block_size, max_blocks = kv.k.shape[1], config.max_blocks
+    starts, num_fitting, source, used = _plan_blocks(
+        block_tables, query_start_loc, seq_lens, block_size, max_blocks
     )
     wide = _convert(kv, source, used, dtype, config, interpret)
     column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
     border = query_start_loc[num_fitting]
-    order = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    sequence_index = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     fields = (
         starts[:, None] + column[None, :],
         jnp.minimum(query_start_loc, border),
-        jnp.where(order < num_fitting, seq_lens, 0),
+        jnp.where(sequence_index < num_fitting, seq_lens, 0),
         jnp.maximum(query_start_loc, border),
     )
     # Else XLA computes them anew wherever they are read, which takes it seconds to compile.
     return WideBlocks(wide, *lax.optimization_barrier(fields))
 
 
-def _plan(block_tables, query_start_loc, seq_lens, block_size, room):
+def _plan_blocks(block_tables, query_start_loc, seq_lens, block_size, max_blocks):
     """First wide block of each sequence, how many sequences fit, which block of the pool each wide
     one is [room], and how many of these there are [1]."""
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]
     counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
-    counts = lax.optimization_barrier(counts)  # as in `widen`
+    counts = lax.optimization_barrier(counts)  # as in `widen_blocks`
     ends = jnp.cumsum(counts)
-    starts, fits = ends - counts, ends <= room
-    block = jnp.arange(room, dtype=jnp.int32)
+    starts, fits = ends - counts, ends <= max_blocks
+    block = jnp.arange(max_blocks, dtype=jnp.int32)
     owner = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
     owner = jnp.minimum(owner, batch - 1)
     entry = jnp.clip(block - starts[owner], 0, block_tables.shape[1] - 1)
@@ -98,7 +98,7 @@ def _convert(kv, source, used, dtype, config, interpret):
     chunk = min(config.chunk // 2, pl.next_power_of_2(width))
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, num_programs=config.num_programs),
-        out_shape=[jax.ShapeDtypeStruct((config.room, 2 * width), dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct((config.max_blocks, 2 * width), dtype)] * 2,
         grid=(config.num_programs,),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
@@ -127,7 +127,7 @@ def _kernel(k_ref, v_ref, source_ref, used_ref, wide_k_ref, wide_v_ref, *, chunk
             for ref in (k_ref, v_ref)
         ]
         for wide_ref, tile in zip((wide_k_ref, wide_v_ref), loaded, strict=True):
-            wide = fp8_numbers(tile, wide_ref.dtype)
+            wide = unpack_fp8_pairs(tile, wide_ref.dtype)
             plgpu.store(wide_ref.at[target], wide, mask=wide_mask)
         return none
 

@@ -22,9 +22,9 @@ from jax import lax
 
 from pallas_kernels.attention.tiles import first_tiles, tile_map
 from pallas_kernels.kv_cache.xla import rope_write_kv
-from pallas_kernels.types import fp8_numbers
+from pallas_kernels.types import unpack_fp8_pairs
 
-_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
+_KEYS_PER_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
 
 
 def paged_decode_attention(
@@ -73,11 +73,11 @@ def paged_prefill_attention(
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
     group = num_heads // num_kv_heads
-    tile_size = _prefill_tile(num_tokens, seq_lens.shape[0])
+    tile_size = _prefill_tile_size(num_tokens, seq_lens.shape[0])
     tiles = tile_map(seq_lens, query_start_loc, num_tokens, tile_size)
     offsets = jnp.arange(tile_size, dtype=jnp.int32)
 
-    def one_tile(index, out):
+    def attend_tile(index, out):
         row0, num_rows = tiles.first_row[index], tiles.num_rows[index]
         position0, sequence = tiles.first_position[index], tiles.sequence[index]
         rows = q.at[row0 + offsets].get(mode="clip").astype(jnp.float32) * jnp.float32(scale)
@@ -101,10 +101,10 @@ def paged_prefill_attention(
         return out.at[target].set(result, mode="drop", unique_indices=False)
 
     num_used = first_tiles(query_start_loc, tile_size)[-1]  # the rest is padding
-    return lax.fori_loop(0, num_used, one_tile, jnp.zeros_like(q))
+    return lax.fori_loop(0, num_used, attend_tile, jnp.zeros_like(q))
 
 
-def _prefill_tile(num_tokens: int, num_sequences: int) -> int:
+def _prefill_tile_size(num_tokens: int, num_sequences: int) -> int:
     """Query tokens a tile: 32, fewer when the batch is mostly short sequences (decode rows)."""
     average = max(1, num_tokens // num_sequences)
     return min(32, max(8, 1 << (average - 1).bit_length()))
@@ -125,7 +125,7 @@ def _attend(
     Sequence b's rows see its keys from first_key[b] up to num_keys[b]; all of [B].
     """
     q = q if scales is None else q * scales.k.reshape(())
-    blocks_per_chunk = max(1, _CHUNK // kv.k.shape[1])
+    blocks_per_chunk = max(1, _KEYS_PER_CHUNK // kv.k.shape[1])
     chunk = blocks_per_chunk * kv.k.shape[1]
     padding = -block_tables.shape[1] % blocks_per_chunk
     tables = jnp.pad(block_tables, ((0, 0), (0, padding)))
@@ -162,7 +162,7 @@ def _gather(kv, tables, first_block, num_blocks):
     shape = (tables.shape[0], num_blocks * kv.k.shape[1], *kv.k.shape[2:])
     rows = (pool[blocks].reshape(shape) for pool in kv)
     if kv.is_scaled:
-        return (fp8_numbers(pairs, jnp.float32) for pairs in rows)
+        return (unpack_fp8_pairs(pairs, jnp.float32) for pairs in rows)
     return (own.astype(jnp.float32) for own in rows)
 
 

@@ -35,30 +35,30 @@ from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 
 TILE = 64  # the widest swizzle: depth of a stage, columns written at once; columns of a consumer
 # of few rows. The others are of many rows:
-ROWS = 64  # of a consumer
+CONSUMER_ROWS = 64  # of a consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
-COLUMNS = 128  # of a tile, of each factor
-TILES_ABREAST = 8  # rows of tiles taken column by column
+TILE_COLUMNS = 128  # of a tile, of each factor
+SNAKE_TILE_WIDTH = 8  # rows of tiles taken column by column
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):
     """See the public entry of the same name; `config` says how many splits."""
-    return _few_rows(x, weight, gated=False, config=config)
+    return _few_rows_gemm(x, weight, gated=False, config=config)
 
 
-def gated_gemm_of_few(x, weight, *, config: FewRowsConfig):
+def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
     """See the public entry `gated_gemm`; not split."""
-    return _few_rows(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
+    return _few_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
 
 
-def gated_gemm_of_many(x, weight, *, config: ManyRowsConfig):
+def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
     """See the public entry `gated_gemm`; rows in tiles of 128."""
-    return _many_rows(x, weight.reshape(weight.shape[0], -1), config=config)
+    return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), config=config)
 
 
 @functools.partial(jax.jit, static_argnames=("gated", "config"))
-def _few_rows(x, weight, *, gated, config):
+def _few_rows_gemm(x, weight, *, gated, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
     width = weight.shape[1] // num_factors
@@ -66,7 +66,9 @@ def _few_rows(x, weight, *, gated, config):
     split_depth = depth // config.num_splits
     tile = config.tile_rows, config.num_splits * TILE, num_consumers * TILE
     num_stages = min(config.num_stages, split_depth // TILE)
-    check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE)
+    check_whole_tiles(
+        (rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE
+    )
     call = plgpu.kernel(
         functools.partial(_few_rows_kernel, split_depth=split_depth),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
@@ -75,11 +77,11 @@ def _few_rows(x, weight, *, gated, config):
         num_threads=num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
-            "x_smem": ops.swizzled((num_stages, config.tile_rows, TILE), x.dtype),
-            "weight_smem": ops.swizzled(
+            "x_smem": ops.swizzled_smem((num_stages, config.tile_rows, TILE), x.dtype),
+            "weight_smem": ops.swizzled_smem(
                 (num_stages, num_factors, num_consumers, TILE, TILE), x.dtype
             ),
-            "out_smem": ops.swizzled((num_consumers, config.tile_rows, TILE), out_dtype),
+            "out_smem": ops.swizzled_smem((num_consumers, config.tile_rows, TILE), out_dtype),
             "full": plgpu.Barrier(
                 num_arrivals=num_factors * num_consumers + 1, num_barriers=num_stages
             ),
@@ -99,24 +101,24 @@ def _few_rows_kernel(
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     num_steps, width = split_depth // TILE, out_ref.shape[2]
 
-    def stage_of(step):
+    def stage_index(step):
         return lax.rem(step, jnp.int32(num_stages))
 
-    def columns_of(consumer, factor=0):
+    def column_slice(consumer, factor=0):
         first = lax.axis_index("column_tile") * (num_consumers * TILE) + consumer * TILE
         return pl.ds(first + factor * width, TILE)
 
     @pl.when(warp_group == num_consumers)
     def _load():
         def load(step, _):
-            stage = stage_of(step)
+            stage = stage_index(step)
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-            deep = pl.ds(split * split_depth + step * TILE, TILE)
+            depth_slice = pl.ds(split * split_depth + step * TILE, TILE)
             for factor, consumer in itertools.product(range(num_factors), range(num_consumers)):
-                source = weight_ref.at[deep, columns_of(consumer, factor)]
+                source = weight_ref.at[depth_slice, column_slice(consumer, factor)]
                 target = weight_smem.at[stage, factor, consumer]
                 plgpu.copy_gmem_to_smem(source, target, full.at[stage])
-            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage])
 
         lax.fori_loop(0, num_steps, load, None)
 
@@ -127,7 +129,7 @@ def _few_rows_kernel(
             x_tile = x_smem.at[stage].transpose((1, 0))
             return [(weight.transpose((1, 0)), x_tile) for weight in weights]
 
-        add_all = functools.partial(add_steps, num_steps, stage_of, operands, full, empty)
+        add_all = functools.partial(accumulate_steps, num_steps, stage_index, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
         if up:  # silu(gate) * up, the gate finite
@@ -136,15 +138,17 @@ def _few_rows_kernel(
         own_out = out_smem.at[warp_group]
         own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, columns_of(warp_group)])
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, column_slice(warp_group)])
         plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _many_rows(x, weight, *, config):
+def _many_rows_gemm(x, weight, *, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
     num_stages, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
-    check_fits((rows, depth, width), (NUM_CONSUMERS * ROWS, TILE, COLUMNS), num_stages, True)
+    check_whole_tiles(
+        (rows, depth, width), (NUM_CONSUMERS * CONSUMER_ROWS, TILE, TILE_COLUMNS), num_stages, True
+    )
     call = plgpu.kernel(
         functools.partial(_many_rows_kernel, num_programs=config.num_programs),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
@@ -153,9 +157,13 @@ def _many_rows(x, weight, *, config):
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warp_group",
         scratch_types={
-            "x_smem": ops.swizzled((num_stages, NUM_CONSUMERS * ROWS, TILE), x.dtype),
-            "weight_smem": ops.swizzled((num_stages, NUM_FACTORS, TILE, COLUMNS), x.dtype),
-            "out_smem": ops.swizzled((NUM_CONSUMERS, COLUMNS // TILE, ROWS, TILE), x.dtype),
+            "x_smem": ops.swizzled_smem((num_stages, NUM_CONSUMERS * CONSUMER_ROWS, TILE), x.dtype),
+            "weight_smem": ops.swizzled_smem(
+                (num_stages, NUM_FACTORS, TILE, TILE_COLUMNS), x.dtype
+            ),
+            "out_smem": ops.swizzled_smem(
+                (NUM_CONSUMERS, TILE_COLUMNS // TILE, CONSUMER_ROWS, TILE), x.dtype
+            ),
             "full": plgpu.Barrier(num_arrivals=1 + NUM_FACTORS, num_barriers=num_stages),
             "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
         },
@@ -171,93 +179,99 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
     num_stages, tile_rows, _ = x_smem.shape
-    num_steps, grid = depth // TILE, (num_rows // tile_rows, width // COLUMNS)
-    num_turns = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
+    num_steps, grid = depth // TILE, (num_rows // tile_rows, width // TILE_COLUMNS)
+    num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
 
-    def tile_of(turn):
+    def tile_origin(round_index):
         """Its first row and its first column."""
-        row, column = plgpu.planar_snake(program + turn * num_programs, grid, 0, TILES_ABREAST)
-        return row * tile_rows, column * COLUMNS
+        row, column = plgpu.planar_snake(
+            program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH
+        )
+        return row * tile_rows, column * TILE_COLUMNS
 
-    def stage_of(turn, step):
-        return lax.rem(turn * num_steps + step, jnp.int32(num_stages))
+    def stage_index(round_index, step):
+        return lax.rem(round_index * num_steps + step, jnp.int32(num_stages))
 
     @pl.when(warp_group == NUM_CONSUMERS)
     def _load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def load_tile(turn, _):
-            row, column = tile_of(turn)
+        def load_tile(round_index, _):
+            row, column = tile_origin(round_index)
 
             def load(step, _):
-                stage = stage_of(turn, step)
+                stage = stage_index(round_index, step)
 
-                @pl.when(turn * num_steps + step >= num_stages)
+                @pl.when(round_index * num_steps + step >= num_stages)
                 def _wait():
                     plgpu.barrier_wait(empty.at[stage])
 
-                rows, deep = pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+                rows, depth_slice = pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)
+                plgpu.copy_gmem_to_smem(
+                    x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage]
+                )
                 for factor in range(NUM_FACTORS):
-                    source = weight_ref.at[deep, pl.ds(column + factor * width, COLUMNS)]
+                    source = weight_ref.at[
+                        depth_slice, pl.ds(column + factor * width, TILE_COLUMNS)
+                    ]
                     plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
 
             lax.fori_loop(0, num_steps, load, None)
 
-        lax.fori_loop(0, num_turns, load_tile, None)
+        lax.fori_loop(0, num_rounds, load_tile, None)
 
     @pl.when(warp_group < NUM_CONSUMERS)
     def _compute():
         plgpu.set_max_registers(232, action="increase")
 
         def operands(stage):
-            x_tile = x_smem.at[stage, pl.ds(warp_group * ROWS, ROWS)]
+            x_tile = x_smem.at[stage, pl.ds(warp_group * CONSUMER_ROWS, CONSUMER_ROWS)]
             return [(x_tile, weight_smem.at[stage, factor]) for factor in range(NUM_FACTORS)]
 
-        def add_all(turn, *sums):
-            own_stage = functools.partial(stage_of, turn)
-            results = add_steps(num_steps, own_stage, operands, full, empty, *sums)
-            plgpu.barrier_arrive(empty.at[stage_of(turn, num_steps - 1)])
+        def add_all(round_index, *sums):
+            own_stage = functools.partial(stage_index, round_index)
+            results = accumulate_steps(num_steps, own_stage, operands, full, empty, *sums)
+            plgpu.barrier_arrive(empty.at[stage_index(round_index, num_steps - 1)])
             return results
 
-        def compute_tile(turn, _):
-            accumulator = plgpu.ACC((ROWS, COLUMNS), jnp.float32)
-            add_own = functools.partial(add_all, turn)
+        def compute_tile(round_index, _):
+            accumulator = plgpu.ACC((CONSUMER_ROWS, TILE_COLUMNS), jnp.float32)
+            add_own = functools.partial(add_all, round_index)
             gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
             activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, the gate finite
             activated = activated.astype(out_ref.dtype)
-            row, column = tile_of(turn)
-            rows = pl.ds(row + warp_group * ROWS, ROWS)
+            row, column = tile_origin(round_index)
+            rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-            for chunk in range(COLUMNS // TILE):
+            for chunk in range(TILE_COLUMNS // TILE):
                 own_out = out_smem.at[warp_group, chunk]
                 own_out[...] = activated[:, chunk * TILE : (chunk + 1) * TILE]
                 plgpu.commit_smem()
                 target = out_ref.at[rows, pl.ds(column + chunk * TILE, TILE)]
                 plgpu.copy_smem_to_gmem(own_out, target)
 
-        lax.fori_loop(0, num_turns, compute_tile, None)
+        lax.fori_loop(0, num_rounds, compute_tile, None)
         plgpu.wait_smem_to_gmem(0)
 
 
-def add_steps(num_steps, stage_of, operands, full, empty, *sums):
+def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
     """The values of accumulators after all steps of the depth; the last step's stage stays full."""
     num_stages = full.shape[0]
 
     def add(step, _):
-        stage = stage_of(step)
+        stage = stage_index(step)
         plgpu.barrier_wait(full.at[stage])
         for own_sums, factors in zip(sums, operands(stage), strict=True):
             plgpu.wgmma(own_sums, *factors)
         plgpu.wgmma_wait(len(sums))  # the step before is done
-        previous = stage_of(step + (num_stages - 1))
+        previous = stage_index(step + (num_stages - 1))
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
     lax.fori_loop(0, num_steps, add, None)
     return [own_sums[...] for own_sums in sums]
 
 
-def check_fits(sizes, tile, num_stages, reuses):
+def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
     """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
     of them: it is free once the next one's GEMM is begun."""
     if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
@@ -265,5 +279,5 @@ def check_fits(sizes, tile, num_stages, reuses):
             f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
             "public entry, which chooses a kernel that fits"
         )
-    if num_stages < 2 and reuses:
+    if num_stages < 2 and reuses_stages:
         raise ValueError(f"num_stages is {num_stages}; it must be at least 2")

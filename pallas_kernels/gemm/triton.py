@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gemm.tuning import GatedConfig
+from pallas_kernels.gemm.tuning import GatedSiluConfig
 
 
-def gated_silu(gate_up, *, config: GatedConfig, interpret: bool):
+def gated_silu(gate_up, *, config: GatedSiluConfig, interpret: bool):
     """See the public entry of the same name."""
     rows, _, size = gate_up.shape
     return pl.pallas_call(

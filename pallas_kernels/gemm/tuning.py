@@ -12,20 +12,22 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
 MAX_SPLIT_ROWS = 256  # above, a GEMM has tiles enough, and its partials cost more than they save
 MIN_SPLIT_DEPTH = 128
-UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
+MIN_UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
 
 # Of the weight, under way to a consumer warpgroup where no SM is idle, before it is rounded to
 # whole stages: with half as much more or a quarter less a GEMM takes 2 to 7 % longer.
-WEIGHT_BYTES_AHEAD = 60 * 1024
+PREFETCHED_WEIGHT_BYTES = 60 * 1024
 
-SCALES_AT_ONCE = 4  # a copy of one row of scales begins at a multiple of 16 bytes, and ends at one
+SCALE_COPY_ALIGNMENT = (
+    4  # a copy of one row of scales begins at a multiple of 16 bytes, and ends at one
+)
 
 # Share of the SMs' time until the last tile is done that they spend on tiles of many rows. XLA,
 # which has a choice of tiles, is the faster one with 0.73, and the slower one with 0.85.
-MIN_SHARE_AT_WORK = 0.8
+MIN_SM_UTILIZATION = 0.8
 
 
-class Gemm(NamedTuple):
+class GemmProblem(NamedTuple):
     """A GEMM of `num_tokens` rows by a weight [depth, width], or by two of them (gate and up).
 
     Attributes:
@@ -47,7 +49,7 @@ class Gemm(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedConfig:
+class GatedSiluConfig:
     """Of triton.py: columns a program, warps."""
 
     tile: int
@@ -86,19 +88,19 @@ class ManyFP8RowsConfig:
     num_factors: int = 2
 
 
-def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
+def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
     """For rows of `size` gates; None where XLA's own kernel is the better one.
 
     XLA splits a narrow GEMM of few rows, and sums its partials where it computes the activation;
     before another kernel it would do so in one more. Else threads of eight elements keep the memory
     busy, and twice the threads of four are sooner done where there are few.
     """
-    if 2 * size < UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
+    if 2 * size < MIN_UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
         return None
-    return GatedConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
+    return GatedSiluConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
 
 
-def num_splits(gemm: Gemm) -> int:
+def num_splits(gemm: GemmProblem) -> int:
     """Splits of the depth of XLA's GEMM.
 
     A narrow weight gives too few tiles to keep the memory busy unless its depth is split as well.
@@ -123,16 +125,16 @@ def num_splits(gemm: Gemm) -> int:
     return splits
 
 
-def few_rows_config(gemm: Gemm) -> FewRowsConfig | None:
+def few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
     """Where hopper.py's GEMM of few rows runs; None where XLA's does."""
     # By a large weight XLA's GEMMs of more than 128 rows are as fast or faster in a step.
     large = gemm.depth * gemm.width * gemm.num_factors > 1 << 23
     if gemm.itemsize != 2 or gemm.num_tokens > (128 if large else MAX_SPLIT_ROWS):
         return None
-    return _few_rows(gemm, cuts_rows=not large)
+    return _choose_few_rows_config(gemm, may_split_rows=not large)
 
 
-def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
+def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
     """Where hopper.py's gated GEMM of many rows runs, of those that `few_rows_config` leaves; None
     where XLA's GEMM and an activation do."""
     num_tokens, depth, width, itemsize, _, num_cores, device_kind = gemm
@@ -140,34 +142,40 @@ def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
     if not (is_hopper(device_kind) and num_cores and itemsize == 2 and whole and depth):
         return None
     tiles = num_tokens * width // 128**2
-    if tiles == 0 or tiles < MIN_SHARE_AT_WORK * num_cores * -(-tiles // num_cores):
+    if tiles == 0 or tiles < MIN_SM_UTILIZATION * num_cores * -(-tiles // num_cores):
         return None
     return ManyRowsConfig(num_stages=4, num_programs=num_cores)
 
 
-def few_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> FewRowsConfig | None:
+def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | None:
     """Where fp8_hopper.py's GEMM of few rows runs: as hopper.py's. Not for more programs than the
     GPU has SMs, unless scales are of blocks, for which XLA has no products: it widens the weight
     first."""
     if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
-    return _few_rows(gemm, may_wait=grouped and gemm.num_tokens % 128 != 0, grouped=grouped)
+    return _choose_few_rows_config(
+        gemm, may_exceed_cores=grouped and gemm.num_tokens % 128 != 0, grouped=grouped
+    )
 
 
-def few_rows_scales(config: FewRowsConfig, depth: int, num_factors: int):
+def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
     """Scales of blocks in shared memory: of a stage's rows [groups, rows]; and all that a program
     has of the weight's, [factors, blocks, parts, groups]. Both are filled in copies of whole 128
     bytes, of 256 numbers a side at most, so there are more groups than needed; some of those before
-    a split's, where it does not begin at a multiple of `SCALES_AT_ONCE`."""
+    a split's, where it does not begin at a multiple of `SCALE_COPY_ALIGNMENT`."""
     unit, split_groups = 32 // math.gcd(32, config.tile_rows), depth // (config.num_splits * 128)
-    before = SCALES_AT_ONCE - 1 if split_groups % SCALES_AT_ONCE and config.num_splits > 1 else 0
+    before = (
+        SCALE_COPY_ALIGNMENT - 1
+        if split_groups % SCALE_COPY_ALIGNMENT and config.num_splits > 1
+        else 0
+    )
     groups = -(-(before + split_groups) // 32) * 32
     parts = -(-groups // 256)
-    of_blocks = num_factors, -(-config.num_consumers // 2), parts, min(groups, 256)
-    return (-(-config.num_groups // unit) * unit, config.tile_rows), of_blocks
+    block_scales_shape = num_factors, -(-config.num_consumers // 2), parts, min(groups, 256)
+    return (-(-config.num_groups // unit) * unit, config.tile_rows), block_scales_shape
 
 
-def many_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> ManyFP8RowsConfig | None:
+def many_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> ManyFP8RowsConfig | None:
     """Where fp8_hopper.py's GEMM of many rows runs, of those that `few_fp8_rows_config` leaves.
 
     XLA has no products with scales of blocks, so there it runs wherever it can. Else where its
@@ -180,17 +188,21 @@ def many_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> ManyFP8RowsConfig | No
     if not (is_hopper(device_kind) and num_cores and whole and num_tokens and depth and width):
         return None
     blocks = num_tokens * width * num_factors // 128**2
-    turns = {count: -(-blocks // (count * num_cores)) for count in (1, 2)}
+    num_rounds = {count: -(-blocks // (count * num_cores)) for count in (1, 2)}
     can_be_wide = num_factors == 2 or width % 256 == 0
-    wide = can_be_wide and (num_factors == 2 or 1.85 * turns[2] <= turns[1])
+    wide = can_be_wide and (num_factors == 2 or 1.85 * num_rounds[2] <= num_rounds[1])
     tiles = blocks // (1 + wide)
-    if not grouped and tiles < MIN_SHARE_AT_WORK * num_cores * turns[1 + wide]:
+    if not grouped and tiles < MIN_SM_UTILIZATION * num_cores * num_rounds[1 + wide]:
         return None
     return ManyFP8RowsConfig(4, num_cores, 1 + wide)
 
 
-def _few_rows(
-    gemm: Gemm, *, cuts_rows: bool = False, may_wait: bool = False, grouped: bool = False
+def _choose_few_rows_config(
+    gemm: GemmProblem,
+    *,
+    may_split_rows: bool = False,
+    may_exceed_cores: bool = False,
+    grouped: bool = False,
 ) -> FewRowsConfig | None:
     """The launch of a GEMM of few rows, with stages of 128 bytes of the depth.
 
@@ -204,7 +216,7 @@ def _few_rows(
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
         return None
-    idle = cuts_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
+    idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
     row_tiles = 2 if num_tokens > 128 or idle else 1  # of up to 128 rows
     # Each program reads all of its rows, and without an SM of its own it waits for one.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
@@ -213,11 +225,13 @@ def _few_rows(
         return None
     column_tiles = width // (64 * num_consumers)
     programs = row_tiles * column_tiles
-    if programs > num_cores and not may_wait:
+    if programs > num_cores and not may_exceed_cores:
         return None
     splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
-    cores_a_tile = max(1, num_cores / (splits * column_tiles))  # of the weight; row tiles share it
+    cores_per_tile = max(
+        1, num_cores / (splits * column_tiles)
+    )  # of the weight; row tiles share it
     # With scales of blocks, two groups a stage: qkv's product by 64 rows takes 10.3 us for 12.1.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
     num_groups = 1 + is_paired
@@ -225,12 +239,15 @@ def _few_rows(
     stage_weight = num_groups * num_consumers * num_factors * 64 * 128
     stage_x = num_groups * tile_rows * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
-    ahead = WEIGHT_BYTES_AHEAD * num_consumers * cores_a_tile
+    ahead = PREFETCHED_WEIGHT_BYTES * num_consumers * cores_per_tile
     stages = round(ahead / stage_weight)
     config = FewRowsConfig(splits, tile_rows, num_consumers, stages, num_groups)
     if grouped:
-        of_rows, of_blocks = few_rows_scales(config, depth, num_factors)
-        stage_x, room = stage_x + 4 * math.prod(of_rows), room - 4 * math.prod(of_blocks)
+        row_scales_shape, block_scales_shape = few_rows_scale_shapes(config, depth, num_factors)
+        stage_x, room = (
+            stage_x + 4 * math.prod(row_scales_shape),
+            room - 4 * math.prod(block_scales_shape),
+        )
     stages = min(config.num_stages, room // (stage_weight + stage_x))
     return dataclasses.replace(config, num_stages=stages) if stages >= 2 else None
 

@@ -35,10 +35,10 @@ def write_kv(
             float32.
     """
     check_write(kv, k, v, slot_mapping)
-    scales, backend = checks.pool_scales(kv, scales), Backend(backend)
+    scales, backend = checks.resolve_pool_scales(kv, scales), Backend(backend)
     if backend is Backend.XLA or not k.size:
         return xla.write_kv(kv, k, v, slot_mapping, scales)
-    return triton.write_kv(kv, k, v, slot_mapping, scales, **_launch("write", kv, backend))
+    return triton.write_kv(kv, k, v, slot_mapping, scales, **_launch_options("write", kv, backend))
 
 
 def rope_write_kv(
@@ -79,12 +79,12 @@ def rope_write_kv(
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype)
-    scales, backend = checks.pool_scales(kv, scales), Backend(backend)
+    scales, backend = checks.resolve_pool_scales(kv, scales), Backend(backend)
     arrays = (qkv, kv, slot_mapping, angles, norms, scales)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_write_kv(*arrays, dtype=dtype)
     facts = {"head_size": qkv.shape[3], "itemsize": qkv.dtype.itemsize}
-    config = triton.rope_config(**facts, device_kind=device_kind(backend))
+    config = triton.rope_write_config(**facts, device_kind=device_kind(backend))
     interpret = backend is Backend.INTERPRET
     return triton.rope_write_kv(*arrays, dtype=dtype, config=config, interpret=interpret)
 
@@ -110,10 +110,10 @@ def copy_blocks(
     backend = Backend(backend)
     if backend is Backend.XLA or not src.size:
         return xla.copy_blocks(pool, src, dst)
-    return triton.copy_blocks(pool, src, dst, **_launch("copy", pool[0], backend))
+    return triton.copy_blocks(pool, src, dst, **_launch_options("copy", pool[0], backend))
 
 
-def _launch(op, kv, backend):
+def _launch_options(op, kv, backend):
     facts = {"head_size": kv.head_size, "itemsize": kv.itemsize}
     config = triton.move_config(op, **facts, device_kind=device_kind(backend))
     return {"config": config, "interpret": backend is Backend.INTERPRET}
@@ -124,7 +124,7 @@ def check_write(kv, k, v, slot_mapping):
     pool = checks.check_pool(kv)
     sizes = {"K": pool["K"], "H": pool["H"]}
     sizes |= checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32)
-    dtypes = checks.FLOATS if kv.is_scaled else kv.k.dtype
+    dtypes = checks.FLOAT_DTYPES if kv.is_scaled else kv.k.dtype
     checks.check_array("k", k, "[T, K, H]", dtypes, **sizes)
     checks.check_array("v", v, "[T, K, H]", dtypes, **sizes)
 

@@ -11,7 +11,7 @@ rope_write_kv   grid (tile of tokens, tile of heads); heads of a tile are all qu
                           (likewise): first * cos - second * sin, second * cos + first * sin
                     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
                 Into a scaled pool k and v go divided by their scales, rounded, in pairs
-                (`xla.stored`), of which either half has a whole number.
+                (`xla.to_pool_dtype`), of which either half has a whole number.
                 A head's halves are tiles of their own, since what is rotated together lies H / 2
                 apart and values in registers cannot be sliced.
 copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K and V pools of all
@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.kv_cache.xla import stored
+from pallas_kernels.kv_cache.xla import to_pool_dtype
 from pallas_kernels.types import LayerKV
 
 
@@ -45,7 +45,7 @@ class MoveConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
+class RopeWriteConfig:
     """Of a write after rotation: rows (heads of tokens; a power of two) a program, warps."""
 
     tile_rows: int
@@ -54,13 +54,13 @@ class RopeConfig:
 
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
     """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
-    return tuning.tuned(op, head_size, itemsize, device_kind, MoveConfig())
+    return tuning.apply_tuned_config(op, head_size, itemsize, device_kind, MoveConfig())
 
 
-def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeConfig:
+def rope_write_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeWriteConfig:
     """Whole heads of 1,024 elements in all: eight a thread, a 16-byte load in bfloat16."""
-    config = RopeConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
-    return tuning.tuned("rope_write", head_size, itemsize, device_kind, config)
+    config = RopeWriteConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
+    return tuning.apply_tuned_config("rope_write", head_size, itemsize, device_kind, config)
 
 
 def write_kv(kv, k, v, slot_mapping, scales, *, config: MoveConfig, interpret: bool):
@@ -94,14 +94,14 @@ def _write_kernel(_, __, k_ref, v_ref, slots_ref, *refs, chunk):
     given = (k_ref, v_ref), (pool_k_ref, pool_v_ref), scales
     for new_ref, pool_ref, scale in zip(*given, strict=True):
         row = plgpu.load(new_ref.at[source], mask=inside, other=0)
-        row = stored(row, pool_ref.dtype, scale)
+        row = to_pool_dtype(row, pool_ref.dtype, scale)
         own = pl.program_id(1) * row.size + jnp.arange(row.size, dtype=jnp.int32)
         target = jnp.full_like(own, jnp.where(valid, slot, 0)), own
         plgpu.store(pool_ref.at[target], row, mask=(own < pool_ref.shape[1]) & valid)
 
 
 def rope_write_kv(
-    qkv, kv, slot_mapping, angles, norms, scales, *, dtype, config: RopeConfig, interpret: bool
+    qkv, kv, slot_mapping, angles, norms, scales, *, dtype, config: RopeWriteConfig, interpret: bool
 ):
     """See the public entry of the same name."""
     _, num_tokens, total_heads, head_size = qkv.shape
@@ -134,12 +134,15 @@ def rope_write_kv(
 
 
 def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps):
-    *given, q_ref, k_ref, v_ref = refs
+    *input_refs, q_ref, k_ref, v_ref = refs
     is_scaled = LayerKV(k_ref, v_ref).is_scaled
-    scale_refs, given = given[: 2 * is_scaled], given[2 * is_scaled :]
+    scale_refs, input_refs = input_refs[: 2 * is_scaled], input_refs[2 * is_scaled :]
     k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
     num_weights = 0 if eps is None else 2
-    angle_refs, weight_refs = given[: len(given) - num_weights], given[len(given) - num_weights :]
+    angle_refs, weight_refs = (
+        input_refs[: len(input_refs) - num_weights],
+        input_refs[len(input_refs) - num_weights :],
+    )
     (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
     num_heads = q_ref.shape[0] // num_tokens
     total_heads = num_heads + 2 * num_kv_heads
@@ -156,7 +159,7 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
     sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*partials, strict=True))
     halves = [half.astype(q_ref.dtype) for half in sums]
 
-    def rotated(weight_ref):
+    def rotate_heads(weight_ref):
         own = [half.astype(jnp.float32) for half in halves]
         first, second = own if weight_ref is None else _normalize(own, weight_ref, q_ref, eps)
         if not angle_refs:
@@ -174,13 +177,13 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
 
     @pl.when(first_head < first_k)
     def _queries():
-        _store_halves(q_ref, token * num_heads + head, rotated(q_weight), live)
+        _store_halves(q_ref, token * num_heads + head, rotate_heads(q_weight), live)
 
     @pl.when((first_head >= first_k) & (first_head < first_v))
     def _keys():
         # Rounded as the queries are, whatever the pool's dtype.
-        turned = [half.astype(q_ref.dtype) for half in rotated(k_weight)]
-        store_kv(k_ref, turned, first_k, k_scale)
+        rotated_k = [half.astype(q_ref.dtype) for half in rotate_heads(k_weight)]
+        store_kv(k_ref, rotated_k, first_k, k_scale)
 
     @pl.when(first_head >= first_v)
     def _values():
@@ -226,7 +229,7 @@ def _store_halves(ref, rows, halves, live, scale=None):
     # The interpreter writes old values back where the mask is off; outside the array it does not.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
-        plgpu.store(ref.at[index], stored(half, ref.dtype, scale), mask=mask)
+        plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)
 
 
 def _half_tiles(ref, rows, live):

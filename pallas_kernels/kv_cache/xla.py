@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import rms_norm
-from pallas_kernels.types import LayerKV, fp8_pairs
+from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
 
-def stored(x, dtype, scale):
+def to_pool_dtype(x, dtype, scale):
     """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`."""
-    return x.astype(dtype) if scale is None else fp8_pairs(to_fp8(x, scale))
+    return x.astype(dtype) if scale is None else pack_fp8_pairs(to_fp8(x, scale))
 
 
 def write_kv(kv, k, v, slot_mapping, scales=None):
@@ -24,7 +24,7 @@ def write_kv(kv, k, v, slot_mapping, scales=None):
     num_blocks, block_size = kv.k.shape[:2]
     if scales is not None:
         k_scale, v_scale = (scale.reshape(()) for scale in scales)
-        k, v = stored(k, kv.k.dtype, k_scale), stored(v, kv.v.dtype, v_scale)
+        k, v = to_pool_dtype(k, kv.k.dtype, k_scale), to_pool_dtype(v, kv.v.dtype, v_scale)
     # A negative index would wrap around in JAX; outside the pool it is dropped.
     slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
     block, offset = slots // block_size, slots % block_size

@@ -10,7 +10,7 @@ to (p + 1) * U - 1 of each of the four GEMMs, column block by column block:
 
     loader        one warp; copies the units of all GEMMs, in order, into a ring of pipeline
                   stages in shared memory. Weights depend on nothing, so it runs ahead into the
-                  next GEMMs. Only `_IN_FLIGHT` copies are under way at a time: more would queue
+                  next GEMMs. Only `_MAX_COPIES_IN_FLIGHT` copies are under way at a time: more would queue
                   up in front of the exchanged words, whose latency is what bounds the small models.
     consumers     four warpgroups; for each GEMM
                     gather    the unit's rows of activations: partials of the GEMM before, summed
@@ -41,20 +41,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.hopper_ops import Value, Words
+from pallas_kernels.hopper_ops import Value, WordLoad
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
 ROWS = 8
-_WARP_GROUPS = 4  # that compute
-_THREADS = 128 * _WARP_GROUPS
-_WARPS = 4 * _WARP_GROUPS
-_PAIRS = _WARP_GROUPS // 2  # of warpgroups; a pair takes a unit
-_IN_FLIGHT = 3  # copies of units under way: few delay the programs' exchange less
-_PARTIAL = ROWS * 64  # words of a split-K partial of 64 columns
+_NUM_WARP_GROUPS = 4  # that compute
+_NUM_THREADS = 128 * _NUM_WARP_GROUPS
+_NUM_WARPS = 4 * _NUM_WARP_GROUPS
+_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # of warpgroups; a pair takes a unit
+_MAX_COPIES_IN_FLIGHT = 3  # copies of units under way: few delay the programs' exchange less
+_PARTIAL_WORDS = ROWS * 64  # words of a split-K partial of 64 columns
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
-_COMPUTE, _SCALES = 8, 9  # named barriers; those below are Mosaic GPU's
-_INDEX = plgpu.Layout.WG_SPLAT(())
-_REF = plgpu.RefType()
+_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; those below are Mosaic GPU's
+_SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
+_REF_TYPE = plgpu.RefType()
 
 
 class LayerSizes(NamedTuple):
@@ -62,13 +62,13 @@ class LayerSizes(NamedTuple):
     values together."""
 
     hidden: int
-    attended: int
+    attention_output: int
     inner: int
     qkv: int
 
 
 @dataclass(frozen=True)
-class Gemm:
+class GemmPartition:
     """How the programs share a GEMM's units."""
 
     blocks: int  # of 64 columns
@@ -77,32 +77,32 @@ class Gemm:
     programs: int
 
     @functools.cached_property
-    def most_units(self) -> int:
+    def max_units(self) -> int:
         """Of a program; the last ones have fewer."""
         return -(-self.blocks * self.chunks // self.programs)
 
     @functools.cached_property
-    def most_segments(self) -> int:
+    def max_segments(self) -> int:
         """Column blocks that a program has units of."""
-        firsts = (p * self.most_units for p in range(self.programs))
-        return max((f + self.most_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
+        firsts = (p * self.max_units for p in range(self.programs))
+        return max((f + self.max_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
     @functools.cached_property
-    def most_partials(self) -> int:
+    def max_partials(self) -> int:
         """Programs that have units of one column block."""
         return max(self.last_program(j) - self.first_program(j) + 1 for j in range(self.blocks))
 
     def first_program(self, block):
         """The first program with a unit of the column block."""
-        return (block * self.chunks) // self.most_units
+        return (block * self.chunks) // self.max_units
 
     def last_program(self, block):
         """The last one."""
-        return (block * self.chunks + (self.chunks - 1)) // self.most_units
+        return (block * self.chunks + (self.chunks - 1)) // self.max_units
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """Sizes, shares, and where the exchange memory holds what (offsets in words).
 
     Attributes:
@@ -116,17 +116,17 @@ class Plan:
     num_stages: int
 
     @functools.cached_property
-    def gemms(self) -> tuple[Gemm, ...]:
+    def gemms(self) -> tuple[GemmPartition, ...]:
         """Output, gate and up, down, qkv."""
         s = self.sizes
         shapes = (
-            (s.hidden, s.attended, 128),
+            (s.hidden, s.attention_output, 128),
             (s.inner, s.hidden, 64),
             (s.hidden, s.inner, 128),
             (s.qkv, s.hidden, 128),
         )
         return tuple(
-            Gemm(width // 64, rows // depth, depth, self.num_programs)
+            GemmPartition(width // 64, rows // depth, depth, self.num_programs)
             for width, rows, depth in shapes
         )
 
@@ -135,9 +135,9 @@ class Plan:
         """Partials by GEMM; the stream after the first sum; its and the last stream's squares."""
         output, gate_up, down, qkv = self.gemms
         sizes = {
-            _OUTPUT: self.num_programs * output.most_segments * _PARTIAL,
-            _GATE_UP: self.num_programs * gate_up.most_segments * 2 * _PARTIAL,
-            _DOWN: self.num_programs * down.most_segments * _PARTIAL,
+            _OUTPUT: self.num_programs * output.max_segments * _PARTIAL_WORDS,
+            _GATE_UP: self.num_programs * gate_up.max_segments * 2 * _PARTIAL_WORDS,
+            _DOWN: self.num_programs * down.max_segments * _PARTIAL_WORDS,
             "stream": ROWS * self.sizes.hidden // 2,
             "squares": gate_up.chunks * ROWS,
             "last squares": qkv.chunks * ROWS,
@@ -149,19 +149,19 @@ class Plan:
         return starts
 
     @property
-    def words(self) -> int:
+    def num_words(self) -> int:
         """Of the exchange memory."""
         return self.regions["end"]
 
     @functools.cached_property
     def activation_columns(self) -> int:
         """Of a program's activations in shared memory."""
-        return max(gemm.most_units * gemm.depth for gemm in self.gemms)
+        return max(gemm.max_units * gemm.depth for gemm in self.gemms)
 
 
 def layer_plan(
     sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
-) -> Plan | None:
+) -> LayerPlan | None:
     """Where this kernel runs; None where the ops it stands for do. Times: docs/kernels/layer.md.
 
     Args:
@@ -180,10 +180,10 @@ def layer_plan(
     units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # of a program, at most
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     num_stages = min(12, room // 16384 // 2 * 2)
-    return Plan(sizes, num_cores, num_stages) if num_stages >= 4 else None
+    return LayerPlan(sizes, num_cores, num_stages) if num_stages >= 4 else None
 
 
-def fused_layer(attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan):
+def fused_layer(attention_output, hidden, weights, num_rows, exchange, *, eps, plan: LayerPlan):
     """See the public entry of the same name; exactly 8 rows."""
     sizes, dtype = plan.sizes, hidden.dtype
     barriers = plgpu.Barrier(num_arrivals=2, num_barriers=plan.num_stages)
@@ -191,17 +191,17 @@ def fused_layer(attended, hidden, weights, num_rows, exchange, *, eps, plan: Pla
         functools.partial(_kernel, plan=plan, eps=eps),
         out_type=(
             jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
-            jax.ShapeDtypeStruct((plan.gemms[_QKV].most_partials, ROWS, sizes.qkv), jnp.float32),
+            jax.ShapeDtypeStruct((plan.gemms[_QKV].max_partials, ROWS, sizes.qkv), jnp.float32),
             jax.ShapeDtypeStruct(exchange.shape, exchange.dtype),
         ),
         grid=(plan.num_programs,),
         grid_names=("program",),
-        num_threads=_WARP_GROUPS + 1,
+        num_threads=_NUM_WARP_GROUPS + 1,
         thread_name="warp_group",
         scratch_types={
-            "rows_smem": ops.swizzled((ROWS, plan.activation_columns), dtype),
-            "ring": ops.swizzled((plan.num_stages, 2, 64, 64), dtype),
-            "sums": plgpu.SMEM(((_WARP_GROUPS - 1) * _PARTIAL,), jnp.float32),
+            "rows_smem": ops.swizzled_smem((ROWS, plan.activation_columns), dtype),
+            "ring": ops.swizzled_smem((plan.num_stages, 2, 64, 64), dtype),
+            "sums": plgpu.SMEM(((_NUM_WARP_GROUPS - 1) * _PARTIAL_WORDS,), jnp.float32),
             "scales": plgpu.SMEM((2 * ROWS,), jnp.float32),
             "full": barriers,
             "empty": barriers,
@@ -213,11 +213,11 @@ def fused_layer(attended, hidden, weights, num_rows, exchange, *, eps, plan: Pla
     matrices = output, gate_up.reshape(sizes.hidden, -1), down, next_qkv
     # The launch stores into its exchange memory as well, so it takes that as a mutable array.
     memory = jax.new_ref(exchange)
-    return call(attended, hidden, norm, next_norm, *matrices, num_rows.reshape(1), memory)
+    return call(attention_output, hidden, norm, next_norm, *matrices, num_rows.reshape(1), memory)
 
 
 def _kernel(
-    attended,
+    attention_output,
     hidden,
     norm,
     next_norm,
@@ -243,23 +243,23 @@ def _kernel(
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
     num_stages, inner = plan.num_stages, plan.sizes.inner
 
-    def stage_of(step):
+    def stage_index(step):
         return lax.rem(step, jnp.int32(num_stages))
 
     def num_units(gemm):
-        left = gemm.blocks * gemm.chunks - program * gemm.most_units
-        return jnp.clip(left, 0, gemm.most_units)
+        left = gemm.blocks * gemm.chunks - program * gemm.max_units
+        return jnp.clip(left, 0, gemm.max_units)
 
-    def load_unit(which, gemm, weight, index, step):
-        unit = program * gemm.most_units + index
+    def load_unit(gemm_index, gemm, weight, index, step):
+        unit = program * gemm.max_units + index
         block, chunk = (op(unit, jnp.int32(gemm.chunks)) for op in (lax.div, lax.rem))
-        stage = stage_of(step)
+        stage = stage_index(step)
         pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-        waited = step - _IN_FLIGHT
-        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[stage_of(waited)]))
+        waited = step - _MAX_COPIES_IN_FLIGHT
+        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[stage_index(waited)]))
         for half in range(2):
             row, column = chunk * gemm.depth, block * 64
-            if which == _GATE_UP:
+            if gemm_index == _GATE_UP:
                 column += half * inner
             else:
                 row += half * 64
@@ -267,31 +267,33 @@ def _kernel(
             plgpu.copy_gmem_to_smem(source, ring.at[stage, half], full.at[stage])
         return step + 1
 
-    @pl.when(warp_group == _WARP_GROUPS)
+    @pl.when(warp_group == _NUM_WARP_GROUPS)
     def _load():
         @plgpu.warp_map
         def _warp(warp):
             @pl.when(warp == 0)
             def _stream():
                 step = jnp.int32(0)
-                for which, weight in enumerate((output, gate_up, down, qkv)):
-                    gemm = plan.gemms[which]
-                    unit = functools.partial(load_unit, which, gemm, weight)
+                for gemm_index, weight in enumerate((output, gate_up, down, qkv)):
+                    gemm = plan.gemms[gemm_index]
+                    unit = functools.partial(load_unit, gemm_index, gemm, weight)
                     step = lax.fori_loop(0, num_units(gemm), unit, step)
 
-            pl.when(warp == 1)(lambda: _last_scales(plan, eps, num_rows, exchange, scales))
+            pl.when(warp == 1)(lambda: _compute_last_scales(plan, eps, num_rows, exchange, scales))
 
     def multiply(gemm, start, stop, step):
         """Sums of the units start to stop, the first of which is number `step` of the ring."""
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
         # A pair's units lie in stages of its own, since it must wait for every use of a stage.
-        first = step + lax.rem(pair - lax.rem(step, jnp.int32(_PAIRS)) + _PAIRS, jnp.int32(_PAIRS))
-        count = lax.div(step + stop - start - first + (_PAIRS - 1), jnp.int32(_PAIRS))
+        first = step + lax.rem(
+            pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
+        )
+        count = lax.div(step + stop - start - first + (_NUM_PAIRS - 1), jnp.int32(_NUM_PAIRS))
 
         def run(acc):
             def unit(turn, _):
-                number = first + turn * _PAIRS
-                stage = stage_of(number)
+                number = first + turn * _NUM_PAIRS
+                stage = stage_index(number)
                 plgpu.barrier_wait(full.at[stage])
                 column = (start + number - step) * gemm.depth
                 if gemm.depth == 128:
@@ -299,317 +301,372 @@ def _kernel(
                 rows = rows_smem.at[:, pl.ds(pl.multiple_of(column, 64), 64)]
                 plgpu.wgmma(acc, ring.at[stage, half].transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                before = stage_of(number - _PAIRS)
+                before = stage_index(number - _NUM_PAIRS)
                 pl.when(turn > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
                 return _
 
             lax.fori_loop(0, count, unit, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            last = stage_of(first + (count - 1) * _PAIRS)
+            last = stage_index(first + (count - 1) * _NUM_PAIRS)
             pl.when(count > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
             return acc[...]
 
         return pl.run_scoped(run, plgpu.ACC((64, ROWS), jnp.float32))
 
-    @pl.when(warp_group < _WARP_GROUPS)
+    @pl.when(warp_group < _NUM_WARP_GROUPS)
     def _compute():
         count, step = num_rows[0], jnp.int32(0)
-        _clear(plan, next_exchange)
+        _clear_exchange(plan, next_exchange)
         gathers = (
-            {"attended": attended},
+            {"attention_output": attention_output},
             {"hidden": hidden, "norm": norm},
             {"scales": scales},
             {"norm": next_norm, "hidden_out": hidden_out},
         )
-        for which, gemm in enumerate(plan.gemms):
-            units, first = num_units(gemm), program * gemm.most_units
-            _gather(plan, eps, which, count, units, exchange, rows_smem, gathers[which])
+        for gemm_index, gemm in enumerate(plan.gemms):
+            units, first = num_units(gemm), program * gemm.max_units
+            _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, gathers[gemm_index])
             block = lax.div(first, jnp.int32(gemm.chunks))
-            for segment in range(gemm.most_segments):
+            for segment in range(gemm.max_segments):
                 edges = ((block + segment + i) * gemm.chunks - first for i in range(2))
                 start, stop = (jnp.clip(edge, 0, units) for edge in edges)
                 acc = multiply(gemm, start, stop, step)
                 step += stop - start
-                if which == _QKV and segment == 0:
-                    _take_scales()
+                if gemm_index == _QKV and segment == 0:
+                    _wait_for_scales()
 
                 @pl.when(stop > start)
-                def _flush_segment(which=which, acc=acc, segment=segment):
-                    target = qkv_out if which == _QKV else exchange
-                    _flush(plan, which, acc, count, jnp.int32(segment), sums, scales, target)
+                def _flush_segment(gemm_index=gemm_index, acc=acc, segment=segment):
+                    target = qkv_out if gemm_index == _QKV else exchange
+                    _flush(plan, gemm_index, acc, count, jnp.int32(segment), sums, scales, target)
 
 
-def _inline(body, *arguments, kinds):
+def _run_inline(body, *arguments, arg_types):
     """Runs `body` for each thread; it takes references as pointers, indices as numbers."""
 
     def run(_, *given):
         values = []
-        for value, kind in zip(given, kinds, strict=True):
-            convert = ops.pointer if isinstance(kind, plgpu.RefType) else ops.numbers
-            values.append(ops.scalar(value) if kind is _INDEX else convert(value))
+        for value, arg_type in zip(given, arg_types, strict=True):
+            convert = ops.pointer if isinstance(arg_type, plgpu.RefType) else ops.thread_elements
+            values.append(ops.scalar(value) if arg_type is _SCALAR_LAYOUT else convert(value))
         body(*values)
         return ()
 
-    plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=())(run)(*arguments)
+    plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=())(run)(*arguments)
 
 
 def _wait_for_consumers():
-    ops.barrier(_COMPUTE, _THREADS)
+    ops.barrier(_COMPUTE_BARRIER, _NUM_THREADS)
 
 
-def _take_scales():
+def _wait_for_scales():
     """Waits for the factors of the last GEMM."""
-    _inline(lambda: ops.barrier(_SCALES, _THREADS + 32), kinds=())
+    _run_inline(lambda: ops.barrier(_SCALES_BARRIER, _NUM_THREADS + 32), arg_types=())
 
 
-def _clear(plan, next_exchange):
+def _clear_exchange(plan, next_exchange):
     """Fills the next launch's exchange memory."""
 
     def body(memory):
-        first = (ops.program_index() * _THREADS + ops.thread_index()) * 4
-        stride = plan.num_programs * _THREADS * 4
-        for start in range(0, plan.words, stride):
+        first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4
+        stride = plan.num_programs * _NUM_THREADS * 4
+        for start in range(0, plan.num_words, stride):
             at = first + start
-            with ops.when(at < plan.words):
-                empty = [first * 0 + ops.EMPTY] * 4
+            with ops.when(at < plan.num_words):
+                empty = [first * 0 + ops.EMPTY_WORD] * 4
                 ops.store("global", ops.offset(memory, at, 4), empty)
 
-    _inline(body, next_exchange, kinds=(_REF,))
+    _run_inline(body, next_exchange, arg_types=(_REF_TYPE,))
 
 
-def _squares(plan, memory, region, chunks, row):
+def _square_sum_loads(plan, memory, region, chunks, row):
     """Of a row's sums of squares, those that a lane adds up."""
     lane = ops.thread_index() % 32
     starts = range(0, chunks, 32)
     loads = ((lane + c) * ROWS + row + plan.regions[region] for c in starts)
     return [
-        Words(ops.offset(memory, load, 4), 1, lane + c < chunks)
+        WordLoad(ops.offset(memory, load, 4), 1, lane + c < chunks)
         for load, c in zip(loads, starts, strict=True)
     ]
 
 
-def _scale(plan, eps, words):
+def _row_scale(plan, eps, words):
     """1 / rms of a row, from a lane's sums of squares."""
-    squares = ops.warp_sum(ops.total([ops.as_float(word)[0] for word in words]))
+    squares = ops.warp_sum(ops.sum_values([ops.bitcast_to_float32(word)[0] for word in words]))
     return ops.rsqrt(squares * (1.0 / plan.sizes.hidden) + eps)
 
 
-def _last_scales(plan, eps, num_rows, exchange, scales):
+def _compute_last_scales(plan, eps, num_rows, exchange, scales):
     """By one warp of the loader's warpgroup, meanwhile: 1 / rms of the last stream's rows."""
 
     def body(num_rows, memory, scales):
         lane = ops.thread_index() % 32
-        count = ops.load([Words(num_rows, 1, lane >= 0)])[0][0]
+        count = ops.load([WordLoad(num_rows, 1, lane >= 0)])[0][0]
         with ops.loop(lane * 0, count, 1) as row:
             chunks = plan.gemms[_QKV].chunks
-            words = ops.poll(_squares(plan, memory, "last squares", chunks, row))
-            scale = _scale(plan, eps, words)
-            with ops.when(lane.is_(0)):
+            words = ops.poll(_square_sum_loads(plan, memory, "last squares", chunks, row))
+            scale = _row_scale(plan, eps, words)
+            with ops.when(lane.eq(0)):
                 ops.store("shared", ops.offset(scales, row + ROWS, 4), [scale])
-        ops.ptx(f"bar.arrive {_SCALES}, {_THREADS + 32};")
+        ops.ptx(f"bar.arrive {_SCALES_BARRIER}, {_NUM_THREADS + 32};")
 
-    _inline(body, num_rows, exchange, scales, kinds=(_REF,) * 3)
+    _run_inline(body, num_rows, exchange, scales, arg_types=(_REF_TYPE,) * 3)
 
 
-def _gather(plan, eps, which, count, units, exchange, rows_smem, given):
+def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
     """A GEMM's activations into shared memory: of each unit the rows below `count`.
 
     A warp takes a unit of a row: words of the partials it sums, all loaded at once.
     """
-    gemm = plan.gemms[which]
+    gemm = plan.gemms[gemm_index]
     width = gemm.depth // 32  # columns a lane
-    several = 2 if gemm.most_units > 8 else 1  # units at a time, for more loads under way
-    shared_scales = which == _DOWN and gemm.most_units > 8
+    units_at_once = 2 if gemm.max_units > 8 else 1  # units at a time, for more loads under way
+    shared_scales = gemm_index == _DOWN and gemm.max_units > 8
 
     def body(count, units, memory, rows, *pointers):
-        named = dict(zip(given, pointers, strict=True))
+        pointers_by_name = dict(zip(argument_refs, pointers, strict=True))
         warp, lane = ops.thread_index() // 32, ops.thread_index() % 32
         if shared_scales:
             with ops.when(warp < count):
                 chunks = plan.gemms[_GATE_UP].chunks
-                scale = _scale(plan, eps, ops.poll(_squares(plan, memory, "squares", chunks, warp)))
-                with ops.when(lane.is_(0)):
-                    ops.store("shared", ops.offset(named["scales"], warp, 4), [scale])
+                scale = _row_scale(
+                    plan, eps, ops.poll(_square_sum_loads(plan, memory, "squares", chunks, warp))
+                )
+                with ops.when(lane.eq(0)):
+                    ops.store("shared", ops.offset(pointers_by_name["scales"], warp, 4), [scale])
             _wait_for_consumers()
         task = functools.partial(
-            _Task, plan, which, width, memory, named, count, units, shared_scales
+            _GatherTask,
+            plan,
+            gemm_index,
+            width,
+            memory,
+            pointers_by_name,
+            count,
+            units,
+            shared_scales,
         )
-        with ops.loop(warp, count * gemm.most_units, _WARPS * several) as number:
-            tasks = [task(number + i * _WARPS) for i in range(several)]
-            get = ops.load if which == _OUTPUT else ops.poll
+        with ops.loop(warp, count * gemm.max_units, _NUM_WARPS * units_at_once) as number:
+            tasks = [task(number + i * _NUM_WARPS) for i in range(units_at_once)]
+            get = ops.load if gemm_index == _OUTPUT else ops.poll
             words = get([load for t in tasks for load in t.loads])
             for t in tasks:
                 mine, words = words[: len(t.loads)], words[len(t.loads) :]
-                with ops.when(t.live):
+                with ops.when(t.is_live):
                     t.finish(eps, mine, rows)
         ops.ptx("fence.proxy.async.shared::cta;")  # the tensor cores read what was stored
         _wait_for_consumers()
 
-    kinds = (_INDEX, _INDEX, _REF, plgpu.RefType(ops.SWIZZLED), *(_REF for _ in given))
-    _inline(body, count, units, exchange, rows_smem, *given.values(), kinds=kinds)
+    arg_types = (
+        _SCALAR_LAYOUT,
+        _SCALAR_LAYOUT,
+        _REF_TYPE,
+        plgpu.RefType(ops.SWIZZLE_TRANSFORMS),
+        *(_REF_TYPE for _ in argument_refs),
+    )
+    _run_inline(
+        body, count, units, exchange, rows_smem, *argument_refs.values(), arg_types=arg_types
+    )
 
 
-class _Task:
+class _GatherTask:
     """A unit of a row: what to load for it, and what to store from that."""
 
     def __init__(
-        self, plan, which, width, memory, named, count, units, shared_scales, number: Value
+        self,
+        plan,
+        gemm_index,
+        width,
+        memory,
+        pointers_by_name,
+        count,
+        units,
+        shared_scales,
+        number: Value,
     ):
-        gemm = plan.gemms[which]
-        self.plan, self.which, self.memory, self.named = plan, which, memory, named
+        gemm = plan.gemms[gemm_index]
+        self.plan, self.gemm_index, self.memory, self.pointers_by_name = (
+            plan,
+            gemm_index,
+            memory,
+            pointers_by_name,
+        )
         self.shared_scales, self.width = shared_scales, width
-        self.row, self.index = number // gemm.most_units, number % gemm.most_units
-        self.live = (self.index < units) & (self.row < count)
-        unit = ops.program_index() * gemm.most_units + self.index
+        self.row, self.index = number // gemm.max_units, number % gemm.max_units
+        self.is_live = (self.index < units) & (self.row < count)
+        unit = ops.program_index() * gemm.max_units + self.index
         self.block, self.chunk = unit // gemm.chunks, unit % gemm.chunks
         self.column = self.chunk * gemm.depth + ops.thread_index() % 32 * width
         self.loads = []
-        (self._attended, self._stream, self._activations, self._stream)[which]()
+        (
+            self._add_attention_loads,
+            self._add_stream_loads,
+            self._add_activation_loads,
+            self._add_stream_loads,
+        )[gemm_index]()
 
-    def _at(self, region, index, count, mask):
+    def _exchange_load(self, region, index, count, mask):
         """`count` words of the exchange memory."""
         address = ops.offset(self.memory, index + self.plan.regions[region], 4)
-        return Words(address, count, mask & self.live)
+        return WordLoad(address, count, mask & self.is_live)
 
-    def _given(self, name, index, columns):
+    def _argument_load(self, name, index, columns):
         """Columns of a bfloat16 argument."""
-        address = ops.offset(self.named[name], index, 2)
-        return Words(address, columns // 2, self.live)
+        address = ops.offset(self.pointers_by_name[name], index, 2)
+        return WordLoad(address, columns // 2, self.is_live)
 
-    def _partials(self, which, sides):
+    def _add_partial_loads(self, gemm_index, sides):
         """The words of the column block's partials; of gate and up, both sides."""
-        gemm = self.plan.gemms[which]
+        gemm = self.plan.gemms[gemm_index]
         block, within = self.column // 64, self.column % 64
         first, last = gemm.first_program(block), gemm.last_program(block)
-        for program in (first + i for i in range(gemm.most_partials)):
-            segment = block - (program * gemm.most_units) // gemm.chunks
-            number = program * gemm.most_segments + segment
-            at = number * (_PARTIAL * sides) + self.row * 64 + within
+        for program in (first + i for i in range(gemm.max_partials)):
+            segment = block - (program * gemm.max_units) // gemm.chunks
+            number = program * gemm.max_segments + segment
+            at = number * (_PARTIAL_WORDS * sides) + self.row * 64 + within
             for side in range(sides):
-                load = self._at(which, at + side * _PARTIAL, self.width, program <= last)
+                load = self._exchange_load(
+                    gemm_index, at + side * _PARTIAL_WORDS, self.width, program <= last
+                )
                 self.loads.append(load)
 
-    def _attended(self):
-        size = self.plan.sizes.attended
-        self.loads.append(self._given("attended", self.row * size + self.column, self.width))
+    def _add_attention_loads(self):
+        size = self.plan.sizes.attention_output
+        self.loads.append(
+            self._argument_load("attention_output", self.row * size + self.column, self.width)
+        )
 
-    def _stream(self):
+    def _add_stream_loads(self):
         at = self.row * self.plan.sizes.hidden + self.column
-        given = [self._given("norm", self.column, self.width)]
-        self._partials(_OUTPUT if self.which == _GATE_UP else _DOWN, 1)
-        if self.which == _GATE_UP:
-            given.append(self._given("hidden", at, self.width))
+        given = [self._argument_load("norm", self.column, self.width)]
+        self._add_partial_loads(_OUTPUT if self.gemm_index == _GATE_UP else _DOWN, 1)
+        if self.gemm_index == _GATE_UP:
+            given.append(self._argument_load("hidden", at, self.width))
         else:
-            self.loads.append(self._at("stream", at // 2, self.width // 2, self.live))
+            self.loads.append(self._exchange_load("stream", at // 2, self.width // 2, self.is_live))
         self.given = ops.load(given)
 
-    def _activations(self):
-        self._partials(_GATE_UP, 2)
+    def _add_activation_loads(self):
+        self._add_partial_loads(_GATE_UP, 2)
         self.num_partials = len(self.loads)
         if not self.shared_scales:
             chunks = self.plan.gemms[_GATE_UP].chunks
-            loads = _squares(self.plan, self.memory, "squares", chunks, self.row)
-            self.loads += [load._replace(mask=load.mask & self.live) for load in loads]
+            loads = _square_sum_loads(self.plan, self.memory, "squares", chunks, self.row)
+            self.loads += [load._replace(mask=load.mask & self.is_live) for load in loads]
 
     def finish(self, eps, words, rows):
         """Stores the unit's columns of the row, for the tensor cores and for other programs."""
-        if self.which == _OUTPUT:
+        if self.gemm_index == _OUTPUT:
             packed = words[0]
-        elif self.which == _DOWN:
+        elif self.gemm_index == _DOWN:
             packed = self._finish_activations(eps, words)
         else:
             packed = self._finish_stream(words)
-        gemm = self.plan.gemms[self.which]
+        gemm = self.plan.gemms[self.gemm_index]
         # Tiles of 8 rows by 64 columns, whose 16-byte pieces the swizzle permutes in each row.
         column = ops.thread_index() % 32 * self.width
-        piece = ((column % 64) // 8) ^ self.row
+        swizzled_vector = ((column % 64) // 8) ^ self.row
         tile = self.index * (gemm.depth * ROWS * 2) + column // 64 * (64 * ROWS * 2)
-        at = tile + self.row * 128 + piece * 16 + column % 8 * 2
+        at = tile + self.row * 128 + swizzled_vector * 16 + column % 8 * 2
         ops.store("shared", ops.offset(rows, at, 1), packed)
 
     def _finish_activations(self, eps, words):
         partials, squares = words[: self.num_partials], words[self.num_partials :]
         if self.shared_scales:
-            scale = ops.load_shared(ops.offset(self.named["scales"], self.row, 4))
+            scale = ops.load_shared(ops.offset(self.pointers_by_name["scales"], self.row, 4))
         else:
-            scale = _scale(self.plan, eps, squares)
+            scale = _row_scale(self.plan, eps, squares)
         gate, up = (
-            ops.rounded([total * scale for total in _totals(partials[side::2])])
+            ops.round_to_bf16([total * scale for total in _sum_partials(partials[side::2])])
             for side in range(2)
         )
-        return ops.pack([ops.silu(g) * u for g, u in zip(gate, up, strict=True)])
+        return ops.pack_bf16([ops.silu(g) * u for g, u in zip(gate, up, strict=True)])
 
     def _finish_stream(self, words):
-        norm = ops.unpack(self.given[0])
-        if self.which == _GATE_UP:
+        norm = ops.unpack_bf16(self.given[0])
+        if self.gemm_index == _GATE_UP:
             partials, stream = words, self.given[1]
         else:
             *partials, stream = words
-        update = ops.rounded(_totals(partials))
-        packed = ops.pack([a + b for a, b in zip(ops.unpack(stream), update, strict=True)])
-        stream = ops.unpack(packed)
-        with ops.when(self.block.is_(0)):  # one program has it for the chunk
+        update = ops.round_to_bf16(_sum_partials(partials))
+        packed = ops.pack_bf16(
+            [a + b for a, b in zip(ops.unpack_bf16(stream), update, strict=True)]
+        )
+        stream = ops.unpack_bf16(packed)
+        with ops.when(self.block.eq(0)):  # one program has it for the chunk
             self._publish(packed, stream)
-        return ops.pack([a * b for a, b in zip(stream, norm, strict=True)])
+        return ops.pack_bf16([a * b for a, b in zip(stream, norm, strict=True)])
 
     def _publish(self, packed, stream):
         at = self.row * self.plan.sizes.hidden + self.column
-        if self.which == _GATE_UP:
+        if self.gemm_index == _GATE_UP:
             index, region = at // 2 + self.plan.regions["stream"], "squares"
             ops.store("global", ops.offset(self.memory, index, 4), packed)
         else:
             region = "last squares"
-            ops.store("global", ops.offset(self.named["hidden_out"], at, 2), packed)
-        squares = ops.warp_sum(ops.total([x * x for x in stream]))
-        with ops.when((ops.thread_index() % 32).is_(0)):
+            ops.store("global", ops.offset(self.pointers_by_name["hidden_out"], at, 2), packed)
+        squares = ops.warp_sum(ops.sum_values([x * x for x in stream]))
+        with ops.when((ops.thread_index() % 32).eq(0)):
             index = self.chunk * ROWS + self.row + self.plan.regions[region]
-            ops.store("global", ops.offset(self.memory, index, 4), [ops.not_empty(squares)])
+            ops.store("global", ops.offset(self.memory, index, 4), [ops.canonicalize_nan(squares)])
 
 
-def _totals(partials):
+def _sum_partials(partials):
     """Sums of the partials, number by number, from the first to the last."""
-    return [ops.total(list(column)) for column in zip(*map(ops.as_float, partials), strict=True)]
+    return [
+        ops.sum_values(list(column))
+        for column in zip(*map(ops.bitcast_to_float32, partials), strict=True)
+    ]
 
 
-def _flush(plan, which, acc, count, segment, sums, scales, target):
+def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
     """Stores a program's partial of a column block: the warpgroups' sums, rows below `count`."""
-    gemm, sides = plan.gemms[which], 2 if which == _GATE_UP else 1
+    gemm, sides = plan.gemms[gemm_index], 2 if gemm_index == _GATE_UP else 1
 
     def body(mine, count, segment, sums, scales, target):
         thread, program = ops.thread_index(), ops.program_index()
         warp_group, warp, lane = thread // 128, thread // 32 % 4, thread % 32
         column, row = warp * 16 + lane // 4, lane % 4 * 2
-        spots = [(row + i % 2, column + 8 * (i // 2)) for i in range(4)]
-        others = range(0, _WARP_GROUPS - sides, sides)
+        positions = [(row + i % 2, column + 8 * (i // 2)) for i in range(4)]
+        others = range(0, _NUM_WARP_GROUPS - sides, sides)
         with ops.when(warp_group >= sides):
-            for (r, c), value in zip(spots, mine, strict=True):
-                at = (warp_group - sides) * _PARTIAL + r * 64 + c
+            for (r, c), value in zip(positions, mine, strict=True):
+                at = (warp_group - sides) * _PARTIAL_WORDS + r * 64 + c
                 ops.store("shared", ops.offset(sums, at, 4), [value])
         _wait_for_consumers()
-        for (r, c), value in zip(spots, mine, strict=True):
+        for (r, c), value in zip(positions, mine, strict=True):
             with ops.when((warp_group < sides) & (r < count)):
                 for other in others:
-                    at = (warp_group + other) * _PARTIAL + r * 64 + c
+                    at = (warp_group + other) * _PARTIAL_WORDS + r * 64 + c
                     value = value + ops.load_shared(ops.offset(sums, at, 4))
-                if which == _QKV:
-                    block = (program * gemm.most_units) // gemm.chunks + segment
+                if gemm_index == _QKV:
+                    block = (program * gemm.max_units) // gemm.chunks + segment
                     value = value * ops.load_shared(ops.offset(scales, r + ROWS, 4))
                     partial = program - gemm.first_program(block)
-                    last = program.is_(gemm.last_program(block))
+                    last = program.eq(gemm.last_program(block))
                     at = (partial * ROWS + r) * plan.sizes.qkv + block * 64 + c
                 else:
-                    number = program * gemm.most_segments + segment
-                    at = number * (_PARTIAL * sides) + warp_group * _PARTIAL + r * 64 + c
-                    at = at + plan.regions[which]
-                ops.store("global", ops.offset(target, at, 4), [ops.not_empty(value)])
-                if which == _QKV:  # column blocks that fewer programs share
-                    for extra in range(1, gemm.most_partials):
-                        unused = (partial + extra < gemm.most_partials) & last
+                    number = program * gemm.max_segments + segment
+                    at = (
+                        number * (_PARTIAL_WORDS * sides) + warp_group * _PARTIAL_WORDS + r * 64 + c
+                    )
+                    at = at + plan.regions[gemm_index]
+                ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
+                if gemm_index == _QKV:  # column blocks that fewer programs share
+                    for extra in range(1, gemm.max_partials):
+                        unused = (partial + extra < gemm.max_partials) & last
                         with ops.when(unused):
                             zero = ops.offset(target, at + extra * (ROWS * plan.sizes.qkv), 4)
                             ops.store("global", zero, [value * 0.0])
-        if gemm.most_segments > 1:
+        if gemm.max_segments > 1:
             _wait_for_consumers()
 
-    kinds = (plgpu.Layout.WGMMA, _INDEX, _INDEX, _REF, _REF, _REF)
-    _inline(body, acc, count, segment, sums, scales, target, kinds=kinds)
+    arg_types = (
+        plgpu.Layout.WGMMA,
+        _SCALAR_LAYOUT,
+        _SCALAR_LAYOUT,
+        _REF_TYPE,
+        _REF_TYPE,
+        _REF_TYPE,
+    )
+    _run_inline(body, acc, count, segment, sums, scales, target, arg_types=arg_types)

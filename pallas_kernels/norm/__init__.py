@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
-from pallas_kernels.gemm import check_given_scales, fp8
+from pallas_kernels.gemm import check_static_scales, fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import triton
 from pallas_kernels.tuning import has_fp8
@@ -56,27 +56,27 @@ def add_rms_norm_to_fp8(
     hidden: Float[Array, "T D"],
     update: Float[Array, "partials T D"],
     weight: Float[Array, "D"],
-    given: Float32[Array, "scales"] | None = None,
+    static_scales: Float32[Array, "scales"] | None = None,
     *,
     eps: float,
     grouped: bool,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float32[Array, "T groups"], Float[Array, "T D"]]:
     """`add_rms_norm`, and `quantize_rows` of the normalized rows: their numbers in FP8, the scales
-    of these (`grouped`: one for each `FP8_GROUP` numbers of a row; with `given`: for all rows the
+    of these (`grouped`: one for each `FP8_GROUP_SIZE` numbers of a row; with `static_scales`: for all rows the
     largest of those), and the total.
 
     Arguments and errors are those of `add_rms_norm` and `quantize_rows`.
     """
     check_add_norm(hidden, update, weight, eps)
-    check_given_scales(given, grouped=grouped)
+    check_static_scales(static_scales, grouped=grouped)
     backend = Backend(backend)
     interpret = backend is Backend.INTERPRET
     if hidden.size and (interpret or has_fp8(backend)):
         options = {"eps": eps, "grouped": grouped, "interpret": interpret}
-        return triton.add_rms_norm_to_fp8(hidden, update, weight, given, **options)
+        return triton.add_rms_norm_to_fp8(hidden, update, weight, static_scales, **options)
     normed, total = add_rms_norm(hidden, update, weight, eps=eps, backend=backend)
-    values, scale = fp8.quantize_rows(normed, given, grouped=grouped)
+    values, scale = fp8.quantize_rows(normed, static_scales, grouped=grouped)
     return values, scale, total
 
 

@@ -22,7 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gemm.fp8_triton import fp8_shapes, given_arrays, scales_of, store_fp8
+from pallas_kernels.gemm.fp8_triton import (
+    quantize_and_store,
+    quantized_shapes,
+    static_scale_arguments,
+    to_row_scales,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,53 +47,61 @@ def norm_config(*, size: int, itemsize: int) -> NormConfig:
 
 def add_rms_norm(hidden, update, weight, *, eps, interpret: bool):
     """See the public entry of the same name."""
-    return _call(hidden, update, weight, None, eps=eps, interpret=interpret, scales=None)
-
-
-def add_rms_norm_to_fp8(hidden, update, weight, given, *, eps, grouped, interpret: bool):
-    """See the public entry of the same name."""
-    options = {"eps": eps, "interpret": interpret, "scales": "groups" if grouped else "rows"}
-    total, values, scale = _call(hidden, update, weight, given, **options)
-    return values, scales_of(scale), total
-
-
-def _call(hidden, update, weight, given, *, eps, interpret, scales):
-    """The kernel's results; `scales` is None, or what has one of its own in FP8."""
-    config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
-    total = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
-    narrow = [total, *fp8_shapes(hidden.shape, grouped=scales == "groups")]
-    return tuple(
-        pl.pallas_call(
-            functools.partial(_kernel, eps=eps, tile=config.tile, scales=scales),
-            out_shape=[total, total] if scales is None else narrow,
-            grid=(hidden.shape[0],),
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
-            interpret=interpret,
-            name="add_rms_norm" if scales is None else "add_rms_norm_to_fp8",
-        )(hidden, update, weight, *given_arrays(given))
+    return _launch(
+        hidden, update, weight, None, eps=eps, interpret=interpret, scale_granularity=None
     )
 
 
-def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scales):
-    num_outputs = 2 if scales is None else 3
-    given, out_refs = refs[:-num_outputs], refs[-num_outputs:]
-    normed_ref, total_ref = out_refs if scales is None else (None, out_refs[0])
+def add_rms_norm_to_fp8(hidden, update, weight, static_scales, *, eps, grouped, interpret: bool):
+    """See the public entry of the same name."""
+    options = {
+        "eps": eps,
+        "interpret": interpret,
+        "scale_granularity": "groups" if grouped else "rows",
+    }
+    total, values, scale = _launch(hidden, update, weight, static_scales, **options)
+    return values, to_row_scales(scale), total
+
+
+def _launch(hidden, update, weight, static_scales, *, eps, interpret, scale_granularity):
+    """The kernel's results; `scale_granularity` is None, or what has one of its own in FP8."""
+    config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
+    total = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+    narrow = [total, *quantized_shapes(hidden.shape, grouped=scale_granularity == "groups")]
+    return tuple(
+        pl.pallas_call(
+            functools.partial(
+                _kernel, eps=eps, tile=config.tile, scale_granularity=scale_granularity
+            ),
+            out_shape=[total, total] if scale_granularity is None else narrow,
+            grid=(hidden.shape[0],),
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+            interpret=interpret,
+            name="add_rms_norm" if scale_granularity is None else "add_rms_norm_to_fp8",
+        )(hidden, update, weight, *static_scale_arguments(static_scales))
+    )
+
+
+def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scale_granularity):
+    num_outputs = 2 if scale_granularity is None else 3
+    static_scales, out_refs = refs[:-num_outputs], refs[-num_outputs:]
+    normed_ref, total_ref = out_refs if scale_granularity is None else (None, out_refs[0])
     size, num_partials = hidden_ref.shape[1], update_ref.shape[0]
     row, dtype = pl.program_id(0), total_ref.dtype
     tiles = [jnp.arange(tile, dtype=jnp.int32) + start for start in range(0, size, tile)]
 
-    def masked(columns):
+    def column_mask(columns):
         return columns < size if size % tile else None
 
     def load(ref, *before, columns):
         index = (*(jnp.full_like(columns, i) for i in before), columns)
-        mask = masked(columns)
+        mask = column_mask(columns)
         other = None if mask is None else 0
         return plgpu.load(ref.at[index], mask=mask, other=other).astype(jnp.float32)
 
     def store(ref, columns, values):
         index = jnp.full_like(columns, row), columns
-        plgpu.store(ref.at[index], values.astype(dtype), mask=masked(columns))
+        plgpu.store(ref.at[index], values.astype(dtype), mask=column_mask(columns))
 
     # All loads before any store: the compiler moves none over a store, and the weight, which no
     # kernel has read lately, would be waited for at the end.
@@ -105,10 +118,12 @@ def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scales):
         store(total_ref, columns, total)
     scale = lax.rsqrt(jnp.sum(squares) / jnp.float32(size) + jnp.float32(eps))
     rows = [total * scale * factor for total, factor in zip(totals, weights, strict=True)]
-    if scales is None:
+    if scale_granularity is None:
         for columns, values in zip(tiles, rows, strict=True):
             store(normed_ref, columns, values)
     else:
         rounded = [values.astype(dtype).astype(jnp.float32) for values in rows]
         _, values_ref, scale_ref = out_refs
-        store_fp8(rounded, values_ref, scale_ref, given, grouped=scales == "groups")
+        quantize_and_store(
+            rounded, values_ref, scale_ref, static_scales, grouped=scale_granularity == "groups"
+        )

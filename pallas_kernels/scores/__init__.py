@@ -6,16 +6,16 @@ from jaxtyping import Array, Bool, Float32, Int32
 from pallas_kernels import checks
 from pallas_kernels.scores import triton, xla
 from pallas_kernels.scores.adjustments import LOGPROB_COLUMN as LOGPROB_COLUMN
-from pallas_kernels.scores.adjustments import NUM_FACTS as NUM_FACTS
+from pallas_kernels.scores.adjustments import NUM_TOKEN_COLUMNS as NUM_TOKEN_COLUMNS
 from pallas_kernels.scores.adjustments import RANK_COLUMN as RANK_COLUMN
 from pallas_kernels.scores.adjustments import TOKEN_COLUMN as TOKEN_COLUMN
 from pallas_kernels.scores.adjustments import Adjustments as Adjustments
-from pallas_kernels.scores.adjustments import all_adjusted
+from pallas_kernels.scores.adjustments import adjust_all_rows
 from pallas_kernels.scores.xla import first_maximum as first_maximum
 from pallas_kernels.types import Backend
 
 
-def adjusted_logits(
+def adjust_logits(
     logits: Float32[Array, "B V"], adjustments: Adjustments, *, backend: Backend
 ) -> Float32[Array, "B V"]:
     """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
@@ -28,14 +28,14 @@ def adjusted_logits(
     """
     check_adjustments(logits, adjustments)
     if Backend(backend) is Backend.XLA:
-        return xla.adjusted_logits(logits, adjustments)
-    return all_adjusted(logits, adjustments)
+        return xla.adjust_logits(logits, adjustments)
+    return adjust_all_rows(logits, adjustments)
 
 
 def greedy_scores(
     logits: Float32[Array, "B V"],
     adjustments: Adjustments | None,
-    wanted: Bool[Array, "B"],
+    needs_scores: Bool[Array, "B"],
     count: int,
     *,
     backend: Backend,
@@ -55,20 +55,20 @@ def greedy_scores(
         TypeError: logits not float32.
     """
     check_adjustments(logits, adjustments)
-    check_scores(logits, None, wanted, count)
+    check_scores(logits, None, needs_scores, count)
     backend, count = Backend(backend), min(count, logits.shape[1])
     if backend is Backend.XLA or not logits.size or not count:
-        return xla.greedy_scores(logits, adjustments, wanted, count)
+        return xla.greedy_scores(logits, adjustments, needs_scores, count)
     interpret = backend is Backend.INTERPRET
     return triton.token_scores(
-        logits, None, wanted, count, adjustments=adjustments, interpret=interpret
+        logits, None, needs_scores, count, adjustments=adjustments, interpret=interpret
     )
 
 
 def token_scores(
     logits: Float32[Array, "T V"],
     token_ids: Int32[Array, "T"],
-    wanted: Bool[Array, "T"],
+    needs_scores: Bool[Array, "T"],
     count: int,
     *,
     backend: Backend,
@@ -94,12 +94,12 @@ def token_scores(
         ValueError: shapes that do not fit; a negative count.
         TypeError: logits not float32.
     """
-    check_scores(logits, token_ids, wanted, count)
+    check_scores(logits, token_ids, needs_scores, count)
     backend, count = Backend(backend), min(count, logits.shape[1])
     if backend is Backend.XLA or not logits.size or not count:
-        return xla.token_scores(logits, token_ids, wanted, count)
+        return xla.token_scores(logits, token_ids, needs_scores, count)
     interpret = backend is Backend.INTERPRET
-    return triton.token_scores(logits, token_ids, wanted, count, interpret=interpret)
+    return triton.token_scores(logits, token_ids, needs_scores, count, interpret=interpret)
 
 
 def check_adjustments(logits, adjustments):
@@ -107,18 +107,20 @@ def check_adjustments(logits, adjustments):
     sizes = checks.check_array("logits", logits, "[B, V]", jnp.float32)
     if adjustments is None:
         return
-    sizes |= checks.check_array("words", adjustments.words, "[R, V]", jnp.int32, **sizes)
+    sizes |= checks.check_array(
+        "token_state", adjustments.token_state, "[R, V]", jnp.int32, **sizes
+    )
     checks.check_array("biases", adjustments.biases, "[R, V]", None, **sizes)
-    checks.check_array("rows", adjustments.rows, "[B]", jnp.int32, **sizes)
-    checks.check_array("kinds", adjustments.kinds, "[B]", jnp.int32, **sizes)
+    checks.check_array("state_rows", adjustments.state_rows, "[B]", jnp.int32, **sizes)
+    checks.check_array("row_flags", adjustments.row_flags, "[B]", jnp.int32, **sizes)
     checks.check_array("penalties", adjustments.penalties, "[B, 3]", None, **sizes)
 
 
-def check_scores(logits, token_ids, wanted, count):
+def check_scores(logits, token_ids, needs_scores, count):
     """A matrix of logits, and a mark a row; a token, too, unless it is None."""
     sizes = checks.check_array("logits", logits, "[T, V]", jnp.float32)
     if token_ids is not None:
         checks.check_array("token_ids", token_ids, "[T]", jnp.int32, **sizes)
-    checks.check_array("wanted", wanted, "[T]", None, **sizes)
+    checks.check_array("needs_scores", needs_scores, "[T]", None, **sizes)
     if count < 0:
         raise ValueError(f"count={count} is negative: 0 asks for no other tokens")

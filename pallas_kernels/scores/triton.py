@@ -29,25 +29,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.scores.adjustments import (
-    ADJUSTS,
-    BIASED,
-    EARLY,
-    NUM_FACTS,
+    BELOW_MIN_TOKENS,
+    HAS_BIASES,
+    IS_ADJUSTED,
+    NUM_TOKEN_COLUMNS,
     Adjustments,
     adjust_tile,
 )
 
-BLOCK = 128  # tokens that share a key
-CHUNK = 4096  # tokens of a program of the scan
+BLOCK_TOKENS = 128  # tokens that share a key
+CHUNK_TOKENS = 4096  # tokens of a program of the scan
 RANK_TILE = 4096  # tokens a turn of a rank that is counted
 NUM_WARPS = 4  # of either launch
-_NONE, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+_MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 def token_scores(
     logits,
     token_ids,
-    wanted,
+    needs_scores,
     count,
     *,
     adjustments: Adjustments | None = None,
@@ -56,12 +56,12 @@ def token_scores(
     """As the public `token_scores`, or `greedy_scores` where `token_ids` is None; of at least one
     token, and a `count` of at least 1."""
     batch, width = logits.shape
-    chunks = pl.cdiv(width, CHUNK)
-    blocks = chunks * (CHUNK // BLOCK)
+    chunks = pl.cdiv(width, CHUNK_TOKENS)
+    blocks = chunks * (CHUNK_TOKENS // BLOCK_TOKENS)
 
     def launch(kernel, name, grid, out_shape, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, chooses=token_ids is None),
+            functools.partial(kernel, is_greedy=token_ids is None),
             out_shape=out_shape,
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
@@ -75,59 +75,63 @@ def token_scores(
     scanned = shape(blocks, jnp.int32), *(shape(chunks, jnp.float32),) * 2
     if token_ids is None:
         scanned += (shape(chunks, jnp.int32),) * 2
-    wanted = wanted.astype(jnp.int32)
+    needs_scores = needs_scores.astype(jnp.int32)
     state = () if adjustments is None else adjustments
-    found = launch(_scan, "token_scores_scan", (chunks, batch), scanned, logits, wanted, *state)
+    found = launch(
+        _scan, "token_scores_scan", (chunks, batch), scanned, logits, needs_scores, *state
+    )
     if token_ids is not None:
         found = *found, token_ids
-    packed = shape(NUM_FACTS + 2 * count, jnp.int32)
-    return launch(_finish, "token_scores_finish", (batch,), packed, logits, wanted, *found)
+    packed = shape(NUM_TOKEN_COLUMNS + 2 * count, jnp.int32)
+    return launch(_finish, "token_scores_finish", (batch,), packed, logits, needs_scores, *found)
 
 
-def _key(logits):
+def _order_key(logits):
     """Integers in IEEE's total order of the logits."""
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ jnp.int32(0x7FFFFFFF))
 
 
-def _logit(key):
+def _key_to_logit(key):
     """The logit of a key."""
     bits = jnp.where(key >= 0, key, key ^ jnp.int32(0x7FFFFFFF))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _choice_key(x):
+def _greedy_key(x):
     """Integers in the order of the floats; zeros are equal, and NaN is above all."""
-    return jnp.where(x != x, jnp.int32(_MOST), _key(jnp.where(x == 0, jnp.float32(0), x)))
+    return jnp.where(x != x, jnp.int32(_MAX_KEY), _order_key(jnp.where(x == 0, jnp.float32(0), x)))
 
 
-def _load(ref, row, columns, other=-jnp.inf):
+def _load_columns(ref, row, columns, other=-jnp.inf):
     """A row's values in some columns, and which of these there are."""
     live = columns < ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(ref.at[index], mask=live, other=other), live
 
 
-def _scan(logits_ref, wanted_ref, *refs, chooses):
-    width, num_outputs = logits_ref.shape[1], 5 if chooses else 3
+def _scan(logits_ref, needs_scores_ref, *refs, is_greedy):
+    width, num_outputs = logits_ref.shape[1], 5 if is_greedy else 3
     state_refs, refs = refs[:-num_outputs], refs[-num_outputs:]
     keys_ref, largest_ref, sums_ref, *chosen_refs = refs
     chunk, row = pl.program_id(0), pl.program_id(1)
-    is_wanted = wanted_ref[row] != 0
-    shape = CHUNK // BLOCK, BLOCK
+    row_needs_scores = needs_scores_ref[row] != 0
+    shape = CHUNK_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS
     block = lax.broadcasted_iota(jnp.int32, shape, 0)
-    columns = chunk * CHUNK + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
+    columns = (
+        chunk * CHUNK_TOKENS + block * BLOCK_TOKENS + lax.broadcasted_iota(jnp.int32, shape, 1)
+    )
 
     def choose(logits, live):
-        x = _adjusted(logits, state_refs, row, columns) if state_refs else logits
-        keys = jnp.where(live, _choice_key(x), jnp.int32(_NONE))
+        x = _adjust_logits(logits, state_refs, row, columns) if state_refs else logits
+        keys = jnp.where(live, _greedy_key(x), jnp.int32(_MIN_KEY))
         highest = jnp.max(keys)
         best_ref, token_ref = chosen_refs
         best_ref[row, chunk] = highest
         token_ref[row, chunk] = jnp.min(jnp.where(keys == highest, columns, jnp.int32(width - 1)))
 
     def measure(logits, live):
-        keys = jnp.max(jnp.where(live, _key(logits), jnp.int32(_NONE)), axis=1)
+        keys = jnp.max(jnp.where(live, _order_key(logits), jnp.int32(_MIN_KEY)), axis=1)
         own = chunk * shape[0] + jnp.arange(shape[0], dtype=jnp.int32)
         plgpu.store(keys_ref.at[jnp.full_like(own, row), own], keys)
         largest = jnp.max(logits)
@@ -135,101 +139,101 @@ def _scan(logits_ref, wanted_ref, *refs, chooses):
         largest_ref[row, chunk] = largest
         sums_ref[row, chunk] = jnp.sum(jnp.exp(logits - base))
 
-    if chooses:
-        logits, live = _load(logits_ref, row, columns)
+    if is_greedy:
+        logits, live = _load_columns(logits_ref, row, columns)
         choose(logits, live)
-        pl.when(is_wanted)(lambda: measure(logits, live))
+        pl.when(row_needs_scores)(lambda: measure(logits, live))
     else:
-        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns)))
+        pl.when(row_needs_scores)(lambda: measure(*_load_columns(logits_ref, row, columns)))
 
 
-def _adjusted(logits, state_refs, row, columns):
-    words_ref, biases_ref, rows_ref, kinds_ref, penalties_ref = state_refs
-    kind, own = kinds_ref[row], rows_ref[row]
+def _adjust_logits(logits, state_refs, row, columns):
+    token_state_ref, biases_ref, state_rows_ref, row_flags_ref, penalties_ref = state_refs
+    flags, own = row_flags_ref[row], state_rows_ref[row]
 
     def adjust():
         biases = lax.cond(
-            (kind & BIASED) != 0,
-            lambda: _load(biases_ref, own, columns, 0)[0],
+            (flags & HAS_BIASES) != 0,
+            lambda: _load_columns(biases_ref, own, columns, 0)[0],
             lambda: jnp.zeros_like(logits),
         )
-        words, _ = _load(words_ref, own, columns, 0)
+        token_state, _ = _load_columns(token_state_ref, own, columns, 0)
         penalties = (penalties_ref[row, i] for i in range(3))
-        return adjust_tile(logits, words, biases, (kind & EARLY) != 0, *penalties)
+        return adjust_tile(logits, token_state, biases, (flags & BELOW_MIN_TOKENS) != 0, *penalties)
 
-    return lax.cond((kind & ADJUSTS) != 0, adjust, lambda: logits)
+    return lax.cond((flags & IS_ADJUSTED) != 0, adjust, lambda: logits)
 
 
-def _whole_row(row, ref):
+def _row_index_and_mask(row, ref):
     """Indices of its columns, rounded up to a power of two, and which of them there are."""
     column = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
     return (jnp.full_like(column, row), column), column < ref.shape[1]
 
 
-def _chosen(refs, row, width):
+def _load_greedy_token(refs, row, width):
     """The row's token; -1 if the highest logit is not finite."""
     best_ref, token_ref = refs
-    index, inside = _whole_row(row, best_ref)
-    keys = plgpu.load(best_ref.at[index], mask=inside, other=_NONE)
+    index, inside = _row_index_and_mask(row, best_ref)
+    keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
     # Chunks are in the order of their tokens, so the first one's is the lowest.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
-    is_finite = jnp.abs(_logit(highest)) < jnp.inf  # of NaN, too
+    is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # of NaN, too
     return jnp.where(is_finite, token, jnp.int32(-1))
 
 
-def _log_total(largest_ref, sums_ref, row):
+def _log_sum_exp(largest_ref, sums_ref, row):
     """The logarithm of the sum of a row's exponentials."""
-    index, inside = _whole_row(row, sums_ref)
+    index, inside = _row_index_and_mask(row, sums_ref)
     largest = plgpu.load(largest_ref.at[index], mask=inside, other=-jnp.inf)
     sums = plgpu.load(sums_ref.at[index], mask=inside, other=0)
     whole = jnp.max(largest)
-    shares = jnp.where(largest == -jnp.inf, jnp.float32(0), jnp.exp(largest - whole))
-    return whole + jnp.log(jnp.sum(sums * shares))
+    chunk_weights = jnp.where(largest == -jnp.inf, jnp.float32(0), jnp.exp(largest - whole))
+    return whole + jnp.log(jnp.sum(sums * chunk_weights))
 
 
-def _finish(logits_ref, wanted_ref, keys_ref, largest_ref, sums_ref, *refs, chooses):
+def _finish(logits_ref, needs_scores_ref, keys_ref, largest_ref, sums_ref, *refs, is_greedy):
     *token_refs, out_ref = refs
     row, width = pl.program_id(0), logits_ref.shape[1]
-    token = _chosen(token_refs, row, width) if chooses else token_refs[0][row]
+    token = _load_greedy_token(token_refs, row, width) if is_greedy else token_refs[0][row]
     out_ref[row, 0] = token
 
-    @pl.when(wanted_ref[row] != 0)
+    @pl.when(needs_scores_ref[row] != 0)
     def _():
-        log_total = _log_total(largest_ref, sums_ref, row)
+        log_total = _log_sum_exp(largest_ref, sums_ref, row)
         chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
         out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
 
-        blocks, count = keys_ref.shape[1], (out_ref.shape[1] - NUM_FACTS) // 2
-        index, inside = _whole_row(row, keys_ref)
-        keys, block = plgpu.load(keys_ref.at[index], mask=inside, other=_NONE), index[1]
-        lane = jnp.arange(BLOCK, dtype=jnp.int32)
+        blocks, count = keys_ref.shape[1], (out_ref.shape[1] - NUM_TOKEN_COLUMNS) // 2
+        index, inside = _row_index_and_mask(row, keys_ref)
+        keys, block = plgpu.load(keys_ref.at[index], mask=inside, other=_MIN_KEY), index[1]
+        lane = jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
 
         def extract(rank, carry):
             keys, last_key, last_token, num_reached = carry
             highest = jnp.max(keys)
             first = jnp.min(jnp.where(keys == highest, block, jnp.int32(blocks - 1)))
-            columns = first * BLOCK + lane
-            logits, live = _load(logits_ref, row, columns)
-            own = _key(logits)
+            columns = first * BLOCK_TOKENS + lane
+            logits, live = _load_columns(logits_ref, row, columns)
+            own = _order_key(logits)
             left = live & ((own < last_key) | ((own == last_key) & (columns > last_token)))
-            own = jnp.where(left, own, jnp.int32(_NONE))
+            own = jnp.where(left, own, jnp.int32(_MIN_KEY))
             found = left & (own == highest)
             next_token = jnp.min(jnp.where(found, columns, jnp.int32(width - 1)))
-            rest = jnp.max(jnp.where(columns == next_token, jnp.int32(_NONE), own))
-            logit = _logit(highest)
-            out_ref[row, NUM_FACTS + 2 * rank] = next_token
-            out_ref[row, NUM_FACTS + 2 * rank + 1] = lax.bitcast_convert_type(
+            rest = jnp.max(jnp.where(columns == next_token, jnp.int32(_MIN_KEY), own))
+            logit = _key_to_logit(highest)
+            out_ref[row, NUM_TOKEN_COLUMNS + 2 * rank] = next_token
+            out_ref[row, NUM_TOKEN_COLUMNS + 2 * rank + 1] = lax.bitcast_convert_type(
                 logit - log_total, jnp.int32
             )
             keys = jnp.where(block == first, rest, keys)
             num_reached = num_reached + (logit >= chosen).astype(jnp.int32)
             return keys, highest, next_token, num_reached
 
-        begin = keys, jnp.int32(_MOST), jnp.int32(-1), jnp.int32(0)
+        begin = keys, jnp.int32(_MAX_KEY), jnp.int32(-1), jnp.int32(0)
         _, lowest, _, num_reached = lax.fori_loop(0, count, extract, begin)
-        is_among = _logit(lowest) < chosen
+        is_among = _key_to_logit(lowest) < chosen
         out_ref[row, 2] = num_reached
 
         @pl.when(~is_among)
@@ -237,7 +241,7 @@ def _finish(logits_ref, wanted_ref, keys_ref, largest_ref, sums_ref, *refs, choo
             offset = jnp.arange(RANK_TILE, dtype=jnp.int32)
 
             def fold(turn, reached):
-                logits, live = _load(logits_ref, row, turn * RANK_TILE + offset)
+                logits, live = _load_columns(logits_ref, row, turn * RANK_TILE + offset)
                 return reached + (live & (logits >= chosen)).astype(jnp.int32)
 
             zeros = jnp.zeros(RANK_TILE, jnp.int32)

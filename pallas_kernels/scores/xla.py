@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.scores.adjustments import (
-    ADJUSTS,
-    NUM_FACTS,
+    IS_ADJUSTED,
+    NUM_TOKEN_COLUMNS,
     TOKEN_COLUMN,
     Adjustments,
-    all_adjusted,
+    adjust_all_rows,
 )
 
 
@@ -34,28 +34,26 @@ def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[
 def greedy_scores(
     logits: Float32[Array, "B V"],
     adjustments: Adjustments | None,
-    wanted: Bool[Array, "B"],
+    needs_scores: Bool[Array, "B"],
     count: int,
 ) -> Int32[Array, "B W"]:
     """As the public `greedy_scores`."""
-    x = logits if adjustments is None else adjusted_logits(logits, adjustments)
+    x = logits if adjustments is None else adjust_logits(logits, adjustments)
     best, height = first_maximum(x)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
-    return token_scores(logits, token_ids, wanted, count)
+    return token_scores(logits, token_ids, needs_scores, count)
 
 
-def adjusted_logits(
-    logits: Float32[Array, "B V"], adjustments: Adjustments
-) -> Float32[Array, "B V"]:
-    """As the public `adjusted_logits`; next to nothing where no row is adjusted."""
-    adjusts = ((adjustments.kinds & ADJUSTS) != 0).any()
-    return jax.lax.cond(adjusts, lambda: all_adjusted(logits, adjustments), lambda: logits)
+def adjust_logits(logits: Float32[Array, "B V"], adjustments: Adjustments) -> Float32[Array, "B V"]:
+    """As the public `adjust_logits`; next to nothing where no row is adjusted."""
+    adjusts = ((adjustments.row_flags & IS_ADJUSTED) != 0).any()
+    return jax.lax.cond(adjusts, lambda: adjust_all_rows(logits, adjustments), lambda: logits)
 
 
 def token_scores(
     logits: Float32[Array, "T V"],
     token_ids: Int32[Array, "T"],
-    wanted: Bool[Array, "T"],
+    needs_scores: Bool[Array, "T"],
     count: int,
 ) -> Int32[Array, "T W"]:
     """As the public `token_scores`, `count` being at most V: all rows are filled, or none is."""
@@ -65,17 +63,17 @@ def token_scores(
         known = jnp.clip(token_ids, 0, logits.shape[1] - 1)
         chosen = jnp.take_along_axis(logits, known[:, None], axis=1)
         values, ids = jax.lax.top_k(logits, count)
-        top = jnp.stack([ids.astype(jnp.int32), _bits(values - total[:, None])], axis=2)
-        logprobs = _bits(chosen[:, 0] - total)
+        top = jnp.stack([ids.astype(jnp.int32), _float_bits(values - total[:, None])], axis=2)
+        logprobs = _float_bits(chosen[:, 0] - total)
         facts = token_ids, logprobs, (logits >= chosen).sum(axis=1, dtype=jnp.int32)
         return jnp.concatenate([jnp.stack(facts, axis=1), top.reshape(len(ids), -1)], axis=1)
 
     def skip() -> Int32[Array, "T W"]:
-        empty = jnp.zeros((logits.shape[0], NUM_FACTS + 2 * count), jnp.int32)
+        empty = jnp.zeros((logits.shape[0], NUM_TOKEN_COLUMNS + 2 * count), jnp.int32)
         return empty.at[:, TOKEN_COLUMN].set(token_ids)
 
-    return jax.lax.cond(wanted.any(), score, skip)
+    return jax.lax.cond(needs_scores.any(), score, skip)
 
 
-def _bits(x: Float32[Array, "*axes"]) -> Int32[Array, "*axes"]:
+def _float_bits(x: Float32[Array, "*axes"]) -> Int32[Array, "*axes"]:
     return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -43,10 +43,10 @@ def truncation_mask(
         return jnp.ones(logits.shape, jnp.bool_)
     highest = logits.max(axis=1, keepdims=True)
     relative = (logits - highest) / temperature[:, None]
-    probable = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
+    passes_min_p = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
     top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
     if backend is Backend.XLA:
-        weights = jnp.where(probable, jnp.exp(relative), 0.0)
+        weights = jnp.where(passes_min_p, jnp.exp(relative), 0.0)
         threshold = xla.truncation_threshold(logits, weights, top_k, top_p)
     else:
         log2_e = math.log2(math.e)
@@ -56,7 +56,7 @@ def truncation_mask(
             top_k,
             interpret=backend is Backend.INTERPRET,
         )
-    return probable & (logits >= threshold[:, None])
+    return passes_min_p & (logits >= threshold[:, None])
 
 
 def check_truncation(logits, temperature, min_p, top_k, top_p):

@@ -28,19 +28,21 @@ from jax.experimental.pallas import triton as plgpu
 NUM_TRIALS = 8
 NUM_PASSES = 3
 CHUNK = 10240  # tokens of a program: a whole number of turns of LOADS tiles of either kind
-LOADS = 4  # in flight
+LOADS_IN_FLIGHT = 4  # in flight
 TILE = 256  # tokens of a load that is measured
 PACKED_TILE = 512  # of one that is packed
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
-CAPACITY = 128  # tokens collected of a strip at most
-WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
+STRIP_CAPACITY = 128  # tokens collected of a strip at most
+WHOLE_ROW_TILE = (
+    4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
+)
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
-_FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
-_LOWEST_TRIAL = 184.0
+_FIRST_TRIAL_BITS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
+_LOWEST_TRIAL_BITS = 184.0
 
 
-class _Row(NamedTuple):
+class _RowParameters(NamedTuple):
     """What a program knows of its row: scalars."""
 
     max_logit: jax.Array
@@ -50,12 +52,12 @@ class _Row(NamedTuple):
     top_k: jax.Array
 
     @property
-    def by_count(self):
+    def has_top_k(self):
         return self.top_k > 0
 
     @property
-    def active(self):
-        return self.by_count | (self.top_p < 1.0)
+    def is_active(self):
+        return self.has_top_k | (self.top_p < 1.0)
 
 
 class _Bracket(NamedTuple):
@@ -63,7 +65,7 @@ class _Bracket(NamedTuple):
 
     low: jax.Array
     high: jax.Array
-    wanted: jax.Array
+    target: jax.Array
     above: jax.Array
 
 
@@ -101,21 +103,21 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
         state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
         brackets,
-        shape((batch, chunks * NUM_STRIPS * CAPACITY)),
+        shape((batch, chunks * NUM_STRIPS * STRIP_CAPACITY)),
         jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
     found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
-    active = (top_k > 0) | (rows[:, 3] < 1.0)  # other rows were left unwritten
-    return jnp.where(active, found, -jnp.inf)
+    is_active = (top_k > 0) | (rows[:, 3] < 1.0)  # other rows were left unwritten
+    return jnp.where(is_active, found, -jnp.inf)
 
 
-def _row(rows_ref, top_k_ref, row):
+def _load_row_parameters(rows_ref, top_k_ref, row):
     max_logit, bits_per_logit, log2_min_p, top_p = (rows_ref[row, i] for i in range(4))
-    return _Row(max_logit, bits_per_logit, log2_min_p, top_p, top_k_ref[row])
+    return _RowParameters(max_logit, bits_per_logit, log2_min_p, top_p, top_k_ref[row])
 
 
-def _weights(row, logits):
+def _token_weights(row, logits):
     """Of each token, its probability relative to the top one's; 0 where min-p leaves it out."""
     relative = (logits - row.max_logit) * row.bits_per_logit
     return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
@@ -129,20 +131,20 @@ def _load_logits(logits_ref, row, start, size):
     return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
 
-def _load_turn(logits_ref, row, chunk, turn):
+def _load_tiles(logits_ref, row, chunk, turn):
     """The tiles of a turn, all on their way before the first is used."""
-    start = chunk * CHUNK + turn * (TILE * LOADS)
-    return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS)]
+    start = chunk * CHUNK + turn * (TILE * LOADS_IN_FLIGHT)
+    return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS_IN_FLIGHT)]
 
 
 def _first_trials(row):
     bit = 1.0 / row.bits_per_logit
-    below = [row.max_logit - bit * jnp.float32(bits) for bits in _FIRST_TRIALS]
+    below = [row.max_logit - bit * jnp.float32(bits) for bits in _FIRST_TRIAL_BITS]
     return [jnp.float32(-jnp.inf), *below]
 
 
 def _later_trials(row, bracket):
-    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL) / row.bits_per_logit
+    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL_BITS) / row.bits_per_logit
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
@@ -166,18 +168,18 @@ def _load_bracket(row, refs, row_index, step):
     chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
     index = jnp.full_like(chunk, row_index), chunk, lax.broadcasted_iota(jnp.int32, shape, 0)
     totals = jnp.sum(plgpu.load(sums_ref.at[index], mask=chunk < chunks, other=0), axis=1)
-    wanted = before.wanted
+    target = before.target
     if step == 1:
         share = row.top_p * jnp.max(totals)
-        wanted = jnp.where(row.by_count, row.top_k.astype(jnp.float32), share)
-    reached = totals >= wanted
+        target = jnp.where(row.has_top_k, row.top_k.astype(jnp.float32), share)
+    reached = totals >= target
     high = jnp.minimum(before.high, jnp.min(jnp.where(reached, jnp.float32(jnp.inf), trials)))
     above = jnp.max(jnp.where(reached, before.above, totals))
     low = jnp.maximum(before.low, jnp.max(jnp.where(reached, trials, jnp.float32(-jnp.inf))))
-    return _Bracket(low, high, wanted, above)
+    return _Bracket(low, high, target, above)
 
 
-def _store_all(ref, row_index, values):
+def _store_values(ref, row_index, values):
     for i, value in enumerate(values):
         ref[row_index, i] = value
 
@@ -185,17 +187,17 @@ def _store_all(ref, row_index, values):
 def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
     *state_refs, brackets_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
-    row = _row(rows_ref, top_k_ref, row_index)
+    row = _load_row_parameters(rows_ref, top_k_ref, row_index)
 
-    @pl.when(row.active)
+    @pl.when(row.is_active)
     def _():
         bracket = _load_bracket(row, state_refs, row_index, step)
         trials = _later_trials(row, bracket) if step else _first_trials(row)
 
-        def measure(by_count):
+        def measure(has_top_k):
             def fold(turn, totals):
-                for logits, live in _load_turn(logits_ref, row_index, chunk, turn):
-                    values = live.astype(jnp.float32) if by_count else _weights(row, logits)
+                for logits, live in _load_tiles(logits_ref, row_index, chunk, turn):
+                    values = live.astype(jnp.float32) if has_top_k else _token_weights(row, logits)
                     totals = [
                         total + jnp.where(logits >= trial, values, jnp.float32(0))
                         for total, trial in zip(totals, trials, strict=True)
@@ -203,12 +205,12 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
                 return totals
 
             zeros = [jnp.zeros(TILE, jnp.float32) for _ in trials]
-            totals = lax.fori_loop(0, CHUNK // (TILE * LOADS), fold, zeros)
+            totals = lax.fori_loop(0, CHUNK // (TILE * LOADS_IN_FLIGHT), fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
-        pl.when(row.by_count)(lambda: measure(True))
-        pl.when(~row.by_count)(lambda: measure(False))
+        pl.when(row.has_top_k)(lambda: measure(True))
+        pl.when(~row.has_top_k)(lambda: measure(False))
 
         @pl.when(chunk == 0)
         def _():
@@ -220,75 +222,77 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
             )
             plgpu.store(trials_ref.at[jnp.full_like(index, row_index), index], values)
             if step:
-                _store_all(brackets_ref, row_index, bracket)
+                _store_values(brackets_ref, row_index, bracket)
 
 
 def _collect(logits_ref, rows_ref, top_k_ref, *refs):
     *state_refs, brackets_ref, collected_ref, counts_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
-    row = _row(rows_ref, top_k_ref, row_index)
+    row = _load_row_parameters(rows_ref, top_k_ref, row_index)
 
-    @pl.when(row.active)
+    @pl.when(row.is_active)
     def _():
         bracket = _load_bracket(row, state_refs, row_index, NUM_PASSES)
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
-        high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
+        high = jnp.where(row.has_top_k, jnp.float32(jnp.inf), bracket.high)
 
         shape = NUM_STRIPS, PACKED_TILE // NUM_STRIPS
         strip = chunk * NUM_STRIPS + lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
 
         def load(turn, i):
-            start = (turn * LOADS + i) * strip.shape[1]
+            start = (turn * LOADS_IN_FLIGHT + i) * strip.shape[1]
             columns = strip * (CHUNK // NUM_STRIPS) + start + column
             live = columns < logits_ref.shape[1]
             index = jnp.full_like(columns, row_index), columns
             return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
         def pack(turn, counts):
-            for logits, live in [load(turn, i) for i in range(LOADS)]:
+            for logits, live in [load(turn, i) for i in range(LOADS_IN_FLIGHT)]:
                 # Infinite logits included: below an infinite `high` lies everything.
                 wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
                 offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
-                fits = wanted & (offset < CAPACITY)
-                place = jnp.where(fits, strip * CAPACITY + offset, collected_ref.shape[1])
-                index = jnp.full_like(place, row_index), place
+                fits = wanted & (offset < STRIP_CAPACITY)
+                index_in_strips = jnp.where(
+                    fits, strip * STRIP_CAPACITY + offset, collected_ref.shape[1]
+                )
+                index = jnp.full_like(index_in_strips, row_index), index_in_strips
                 plgpu.store(collected_ref.at[index], logits, mask=fits)
                 counts = counts + jnp.sum(wanted.astype(jnp.int32), axis=1)
             return counts
 
         begin = jnp.zeros(NUM_STRIPS, jnp.int32)
-        counts = lax.fori_loop(0, CHUNK // (PACKED_TILE * LOADS), pack, begin)
+        counts = lax.fori_loop(0, CHUNK // (PACKED_TILE * LOADS_IN_FLIGHT), pack, begin)
         own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
         plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
-        pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
+        pl.when(chunk == 0)(lambda: _store_values(brackets_ref, row_index, bracket))
 
 
 def _settle(
     logits_ref, rows_ref, top_k_ref, brackets_ref, collected_ref, counts_ref, threshold_ref
 ):
     row_index = pl.program_id(0)
-    row = _row(rows_ref, top_k_ref, row_index)
+    row = _load_row_parameters(rows_ref, top_k_ref, row_index)
     bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
     strips = counts_ref.shape[1]
     strip = jnp.arange(pl.next_power_of_2(strips), dtype=jnp.int32)
     index = jnp.full_like(strip, row_index), strip
     inside = strip < strips
-    counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
-    fits = jnp.max(counts) <= CAPACITY
+    counts = plgpu.load(counts_ref.at[index], mask=row.is_active & inside, other=0)
+    fits = jnp.max(counts) <= STRIP_CAPACITY
 
     def store(measure, base):
-        threshold_ref[row_index] = _threshold(row, bracket, measure, base)
+        threshold_ref[row_index] = _find_threshold(row, bracket, measure, base)
 
-    @pl.when(row.active & fits)
+    @pl.when(row.is_active & fits)
     def _():
-        place = jnp.arange(strip.shape[0] * CAPACITY, dtype=jnp.int32)
-        owner = lax.div(place, jnp.int32(CAPACITY))
-        index = jnp.full_like(place, row_index), owner
+        index_in_strips = jnp.arange(strip.shape[0] * STRIP_CAPACITY, dtype=jnp.int32)
+        owner = lax.div(index_in_strips, jnp.int32(STRIP_CAPACITY))
+        index = jnp.full_like(index_in_strips, row_index), owner
         inside = owner < strips
         count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
-        live = inside & (lax.rem(place, jnp.int32(CAPACITY)) < count)
-        index = jnp.full_like(place, row_index), place
+        live = inside & (lax.rem(index_in_strips, jnp.int32(STRIP_CAPACITY)) < count)
+        index = jnp.full_like(index_in_strips, row_index), index_in_strips
         logits = plgpu.load(collected_ref.at[index], mask=live, other=-jnp.inf)
 
         def measure(values):
@@ -296,21 +300,23 @@ def _settle(
 
         store(measure, bracket.above)
 
-    @pl.when(row.active & ~fits)
+    @pl.when(row.is_active & ~fits)
     def _():
         def measure(values):
             def fold(tile, total):
-                start = tile * WHOLE_TILE
-                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE)
+                start = tile * WHOLE_ROW_TILE
+                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_ROW_TILE)
                 return total + jnp.where(live, values(logits), jnp.float32(0))
 
-            zeros = jnp.zeros(WHOLE_TILE, jnp.float32)
-            return jnp.sum(lax.fori_loop(0, pl.cdiv(logits_ref.shape[1], WHOLE_TILE), fold, zeros))
+            zeros = jnp.zeros(WHOLE_ROW_TILE, jnp.float32)
+            return jnp.sum(
+                lax.fori_loop(0, pl.cdiv(logits_ref.shape[1], WHOLE_ROW_TILE), fold, zeros)
+            )
 
         store(measure, jnp.float32(0))
 
 
-def _threshold(row, bracket, measure, above):
+def _find_threshold(row, bracket, measure, above):
     """The largest threshold that reaches what is wanted, for top-k and then for top-p.
 
     Args:
@@ -320,40 +326,42 @@ def _threshold(row, bracket, measure, above):
         above: what the tokens not at hand come to, in the first search, if that is for top-p.
     """
 
-    def reached(threshold, values):
+    def sum_reached(threshold, values):
         return measure(lambda logits: jnp.where(logits >= threshold, values(logits), 0.0))
 
     def count(logits):
         return jnp.ones_like(logits)
 
-    low, high = _key(bracket.low), _key(bracket.high)
+    low, high = _order_key(bracket.low), _order_key(bracket.high)
 
     def enough_tokens(threshold):
-        return reached(threshold, count) >= bracket.wanted
+        return sum_reached(threshold, count) >= bracket.target
 
     # Without a top-k, what lies below the bracket is as good as left out.
-    kept = lax.cond(row.by_count, lambda: _search(enough_tokens, low, high), lambda: bracket.low)
+    top_k_threshold = lax.cond(
+        row.has_top_k, lambda: _bisect(enough_tokens, low, high), lambda: bracket.low
+    )
 
     def weights(logits):
-        return jnp.where(logits >= kept, _weights(row, logits), jnp.float32(0))
+        return jnp.where(logits >= top_k_threshold, _token_weights(row, logits), jnp.float32(0))
 
     def top_p():
         def enough_mass(threshold):
-            return base + reached(threshold, weights) >= wanted
+            return base + sum_reached(threshold, weights) >= target
 
-        base = jnp.where(row.by_count, jnp.float32(0), above)
-        wanted = lax.cond(
-            row.by_count, lambda: row.top_p * measure(weights), lambda: bracket.wanted
+        base = jnp.where(row.has_top_k, jnp.float32(0), above)
+        target = lax.cond(
+            row.has_top_k, lambda: row.top_p * measure(weights), lambda: bracket.target
         )
         # The most probable token stays, though a tiny top_p be 0 in float32.
-        end = _key(row.max_logit) + 1
-        end = jnp.where(row.by_count, end, jnp.minimum(high, end))
-        return _search(enough_mass, jnp.where(row.by_count, _key(kept), low), end)
+        end = _order_key(row.max_logit) + 1
+        end = jnp.where(row.has_top_k, end, jnp.minimum(high, end))
+        return _bisect(enough_mass, jnp.where(row.has_top_k, _order_key(top_k_threshold), low), end)
 
-    return lax.cond(row.top_p < 1.0, top_p, lambda: kept)
+    return lax.cond(row.top_p < 1.0, top_p, lambda: top_k_threshold)
 
 
-def _search(holds, low, high):
+def _bisect(holds, low, high):
     """The float of the largest key in [low, high) at which `holds(float)`, by halving.
 
     `holds` is true at low and, once false, stays so.
@@ -364,14 +372,14 @@ def _search(holds, low, high):
 
     def halve(bounds):
         key = middle(*bounds)
-        held = holds(_from_key(key))
-        return jnp.where(held, key, bounds[0]), jnp.where(held, bounds[1], key)
+        does_hold = holds(_from_key(key))
+        return jnp.where(does_hold, key, bounds[0]), jnp.where(does_hold, bounds[1], key)
 
     low, _ = lax.while_loop(lambda bounds: middle(*bounds) > bounds[0], halve, (low, high))
     return _from_key(low)
 
 
-def _key(x):
+def _order_key(x):
     """An integer in the order of the floats; both zeros have the same."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)

@@ -49,7 +49,7 @@ def _from_bits(keys: UInt32[Array, "B"]) -> Float32[Array, "B"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _largest(
+def _largest_threshold(
     holds: Callable[[UInt32[Array, "B"]], Bool[Array, "B"]], like: UInt32[Array, "B"]
 ) -> UInt32[Array, "B"]:
     """The largest threshold at which `holds`, one bit at a time from the top.
@@ -69,24 +69,24 @@ def _top_k_threshold(keys: UInt32[Array, "B V"], top_k: Int32[Array, "B"]) -> UI
     def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
         return (keys >= trial[:, None]).sum(axis=1, dtype=jnp.int32) >= top_k
 
-    found = _largest(holds, keys[:, 0])
+    found = _largest_threshold(holds, keys[:, 0])
     return jnp.where(top_k > 0, found, jnp.uint32(0))
 
 
 def _top_p_threshold(
     keys: UInt32[Array, "B V"], weights: Float32[Array, "B V"], top_p: Float32[Array, "B"]
 ) -> UInt32[Array, "B"]:
-    wanted = top_p * _mass(weights)
+    wanted = top_p * _exact_sum(weights)
 
     def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
-        return _mass(jnp.where(keys >= trial[:, None], weights, 0.0)) >= wanted
+        return _exact_sum(jnp.where(keys >= trial[:, None], weights, 0.0)) >= wanted
 
     # The most probable token stays, though a tiny top_p be 0 in float32.
-    found = jnp.minimum(_largest(holds, keys[:, 0]), keys.max(axis=1))
+    found = jnp.minimum(_largest_threshold(holds, keys[:, 0]), keys.max(axis=1))
     return jnp.where(top_p < 1.0, found, jnp.uint32(0))
 
 
-def _mass(weights: Float32[Array, "B V"]) -> Float32[Array, "B"]:
+def _exact_sum(weights: Float32[Array, "B V"]) -> Float32[Array, "B"]:
     """Each row's sum of weights in [0, 1], the same to the last bit in whatever order it is taken.
 
     A sum of floats depends on how the compiler splits it, hence on B, and a token at top-p's edge

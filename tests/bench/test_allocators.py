@@ -109,7 +109,7 @@ def make_scheduler(system: str, num_blocks: int = 65, max_num_seqs: int = 8) -> 
 
 def make_request(name: int, prompt: int, output: int) -> Request:
     stop = StopCriteria(output)
-    return Request.from_prompt(str(name), [1] * prompt, stop, seq_ids=count(name))
+    return Request.from_prompt(str(name), [1] * prompt, stop, seq_id_counter=count(name))
 
 
 def step(scheduler: Scheduler) -> None:
@@ -133,7 +133,7 @@ def test_what_a_request_reserves(system: str, reserved: int):
     (held,) = manager.reservations.values()
     blocks = -(-reserved // BLOCK_SIZE)
     assert (held.num_slots, held.num_blocks) == (reserved, blocks)
-    assert scheduler.unfinished[0].live[0].block_table == [1, 2, 3]
+    assert scheduler.unfinished_requests[0].live_sequences[0].block_table == [1, 2, 3]
     # 10 tokens computed; 18 of the 19 are ever computed.
     rounded = held.num_rounded_blocks * BLOCK_SIZE
     states = token_states(manager, memory_report(scheduler), is_full=False)
@@ -162,7 +162,7 @@ def test_a_batch_takes_nobody_in_until_all_of_it_has_ended():
     for name, output in enumerate((3, 6, 2)):
         scheduler.add(make_request(name, 5, output))
     running = []
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_requests:
         step(scheduler)
         running.append([request.request_id for request in scheduler.running])
     both, second, third = ["0", "1"], ["1"], ["2"]
@@ -222,7 +222,7 @@ def test_managers_refuse_what_they_cannot_do():
                 make_manager(system, 65, 4, 64, prefix_caching=True)
     scheduler = make_scheduler("orca_max")
     stop = StopCriteria(3)
-    request = Request.from_prompt("0", [1, 2], stop, seq_ids=count(), num_samples=2)
+    request = Request.from_prompt("0", [1, 2], stop, seq_id_counter=count(), num_samples=2)
     scheduler.add(request)
     plan = scheduler.schedule()
     assert plan is not None

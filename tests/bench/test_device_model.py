@@ -25,7 +25,7 @@ from bench.paper.device_model import (
 )
 from bench.paper.simulator import Padding
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 from jpaged.core.request import Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.runtime.buckets import make_buckets
@@ -120,13 +120,13 @@ def test_whole_runs_take_as_long_as_recorded(shape: str, case: str):
 def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
     """Seconds of `Engine.generate` with these lengths."""
     scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
-    padding, seq_ids = Padding(make_buckets(256, 8192)), count()
+    padding, seq_id_counter = Padding(make_buckets(256, 8192)), count()
     for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         stop = StopCriteria(int(output))
         tokens = [1] * int(prompt)
-        scheduler.add(Request.from_prompt(str(name), tokens, stop, seq_ids=seq_ids))
+        scheduler.add(Request.from_prompt(str(name), tokens, stop, seq_id_counter=seq_id_counter))
     seconds = 0.0
-    while (plan := scheduler.schedule(Goal.THROUGHPUT)) is not None:
+    while (plan := scheduler.schedule(SchedulingGoal.THROUGHPUT)) is not None:
         seconds += device.step_seconds(padding.work_of(plan))
         scheduler.update(plan, np.ones(len(plan.scheduled), np.int64))
     return seconds

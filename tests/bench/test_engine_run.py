@@ -106,7 +106,7 @@ class ModelledRunner:
     def __init__(self, runner: Any, clock: Clock):
         self._runner, self._clock, self._free = runner, clock, 0.0
         limits = SMALL["max_num_seqs"], SMALL["max_num_batched_tokens"]
-        self._padding = Padding(make_buckets(*limits, few=True))
+        self._padding = Padding(make_buckets(*limits, few_programs=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

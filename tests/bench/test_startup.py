@@ -8,8 +8,8 @@ import pytest
 
 from bench.common import UNRECORDED
 from bench.startup import Kind, command, phases, row
-from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
-from jpaged.models.loader import model_shapes
+from jpaged.compile.gemm_autotuning import AUTOTUNING_DIR, read_record
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import SplitModel
 
@@ -53,6 +53,6 @@ def test_formats_and_gpus_have_rows_and_marks_of_their_own(tmp_path: Path):
 @pytest.mark.parametrize("shape", UNRECORDED)
 def test_what_is_said_to_be_unrecorded_is_in_no_record(shape: str):
     """Or its start would tell nothing of shapes that are not."""
-    model = model_shapes(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
-    for path in AUTOTUNING.iterdir():
-        assert not read_record(path).has(SplitModel.of(model).leaves, {8})
+    model = make_abstract_model(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
+    for path in AUTOTUNING_DIR.iterdir():
+        assert not read_record(path).covers(SplitModel.of(model).leaves, {8})

@@ -10,9 +10,9 @@ import pytest
 
 from bench import throughput
 from bench.common import FORMATS, SHAPES, Floor, format_of, labelled
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh, own_bytes
+from jpaged.models.sharding import make_mesh, per_device_bytes
 from jpaged.runtime.programs import SplitModel
 
 
@@ -44,7 +44,9 @@ def test_devices_that_share_a_model_have_a_part_of_the_floor_each(shape: str):
     floors = []
     for count in (1, 2):
         mesh = make_mesh(jax.devices(), count)
-        weights = own_bytes(SplitModel.of(model_shapes(model, jnp.bfloat16, mesh)).leaves)
+        weights = per_device_bytes(
+            SplitModel.of(make_abstract_model(model, jnp.bfloat16, mesh)).leaves
+        )
         engine: Any = SimpleNamespace(
             model_config=model,
             memory_account=SimpleNamespace(weights=weights),
@@ -65,7 +67,9 @@ def test_narrow_weights_and_a_narrow_cache_lower_the_floor():
         model = read_model_config(config, options.get("quantization"))
         kept = "float8_e4m3fn" if "kv_cache_dtype" in options else None
         model = replace(model, kv_cache_dtype=kept)
-        weights = own_bytes(SplitModel.of(model_shapes(model, jnp.bfloat16, None)).leaves)
+        weights = per_device_bytes(
+            SplitModel.of(make_abstract_model(model, jnp.bfloat16, None)).leaves
+        )
         asked = {"quantization": None, "kv_cache_dtype": "auto"} | options
         engine: Any = SimpleNamespace(
             model_config=model,

@@ -18,17 +18,17 @@ import pytest
 from bench.common import SHAPES, UNRECORDED
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import (
-    CUBLAS_MEASURED,
-    MEASURED_FROM,
-    NOTHING_MEASURED,
+    CUBLAS_AUTOTUNING,
+    MIN_MEASURED_ROWS,
+    NO_AUTOTUNING,
+    AutotuningCompiler,
     Compiler,
-    UnrecordedCompiler,
-    measure_products,
+    measure_gemms,
 )
-from jpaged.compile.recipes import COLLECTIVES_IN_LINE, Recipe
-from jpaged.models.loader import model_shapes
+from jpaged.compile.recipes import SYNCHRONOUS_COLLECTIVES, Recipe
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import AXIS, make_mesh
+from jpaged.models.sharding import MESH_AXIS, make_mesh
 from pallas_kernels import Backend
 
 GATHER = r" all-gather(-start)?\("
@@ -55,7 +55,7 @@ OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 3
 
 
 def model_of(config: dict[str, Any]) -> Any:
-    return model_shapes(read_model_config(config), jnp.dtype(jnp.float32))
+    return make_abstract_model(read_model_config(config), jnp.dtype(jnp.float32))
 
 
 class Lowered:
@@ -70,11 +70,11 @@ class Lowered:
 
 
 def prefill(rows: int, seqs: int) -> Recipe:
-    return Recipe(("prefill", (rows, seqs)), print, products=("layers", rows), logits_rows=seqs)
+    return Recipe(("prefill", (rows, seqs)), print, gemm_key=("layers", rows), num_logits_rows=seqs)
 
 
 def decode(kind: str, rows: int) -> Recipe:
-    return Recipe((kind, rows), print, products=("layers", rows), logits_rows=rows)
+    return Recipe((kind, rows), print, gemm_key=("layers", rows), num_logits_rows=rows)
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is, and nothing is compiled for it."""
     found: list[tuple[str, int]] = []
     note = lambda model, part, rows, backend: found.append((part, rows))  # noqa: E731
-    monkeypatch.setattr(gemm_autotuning, "measure_products", note)
+    monkeypatch.setattr(gemm_autotuning, "measure_gemms", note)
     return found
 
 
-@pytest.mark.parametrize("options", [CUBLAS_MEASURED, NOTHING_MEASURED, COLLECTIVES_IN_LINE])
+@pytest.mark.parametrize("options", [CUBLAS_AUTOTUNING, NO_AUTOTUNING, SYNCHRONOUS_COLLECTIVES])
 def test_the_compiler_knows_the_options(options: dict):
     """It refuses those that it does not."""
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -94,28 +94,28 @@ def test_the_compiler_knows_the_options(options: dict):
 
 
 def test_only_products_of_many_rows_are_measured(measured: list, tmp_path: Path):
-    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
     for recipe in (
         Recipe(("sample", (256, 0)), print),
-        Recipe(("prompt_logprobs", 512), print, products=("head", 64)),
+        Recipe(("prompt_logprobs", 512), print, gemm_key=("head", 64)),
         decode("decode", 8),
         prefill(128, 8),
     ):
         assert it.compile(recipe, lowered) == "program"
     assert measured == []
-    assert lowered.options == [NOTHING_MEASURED] * 4
-    assert it.compile(decode("decode_burst", MEASURED_FROM), lowered) == "program"
-    assert lowered.options[4:] == [CUBLAS_MEASURED]
-    assert measured == [("layer", MEASURED_FROM), ("head", MEASURED_FROM)]
+    assert lowered.options == [NO_AUTOTUNING] * 4
+    assert it.compile(decode("decode_burst", MIN_MEASURED_ROWS), lowered) == "program"
+    assert lowered.options[4:] == [CUBLAS_AUTOTUNING]
+    assert measured == [("layer", MIN_MEASURED_ROWS), ("head", MIN_MEASURED_ROWS)]
 
 
-@pytest.mark.parametrize("rows", [8, MEASURED_FROM])
+@pytest.mark.parametrize("rows", [8, MIN_MEASURED_ROWS])
 def test_a_program_is_compiled_with_options_of_its_own(rows: int, measured: list, tmp_path: Path):
     recipe, lowered = replace(decode("decode", rows), options={"own": 1}), Lowered()
-    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(recipe, lowered)
+    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(recipe, lowered)
     Compiler().compile(recipe, lowered)
     assert lowered.options == [
-        {**(NOTHING_MEASURED if rows < MEASURED_FROM else CUBLAS_MEASURED), "own": 1},
+        {**(NO_AUTOTUNING if rows < MIN_MEASURED_ROWS else CUBLAS_AUTOTUNING), "own": 1},
         {"own": 1},
     ]
 
@@ -124,11 +124,11 @@ def test_programs_of_several_devices_exchange_on_the_stream_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ):
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
-    own = Recipe(("sum", None), lambda x: jax.lax.psum(x, AXIS), (shape,), options={"own": 1})
-    assert own.on(None).options == {"own": 1}
-    shared, given = own.on(make_mesh(jax.devices(), 2)), []
-    assert shared.options == {"own": 1, **COLLECTIVES_IN_LINE}
-    assert shared.draft().options == shared.options
+    own = Recipe(("sum", None), lambda x: jax.lax.psum(x, MESH_AXIS), (shape,), options={"own": 1})
+    assert own.on_mesh(None).options == {"own": 1}
+    shared, given = own.on_mesh(make_mesh(jax.devices(), 2)), []
+    assert shared.options == {"own": 1, **SYNCHRONOUS_COLLECTIVES}
+    assert shared.with_unique_name().options == shared.options
     assert shared.key != replace(shared, options={}).key
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, options: given.append(options))
     shared.compile()
@@ -144,14 +144,14 @@ def test_collectives_have_no_stream_of_their_own():
         pytest.skip("needs two GPUs")
 
     def step(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, AXIS).sum(0) + x @ x @ x
+        return jax.lax.all_gather(x, MESH_AXIS).sum(0) + x @ x @ x
 
     def are_in_line(recipe: Recipe) -> list[bool]:
-        lines = recipe.draft().compile().as_text().splitlines()
+        lines = recipe.with_unique_name().compile().as_text().splitlines()
         return ['"is_sync":true' in line for line in lines if re.search(GATHER, line)]
 
     shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
-    shared = Recipe(("gather", None), step, (shape,)).on(make_mesh(jax.devices(), 2))
+    shared = Recipe(("gather", None), step, (shape,)).on_mesh(make_mesh(jax.devices(), 2))
     assert are_in_line(shared) == [True]
     assert are_in_line(replace(shared, options={})) == [False]
 
@@ -159,27 +159,27 @@ def test_collectives_have_no_stream_of_their_own():
 def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(
     measured: list, tmp_path: Path
 ):
-    first, second = (UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path) for _ in range(2))
+    first, second = (AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path) for _ in range(2))
     first.compile(prefill(512, 8), Lowered())
     first.compile(prefill(512, 256), Lowered())
     second.compile(prefill(512, 8), Lowered())
     second.compile(prefill(1024, 256), Lowered())
     assert measured == [("layer", 512), ("head", 8), ("head", 256), ("layer", 1024)]
-    UnrecordedCompiler(model_of(LLAMA), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    AutotuningCompiler(model_of(LLAMA), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
     assert measured[4:] == [("layer", 512), ("head", 8)]
 
 
 def test_without_a_folder_products_are_measured_once_too(measured: list):
-    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, None), Lowered()
+    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, None), Lowered()
     for _ in range(2):
         it.compile(prefill(512, 8), lowered)
     assert measured == [("layer", 512), ("head", 8)]
-    assert lowered.options == [CUBLAS_MEASURED] * 2
+    assert lowered.options == [CUBLAS_AUTOTUNING] * 2
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
+    it = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
     assert it.compile(prefill(512, 8), Lowered()) == "program"
     assert measured == [("layer", 512), ("head", 8)]
     it.compile(prefill(512, 8), Lowered())  # nor is anything measured twice for want of a mark
@@ -189,11 +189,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path:
 def test_what_another_device_measured_is_measured_again(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
     client = SimpleNamespace(platform_version="another")
     other = SimpleNamespace(device_kind=jax.local_devices()[0].device_kind, client=client)
     monkeypatch.setattr(jax, "local_devices", lambda: [other])
-    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
     assert measured == [("layer", 512), ("head", 8)] * 2
 
 
@@ -209,7 +209,7 @@ sys.stdin.read()
 def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
     """Two at once would measure each other. One that is killed holds up none."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
-    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
@@ -219,7 +219,7 @@ def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
         assert (measured, lowered.options) == ([], [])
         other.kill()
         compiling.join(60)
-    assert lowered.options == [CUBLAS_MEASURED]
+    assert lowered.options == [CUBLAS_AUTOTUNING]
     with (tmp_path / "measuring.lock").open("w") as lock:  # given back
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -228,7 +228,7 @@ def test_who_never_ends_is_waited_for_only_so_long(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)
-    it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path)
+    it = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path)
     with (tmp_path / "measuring.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert it.compile(prefill(512, 8), Lowered()) == "program"
@@ -247,15 +247,15 @@ def test_what_is_measured_are_a_layers_products(
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:
-        assert options == CUBLAS_MEASURED
+        assert options == CUBLAS_AUTOTUNING
         texts.append(self.as_text())
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
     model = model_of(config)
-    assert measure_products(model, "layer", 256, Backend.XLA) == programs
+    assert measure_gemms(model, "layer", 256, Backend.XLA) == programs
     assert sum(text.count("stablehlo.dot_general") for text in texts) == products
     assert all("tensor<256x" in text for text in texts)
-    assert measure_products(model, "head", 16, Backend.XLA) == 1
+    assert measure_gemms(model, "head", 16, Backend.XLA) == 1
     assert "tensor<16x128xf32>" in texts[-1]
 
 
@@ -264,9 +264,9 @@ def test_of_a_shared_model_a_devices_own_products_are_measured(monkeypatch: pyte
     texts: list[str] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
     mesh = make_mesh(jax.devices(), 2)
-    model = model_shapes(read_model_config(LLAMA), jnp.dtype(jnp.float32), mesh)
-    assert measure_products(model, "layer", 256, Backend.XLA) > 1
-    assert measure_products(model, "head", 16, Backend.XLA) == 1
+    model = make_abstract_model(read_model_config(LLAMA), jnp.dtype(jnp.float32), mesh)
+    assert measure_gemms(model, "layer", 256, Backend.XLA) > 1
+    assert measure_gemms(model, "head", 16, Backend.XLA) == 1
     assert "-> tensor<16x64xf32>" in texts[-1]
 
 
@@ -278,4 +278,4 @@ def test_products_that_are_not_xlas_are_not_measured(monkeypatch: pytest.MonkeyP
 
     model = model_of(LLAMA)
     monkeypatch.setattr(gemm_autotuning.jax, "jit", lambda _: Foreign())
-    assert measure_products(model, "layer", 256, Backend.XLA) == 0
+    assert measure_gemms(model, "layer", 256, Backend.XLA) == 0

@@ -14,12 +14,12 @@ import pytest
 from bench.common import SHAPES
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import (
-    NO_RECORD,
-    Record,
+    EMPTY_RECORD,
+    GemmRecord,
     read_record,
     weights_digest,
 )
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import SplitModel
 from tools.record_products import rows_measured, write_record
@@ -35,9 +35,11 @@ def cache(tmp_path: Path, jax_settings: None) -> Path:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gemm_autotuning, "AUTOTUNING", tmp_path)
-    path = gemm_autotuning.recorded_products(DEVICE)
-    write_record(path, Record({"m": [8]}, {"version/two": b"faster", "version/one": b"\x80fast"}))
+    monkeypatch.setattr(gemm_autotuning, "AUTOTUNING_DIR", tmp_path)
+    path = gemm_autotuning.gemm_record_path(DEVICE)
+    write_record(
+        path, GemmRecord({"m": [8]}, {"version/two": b"faster", "version/one": b"\x80fast"})
+    )
     return path
 
 
@@ -51,9 +53,9 @@ def test_the_name_tells_device_and_versions(recorded: Path, monkeypatch: pytest.
         return versions[name]
 
     monkeypatch.setattr(gemm_autotuning.metadata, "version", version)
-    assert gemm_autotuning.recorded_products(DEVICE).name.endswith("-13.1.json")
+    assert gemm_autotuning.gemm_record_path(DEVICE).name.endswith("-13.1.json")
     del versions["nvidia-cublas"]
-    assert gemm_autotuning.recorded_products(DEVICE).name.endswith("-12.9.json")
+    assert gemm_autotuning.gemm_record_path(DEVICE).name.endswith("-12.9.json")
 
 
 def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
@@ -61,17 +63,17 @@ def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
     (folder / "version").mkdir(parents=True)
     (folder / "version" / "two").write_bytes(b"own")
     for _ in range(2):
-        assert gemm_autotuning.offer_recorded_products(DEVICE).rows == {"m": [8]}
+        assert gemm_autotuning.install_gemm_record(DEVICE).rows == {"m": [8]}
         files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*/*")}
         assert files == {"version/one": b"\x80fast", "version/two": b"own"}
 
 
 def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: Path):
     another = SimpleNamespace(device_kind="another")
-    assert gemm_autotuning.offer_recorded_products(another) == NO_RECORD
+    assert gemm_autotuning.install_gemm_record(another) == EMPTY_RECORD
     assert not cache.exists()
     jax.config.update("jax_compilation_cache_dir", None)
-    gemm_autotuning.offer_recorded_products(DEVICE)
+    gemm_autotuning.install_gemm_record(DEVICE)
     assert not cache.exists()
 
 
@@ -80,13 +82,13 @@ def test_a_cache_that_is_no_folder_is_left_alone(
 ):
     monkeypatch.chdir(recorded.parent)
     jax.config.update("jax_compilation_cache_dir", "gs://bucket")
-    gemm_autotuning.offer_recorded_products(DEVICE)
+    gemm_autotuning.install_gemm_record(DEVICE)
     assert not (recorded.parent / "gs:").exists()
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Path):
     cache.write_text("a file")
-    assert gemm_autotuning.offer_recorded_products(DEVICE) == NO_RECORD
+    assert gemm_autotuning.install_gemm_record(DEVICE) == EMPTY_RECORD
     assert cache.read_text() == "a file"
 
 
@@ -120,12 +122,12 @@ def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
 ):
     recorded.write_bytes(content)
     with pytest.warns(UserWarning, match=re.escape(str(recorded))):
-        gemm_autotuning.offer_recorded_products(DEVICE)
+        gemm_autotuning.install_gemm_record(DEVICE)
     assert not cache.exists()
 
 
 def test_what_is_shipped_can_be_read():
-    records = [*gemm_autotuning.AUTOTUNING.iterdir()]
+    records = [*gemm_autotuning.AUTOTUNING_DIR.iterdir()]
     assert records
     for path in records:
         record = read_record(path)
@@ -138,17 +140,17 @@ def test_a_model_is_measured_if_its_weights_and_all_rows_are():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     leaves = [leaf(8, 16), leaf(8)]
-    record = Record({weights_digest(leaves): [8, 16, 64]}, {})
-    assert record.has(reversed(leaves), {8, 64})
-    assert not record.has(leaves, {8, 32})
-    assert not record.has([leaf(8, 16), leaf(8, dtype="float16")], {8})
-    assert not record.has([leaf(8, 32), leaf(8)], {8})
-    assert not NO_RECORD.has(leaves, {8})
+    record = GemmRecord({weights_digest(leaves): [8, 16, 64]}, {})
+    assert record.covers(reversed(leaves), {8, 64})
+    assert not record.covers(leaves, {8, 32})
+    assert not record.covers([leaf(8, 16), leaf(8, dtype="float16")], {8})
+    assert not record.covers([leaf(8, 32), leaf(8)], {8})
+    assert not EMPTY_RECORD.covers(leaves, {8})
 
 
 def test_the_published_shapes_are_in_what_is_shipped():
     """A start of theirs by default measures nothing, and has several processes compile."""
-    for path in gemm_autotuning.AUTOTUNING.iterdir():
+    for path in gemm_autotuning.AUTOTUNING_DIR.iterdir():
         record = read_record(path)
         for shape in SHAPES:
             for model, rows in rows_measured(shape).items():
@@ -162,7 +164,7 @@ def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
         raise OSError("full")
 
     monkeypatch.setattr(Path, "replace", fail)
-    gemm_autotuning.offer_recorded_products(DEVICE)
+    gemm_autotuning.install_gemm_record(DEVICE)
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
@@ -171,7 +173,8 @@ def test_a_record_is_that_of_a_model_over_a_float8_pool_too():
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
     one, other = (
-        SplitModel.of(model_shapes(it, jnp.dtype("bfloat16"))).own_leaves for it in (config, narrow)
+        SplitModel.of(make_abstract_model(it, jnp.dtype("bfloat16"))).shard_leaves
+        for it in (config, narrow)
     )
     assert len(other) == len(one) + 4
     assert weights_digest(other) == weights_digest(one)

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.compile.store import CLIENT_VARIABLE, prepare_jax, with_usable_cache
 from jpaged.config import EngineConfig
-from jpaged.engine.startup import without_collections
+from jpaged.engine.startup import pause_garbage_collection
 
 
 class Node:
@@ -26,7 +26,7 @@ def test_what_a_start_finds_and_makes_is_not_walked_again(enabled: bool):
     (gc.enable if enabled else gc.disable)()
     try:
         before = Node()
-        with without_collections():
+        with pause_garbage_collection():
             assert not gc.isenabled()
             made = Node()
         assert gc.isenabled() is enabled
@@ -43,7 +43,7 @@ def test_what_a_failed_start_makes_is_walked():
     made: list[Node] = []
 
     def fails() -> None:
-        with without_collections():
+        with pause_garbage_collection():
             made.append(Node())
             raise ValueError("at the start")
 
@@ -58,7 +58,7 @@ def test_what_earlier_engines_left_is_collected():
     node.itself = node  # as an engine that has failed
     left = weakref.ref(node)
     del node
-    with without_collections():
+    with pause_garbage_collection():
         assert left() is None
 
 

@@ -200,11 +200,11 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path):
 
 
 def test_a_number_is_computed_once(tmp_path: Path):
-    assert make_store(tmp_path).number("bytes", lambda: 42) == 42
+    assert make_store(tmp_path).load_or_compute("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
-    assert make_store(tmp_path).number("bytes", unused) == 42
+    assert make_store(tmp_path).load_or_compute("bytes", unused) == 42
     save_bytes(make_store(tmp_path), "bytes", b"no number")
-    assert make_store(tmp_path).number("bytes", lambda: 43) == 43
+    assert make_store(tmp_path).load_or_compute("bytes", lambda: 43) == 43
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
@@ -222,8 +222,8 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
 def test_a_draft_is_compiled_whatever_the_cache_has(jax_cache: Path):
     recipe(32).compile()
     for count in (2, 3):
-        recipe(32).draft().compile()
+        recipe(32).with_unique_name().compile()
         assert len([*jax_cache.glob("*-cache")]) == count
     a = jnp.zeros(32, jnp.float32)
-    recipe(32).draft().compile()({"a": a}, jnp.ones(32, jnp.float32))
+    recipe(32).with_unique_name().compile()({"a": a}, jnp.ones(32, jnp.float32))
     assert a.is_deleted()  # donated as in the program itself

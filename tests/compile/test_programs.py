@@ -41,7 +41,7 @@ class FakeRecipe(Recipe):
 
         return SimpleNamespace(compile=compile_)
 
-    def draft(self) -> Recipe:
+    def with_unique_name(self) -> Recipe:
         return replace(self, name=("draft", self.name[1]))
 
     @property
@@ -58,12 +58,12 @@ class Log:
     def recipe(
         self,
         name: tuple,
-        products: Any = None,
+        gemm_key: Any = None,
         work: Any = lambda: None,
         trace: Any = lambda: None,
     ) -> Recipe:
         options = {"own": name}
-        return FakeRecipe(name, work, (self.said, trace), products=products, options=options)
+        return FakeRecipe(name, work, (self.said, trace), gemm_key=gemm_key, options=options)
 
     def at(self, what: str) -> int:
         return self.said.index(what)
@@ -72,7 +72,7 @@ class Log:
 def test_programs_are_told_and_found_by_name():
     log, told = Log(), []
     names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
-    with ProgramBuilder(2, progress=lambda *counts: told.append(counts)) as builder:
+    with ProgramBuilder(2, report_progress=lambda *counts: told.append(counts)) as builder:
         builder.add(map(log.recipe, names))
         builder.add([log.recipe(("decode", 8))])  # known
         programs = builder.programs()
@@ -102,11 +102,11 @@ def test_each_is_told_as_soon_as_it_is_compiled_and_as_often_as_asked():
     log, free = Log(), threading.Event()
     with ProgramBuilder(2) as builder:
         builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
-        told = builder.built()
+        told = builder.iter_built()
         first, _ = next(told)
         free.set()
         assert [first, *(name for name, _ in told)] == [("decode", 1), ("decode", 9)]
-        assert len([*builder.built()]) == 2
+        assert len([*builder.iter_built()]) == 2
 
 
 def test_drafts_are_compiled_while_the_rest_is_only_lowered():

@@ -11,13 +11,13 @@ import pytest
 
 from bench.common import ALL_SHAPES
 from jpaged.compile import sizing as sizing_module
-from jpaged.compile.sizing import POOL_GRANULE, Sizing
+from jpaged.compile.sizing import POOL_BLOCK_MULTIPLE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.checkpoint import read_config, resolve_checkpoint
-from jpaged.models.loader import ModelPlan, model_shapes
+from jpaged.models.loader import ModelPlan, make_abstract_model
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh, own_bytes
+from jpaged.models.sharding import make_mesh, per_device_bytes
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import SplitModel
 
@@ -28,7 +28,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
     stats = {"bytes_limit": limit, "bytes_in_use": held}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
-    split = SplitModel.of(model_shapes(MODEL, FLOAT32))
+    split = SplitModel.of(make_abstract_model(MODEL, FLOAT32))
     made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, [device])
     stats["bytes_in_use"] = limit  # from then on it is this engine's
     return made
@@ -42,7 +42,7 @@ def test_of_devices_that_share_a_model_the_least_decides():
         return SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
 
     config = EngineConfig(tensor_parallel_size=2, preemption_mode="swap", swap_space=0.01)
-    split = SplitModel.of(model_shapes(MODEL, FLOAT32, make_mesh(jax.devices(), 2)))
+    split = SplitModel.of(make_abstract_model(MODEL, FLOAT32, make_mesh(jax.devices(), 2)))
     devices = [device(2**30), device(2**29)]
     runtime, account, _ = Sizing(config, MODEL, split, FLOAT32, devices).fit(0)
     assert account.limit == 2**29
@@ -57,7 +57,7 @@ def test_a_model_that_no_device_holds_fits_two(count: int):
     stats = {"bytes_limit": int(0.9 * 139.8 * 2**30), "bytes_in_use": 0}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
     model, dtype = read_model_config(ALL_SHAPES["llama-70b"]), jnp.dtype(jnp.bfloat16)
-    split = SplitModel.of(model_shapes(model, dtype, make_mesh(jax.devices(), count)))
+    split = SplitModel.of(make_abstract_model(model, dtype, make_mesh(jax.devices(), count)))
     limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
     limits["max_model_len"] = 2048
     config = EngineConfig(tensor_parallel_size=count, **limits)
@@ -82,8 +82,8 @@ def test_devices_of_a_processor_have_its_memory_together(
     count: int, room: float, words: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: None)
-    split = SplitModel.of(model_shapes(MODEL, FLOAT32, make_mesh(jax.devices(), count)))
-    whole = own_bytes(SplitModel.of(model_shapes(MODEL, FLOAT32)).leaves)
+    split = SplitModel.of(make_abstract_model(MODEL, FLOAT32, make_mesh(jax.devices(), count)))
+    whole = per_device_bytes(SplitModel.of(make_abstract_model(MODEL, FLOAT32)).leaves)
     monkeypatch.setattr(sizing_module, "physical_memory_bytes", lambda: int(room * whole))
     config = EngineConfig(tensor_parallel_size=count)
     if words is None:
@@ -100,13 +100,13 @@ def test_a_narrower_pool_has_more_blocks_of_what_is_left():
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
     stats = {"bytes_limit": 2**30, "bytes_in_use": 0}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
-    split = SplitModel.of(model_shapes(model, FLOAT32))
+    split = SplitModel.of(make_abstract_model(model, FLOAT32))
     config = EngineConfig(preemption_mode="swap", swap_space=0.01)
     runtime, account, shapes = Sizing(config, model, split, FLOAT32, [device]).fit(0)
     per_block = block_bytes(model, 16, FLOAT32)
     assert 4 * per_block == block_bytes(MODEL, 16, FLOAT32)
     assert 3.9 * wide.num_blocks < runtime.num_blocks <= 4.1 * wide.num_blocks
-    assert account.kv_cache == runtime.num_blocks * per_block == own_bytes(shapes.kv.pool)
+    assert account.kv_cache == runtime.num_blocks * per_block == per_device_bytes(shapes.kv.pool)
     assert runtime.num_host_blocks == int(0.01 * 2**30) // per_block
     assert shapes.hidden.dtype == FLOAT32
 
@@ -117,7 +117,7 @@ def test_the_pool_has_what_others_and_steps_leave():
     assert account.limit == limit - held
     assert account.workspace >= 2 * step
     per_block = account.kv_cache // runtime.num_blocks
-    assert 0 <= account.limit - account.total < per_block * POOL_GRANULE
+    assert 0 <= account.limit - account.total < per_block * POOL_BLOCK_MULTIPLE
     assert shapes.kv.pool[0].k.shape[0] == runtime.num_blocks
     less, _, _ = sizing(limit, held).fit(16 * step)
     assert less.num_blocks < runtime.num_blocks

@@ -12,11 +12,11 @@ from start_helpers import FLOAT32, Start
 
 from jpaged.compile import workers
 from jpaged.compile.recipes import Recipe
-from jpaged.compile.store import program_store
-from jpaged.compile.workers import compile_share, make_orders, share_of
+from jpaged.compile.store import open_program_store
+from jpaged.compile.workers import make_compile_jobs, run_compile_job, select_worker_recipes
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 
 
@@ -35,7 +35,7 @@ def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
         ("sample", (8, 1)),
         ("load_rows", None),
     )
-    shares = [[recipe.name for recipe in share_of(made, i, 2)] for i in range(2)]
+    shares = [[recipe.name for recipe in select_worker_recipes(made, i, 2)] for i in range(2)]
     assert shares == [
         [("sample", (8, 0)), ("sample", (8, 1)), ("prefill", (128, 8)), ("decode", 8)],
         [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_rows", None)],
@@ -58,15 +58,21 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
     runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
     said = read_model_config(read_config(EMBEDDED_MODEL))
     found = replace(said, tie_word_embeddings=False)
-    store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
+    store = open_program_store(tmp_path, found, make_abstract_model(found, FLOAT32), device)
     config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
-    make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
-    monkeypatch.setattr(workers, "share_of", reach)
-    for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
-        (order,) = make(tied=tied)
-        order = replace(order, limits=runtime)
+    make = partial(
+        make_compile_jobs, config, EMBEDDED_MODEL, FLOAT32, device, store, has_gemm_record=False
+    )
+    monkeypatch.setattr(workers, "select_worker_recipes", reach)
+    for tie_word_embeddings, error in (
+        (False, ReachedError),
+        (None, ValueError),
+        (True, ValueError),
+    ):
+        (job,) = make(tie_word_embeddings=tie_word_embeddings)
+        job = replace(job, limits=runtime)
         with pytest.raises(error):
-            next(compile_share(order, lambda: runtime))
+            next(run_compile_job(job, lambda: runtime))
 
 
 def test_a_worker_knows_of_the_pools_dtype(
@@ -83,14 +89,16 @@ def test_a_worker_knows_of_the_pools_dtype(
     runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
     said = read_model_config(read_config(EMBEDDED_MODEL))
     asked = replace(said, kv_cache_dtype="float8_e4m3fn")
-    store = program_store(tmp_path, asked, model_shapes(asked, FLOAT32), device)
+    store = open_program_store(tmp_path, asked, make_abstract_model(asked, FLOAT32), device)
     config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
-    make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
-    (order,) = make(kv_cache_dtype="float8_e4m3fn")
-    order = replace(order, limits=runtime)
-    monkeypatch.setattr(workers, "share_of", reach)
+    make = partial(
+        make_compile_jobs, config, EMBEDDED_MODEL, FLOAT32, device, store, has_gemm_record=True
+    )
+    (job,) = make(kv_cache_dtype="float8_e4m3fn")
+    job = replace(job, limits=runtime)
+    monkeypatch.setattr(workers, "select_worker_recipes", reach)
     with pytest.raises(ReachedError):
-        next(compile_share(order, lambda: runtime))
+        next(run_compile_job(job, lambda: runtime))
     assert given
     with pytest.raises(ValueError, match="are not the engine's process's"):
-        next(compile_share(replace(order, kv_cache_dtype=None), lambda: runtime))
+        next(run_compile_job(replace(job, kv_cache_dtype=None), lambda: runtime))

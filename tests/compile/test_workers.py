@@ -20,15 +20,15 @@ from start_helpers import FLOAT32, Start, names
 
 from jpaged import processes
 from jpaged.compile.workers import (
-    Order,
-    choose_workers,
+    CompileJob,
+    choose_num_workers,
     from_json,
-    make_orders,
-    share_of,
+    make_compile_jobs,
+    select_worker_recipes,
     to_json,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.processes import Child, framed, receive, send
+from jpaged.processes import Child, frame_message, receive, send
 
 GIB = 2**30
 
@@ -118,7 +118,7 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     """Here code has the tests' checks in it, which it has not in a worker."""
     with start.pool() as pool:
         assert pool.start(start.runtime)
-        found = names(pool.compiled(start.recipes, start.runtime, untold))
+        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
     assert sum("settings, code or share" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
@@ -131,11 +131,11 @@ def test_a_checkpoint_lies_in_a_folder_of_any_name(
     folder = tmp_path / "modèle-caf\udce9"
     folder.mkdir()
     shutil.copy(EMBEDDED_MODEL / "config.json", folder)
-    start.orders = [replace(order, folder=str(folder)) for order in start.orders]
+    start.jobs = [replace(job, folder=str(folder)) for job in start.jobs]
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with start.pool() as pool:
         assert pool.start(start.runtime)
-        found = names(pool.compiled(start.recipes, start.runtime, untold))
+        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
     # They have read config.json in it: only then is it seen what programs are made from.
     assert sum("settings, code or share" in line for line in start.said) == 2
@@ -147,7 +147,7 @@ def test_what_a_lost_worker_had_is_compiled_here(start: Start):
         pool.start(start.runtime)
         for child in pool.processes:
             child.kill()
-        found = names(pool.compiled(start.recipes, start.runtime, untold))
+        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
 
 
@@ -155,7 +155,9 @@ def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with start.pool() as pool:
         assert not pool.start(start.runtime)
-        assert len([*pool.compiled(start.recipes, start.runtime, untold)]) == len(start.recipes)
+        assert len([*pool.iter_compiled(start.recipes, start.runtime, untold)]) == len(
+            start.recipes
+        )
     (said,) = start.said
     assert "could be started" in said
 
@@ -168,7 +170,7 @@ def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with start.pool() as pool:
         assert not pool.start(start.runtime)
-        found = names(pool.compiled(start.recipes, start.runtime, untold))
+        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
     assert len(start.said) == 1
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -204,12 +206,14 @@ def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
-    sent = b"".join(framed(to_json({"compiled": name})) for name in done)
-    sent += framed(to_json({"level": "info"})) + framed(to_json({"compiled": "cut"}))[:-3]
+    sent = b"".join(frame_message(to_json({"compiled": name})) for name in done)
+    sent += (
+        frame_message(to_json({"level": "info"})) + frame_message(to_json({"compiled": "cut"}))[:-3]
+    )
     told: list[int] = []
     start_fakes(monkeypatch, [sent.hex()], [sent.hex()])
     with start.pool() as pool:
-        found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
+        found = [*pool.iter_compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
     assert [repr(recipe.name) for recipe in found[:2]] == done
     assert names(found) == names(start.recipes)
     assert told == [*range(1, len(found) + 1)]
@@ -220,10 +224,10 @@ def test_the_share_of_a_worker_that_ended_is_not_waited_for(
 ):
     """The others may take long: this one never says a word."""
     start_fakes(monkeypatch, [""], ["", "waits"])
-    first = share_of(start.recipes, 0, 2)
+    first = select_worker_recipes(start.recipes, 0, 2)
     with start.pool() as pool:
         pool.start(start.runtime)
-        found = pool.compiled(start.recipes, start.runtime, untold)
+        found = pool.iter_compiled(start.recipes, start.runtime, untold)
         assert names(next(found) for _ in first) == names(first)
 
 
@@ -256,7 +260,7 @@ def test_a_worker_ends_with_a_message_that_it_cannot_read():
     send(child.sock, b"\xe9")
     assert b"UnicodeDecodeError" in (receive(child.sock) or b"")
     assert child.exit_code(60) == 1
-    child.end()
+    child.kill_and_close()
 
 
 def test_what_a_module_prints_goes_to_standard_error(
@@ -266,11 +270,11 @@ def test_what_a_module_prints_goes_to_standard_error(
     package.mkdir()
     (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    child = Child("jpaged.compile.workers", errors=subprocess.PIPE)
+    child = Child("jpaged.compile.workers", stderr=subprocess.PIPE)
     assert child.process.stderr is not None
     with child.process.stderr as errors:
         assert errors.readline() == b"a banner\n"
-    child.end()
+    child.kill_and_close()
 
 
 def test_after_the_end_no_worker_is_started(start: Start):
@@ -278,12 +282,12 @@ def test_after_the_end_no_worker_is_started(start: Start):
     with start.pool() as pool:
         pass
     assert not pool.start(start.runtime)
-    assert names(pool.compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
+    assert names(pool.iter_compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
     assert pool.processes == []
 
 
 @pytest.mark.parametrize(
-    ("platform", "processors", "reserved", "options", "recorded", "asked", "expected"),
+    ("platform", "processors", "reserved", "options", "has_gemm_record", "asked", "expected"),
     [
         ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
         ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
@@ -307,7 +311,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     processors: int,
     reserved: int | None,
     options: Any,
-    recorded: bool,
+    has_gemm_record: bool,
     asked: int | None,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -318,7 +322,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     stats = {"bytes_limit": reserved} if reserved else None
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     config = EngineConfig(num_compile_workers=asked)
-    assert choose_workers(config, device, recorded=recorded) == expected
+    assert choose_num_workers(config, device, has_gemm_record=has_gemm_record) == expected
 
 
 @pytest.fixture
@@ -326,17 +330,21 @@ def client_options(jax_settings: None) -> Callable[[Any], None]:
     return partial(jax.config.update, "jax_pjrt_client_create_options")
 
 
-def orders_of(start: Start) -> list[Order]:
+def orders_of(start: Start) -> list[CompileJob]:
     config = EngineConfig(num_compile_workers=2)
     device = jax.local_devices()[0]
-    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
+    return make_compile_jobs(
+        config, EMBEDDED_MODEL, FLOAT32, device, start.store, has_gemm_record=True
+    )
 
 
 def test_workers_compile_for_as_many_devices(start: Start):
     config, device = EngineConfig(tensor_parallel_size=2), jax.local_devices()[0]
     config = replace(config, num_compile_workers=2)
-    orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
-    assert [order.num_devices for order in orders] == [2, 2]
+    jobs = make_compile_jobs(
+        config, EMBEDDED_MODEL, FLOAT32, device, start.store, has_gemm_record=True
+    )
+    assert [job.num_devices for job in jobs] == [2, 2]
 
 
 def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
@@ -355,7 +363,7 @@ def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pyt
 
 
 def test_orders_and_numbers_are_fit_for_json(start: Start):
-    first, second = start.orders
-    assert (first.share, second.share, first.of) == (0, 1, 2)
+    first, second = start.jobs
+    assert (first.worker_index, second.worker_index, first.num_workers) == (0, 1, 2)
     for record in (replace(first, limits=start.runtime), start.runtime):
         assert from_json(to_json(record), type(record)) == record

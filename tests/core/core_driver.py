@@ -9,10 +9,10 @@ from core_fake_device import FakeDevice, beam_oracle, oracle
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.plan import Emitted, Goal, ScheduledSequence, StepPlan
-from jpaged.core.prefix_cache import Digest, PrefixCache, seeded_digest
+from jpaged.core.plan import EmittedToken, ScheduledSequence, SchedulingGoal, StepPlan
+from jpaged.core.prefix_cache import HashFunction, PrefixCache, seeded_hash_function
 from jpaged.core.request import (
-    Candidates,
+    BeamCandidates,
     FinishReason,
     Request,
     RequestStatus,
@@ -20,11 +20,11 @@ from jpaged.core.request import (
     StopCriteria,
 )
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.core.swap import PressurePolicy
+from jpaged.core.swap import PreemptionPolicy
 
-DIGESTS: dict[str, Digest] = {
-    "xxh3": seeded_digest(0),
-    "two bits": lambda key: seeded_digest(0)(key) % 4,
+DIGESTS: dict[str, HashFunction] = {
+    "xxh3": seeded_hash_function(0),
+    "two bits": lambda key: seeded_hash_function(0)(key) % 4,
     "constant": lambda key: 7,
 }
 """A good hash, and two that collide all the time: none may be trusted."""
@@ -37,7 +37,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     max_model_len: int = 40,
     digest: str | None = None,
-    pressure: PressurePolicy | None = None,
+    pressure: PreemptionPolicy | None = None,
     by_priority: bool = False,
 ) -> Scheduler:
     """`digest` names the prefix cache's; None for no cache."""
@@ -66,7 +66,7 @@ def make_request(
         name,
         prompt,
         criteria,
-        seq_ids=count(int(name) if seq_id is None else seq_id),
+        seq_id_counter=count(int(name) if seq_id is None else seq_id),
         cache_salt=salt,
         reads_prefix_cache=reads,
         num_samples=n,
@@ -79,7 +79,11 @@ class Driver:
     """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
 
     def __init__(
-        self, scheduler: Scheduler, lag: int = 0, burst: int = 1, goal: Goal = Goal.LATENCY
+        self,
+        scheduler: Scheduler,
+        lag: int = 0,
+        burst: int = 1,
+        goal: SchedulingGoal = SchedulingGoal.LATENCY,
     ):
         self.scheduler, self.lag, self.burst, self.goal = scheduler, lag, burst, goal
         manager = scheduler.block_manager
@@ -89,7 +93,7 @@ class Driver:
             shares=manager.prefix_cache is not None,
             num_host_blocks=scheduler.swap_space.policy.num_host_blocks,
         )
-        self.in_flight: deque[tuple[StepPlan, np.ndarray, Candidates | None]] = deque()
+        self.in_flight: deque[tuple[StepPlan, np.ndarray, BeamCandidates | None]] = deque()
         self.plans: list[StepPlan] = []
         self.failed: list[tuple[Request, Exception]] = []
         self.requests: dict[str, Request] = {}
@@ -107,7 +111,9 @@ class Driver:
         for _ in range(self.burst - 1):
             self._plan()
         if plan is None and not self.in_flight:
-            assert not self.scheduler.has_unfinished, "stuck: nothing in flight, nothing planned"
+            assert not self.scheduler.has_unfinished_requests, (
+                "stuck: nothing in flight, nothing planned"
+            )
         num_ahead = self.lag * self.burst if plan is not None else 0
         for _ in range(min(self.burst, len(self.in_flight) - num_ahead)):
             self.read()
@@ -123,7 +129,7 @@ class Driver:
             self._check_plan(plan)
         return plan
 
-    def read(self) -> list[Emitted]:
+    def read(self) -> list[EmittedToken]:
         """Update with the oldest step in flight."""
         emitted, _, failed = self.scheduler.update(*self.in_flight.popleft())
         self.failed += failed
@@ -133,7 +139,7 @@ class Driver:
         self.scheduler.check_integrity()
         return emitted
 
-    def put_back(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
+    def postpone_rows(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
         """Catch up with the device but for the newest step, of which some rows sample nothing;
         gives these."""
         while len(self.in_flight) > 1:
@@ -142,7 +148,7 @@ class Driver:
         rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_put_back(row)])
         for i in rows:
             sampled[i] = self.device.unsample(plan.scheduled[i].sequence)
-        self.in_flight.append((self.scheduler.put_back(plan, rows), sampled, found))
+        self.in_flight.append((self.scheduler.postpone_rows(plan, rows), sampled, found))
         self.scheduler.check_integrity()
         return rows
 
@@ -150,7 +156,7 @@ class Driver:
         sequence, request = row.sequence, row.sequence.request
         runs = request.status is RequestStatus.RUNNING and request.beam is None
         decodes = row.start >= sequence.num_admitted_tokens and row.num_scheduled_tokens == 1
-        return runs and decodes and row.samples and request.live == [sequence]
+        return runs and decodes and row.is_sampled and request.live_sequences == [sequence]
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
@@ -163,28 +169,30 @@ class Driver:
     def reset_prefix_cache(self) -> None:
         """Forget what is cached; no free block has it, unless the next plan still copies some."""
         self.scheduler.reset_prefix_cache()
-        images = [it.image for it in self.scheduler.unfinished if it.image is not None]
-        if all(it.image_id in self.device.images for it in images):
+        images = [
+            it.swap_entry for it in self.scheduler.unfinished_requests if it.swap_entry is not None
+        ]
+        if all(it.swap_entry_id in self.device.images for it in images):
             self.device.spoil(self.scheduler.block_manager.pool)
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until all is done and read, then check streams and census."""
         for _ in range(max_steps):
-            if not (self.scheduler.has_unfinished or self.in_flight):
+            if not (self.scheduler.has_unfinished_requests or self.in_flight):
                 break
             self.step()
         self.check_end()
 
     def check_end(self) -> None:
-        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.has_unfinished_requests
         assert not self.in_flight
         self.scheduler.check_integrity()
-        census = self.scheduler.block_manager.pool.census()
-        assert census.used == self.scheduler.block_manager.pins.num_blocks
+        block_counts = self.scheduler.block_manager.pool.block_counts()
+        assert block_counts.used == self.scheduler.block_manager.pins.num_blocks
         if self.scheduler.block_manager.prefix_cache is None:
-            assert census.cached == 0
-        assert self.scheduler.swap_space.num_used_blocks == 0
-        dropped, _, _ = self.scheduler.swap_space.take_orders()
+            assert block_counts.cached == 0
+        assert self.scheduler.swap_space.num_used_host_blocks == 0
+        dropped, _, _ = self.scheduler.swap_space.pop_swap_changes()
         assert self.device.images.keys() == set(dropped), "an image is left in host memory"
         for request in self.requests.values():
             self._check_request(request)
@@ -201,7 +209,7 @@ class Driver:
         assert sequence.output_token_ids == stream
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         max_model_len = self.scheduler.config.max_model_len
-        expected, reason = oracle(prompt, request.stop, max_model_len, sequence.index)
+        expected, reason = oracle(prompt, request.stop_criteria, max_model_len, sequence.index)
         if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert stream == expected[: len(stream)]
         else:

@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.plan import ScheduledSequence, StepPlan
-from jpaged.core.request import Candidates, FinishReason, Sequence, StopCriteria
+from jpaged.core.request import BeamCandidates, FinishReason, Sequence, StopCriteria
 
 VOCABULARY = 11
 
@@ -24,12 +24,12 @@ def next_token(token_ids: list[int], index: int = 0) -> int:
     return zlib.crc32(bytes(token_ids), index) % VOCABULARY
 
 
-def candidates_of(token_ids: list[int]) -> Candidates:
+def candidates_of(token_ids: list[int]) -> BeamCandidates:
     """The fake model's tokens, likeliest first."""
     weights = [zlib.crc32(bytes([*token_ids, t])) / 2**32 for t in range(VOCABULARY)]
     logprobs = np.log(np.array(weights) / sum(weights)).astype(np.float32)
     order = np.argsort(-logprobs, kind="stable")
-    return Candidates(order.astype(np.int32), logprobs[order])
+    return BeamCandidates(order.astype(np.int32), logprobs[order])
 
 
 def oracle(
@@ -83,20 +83,20 @@ class FakeDevice:
         self.last_tokens: dict[int, int] = {}
         self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
 
-    def launch(self, plan: StepPlan) -> tuple[np.ndarray, Candidates | None]:
+    def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
         """Run a step; returns what it samples, garbage for rows that do not."""
-        for seq_id in plan.released:
+        for seq_id in plan.released_seq_ids:
             del self.tables[seq_id]  # KeyError: released twice, or never in the batch
             self.last_tokens.pop(seq_id, None)
         for parent, child in plan.row_forks:
             assert child.seq_id not in self.tables, "a child has a row already"
             self.tables[child.seq_id] = list(self.tables[parent.seq_id])
-        for image_id in plan.dropped:
-            del self.images[image_id]
-        for image_id, block_ids in plan.swap_outs:
-            assert image_id not in self.images
+        for swap_entry_id in plan.dropped_swap_entry_ids:
+            del self.images[swap_entry_id]
+        for swap_entry_id, block_ids in plan.swap_outs:
+            assert swap_entry_id not in self.images
             assert 0 < len(set(block_ids)) == len(block_ids)
-            self.images[image_id] = [self._block(block_id) for block_id in block_ids]
+            self.images[swap_entry_id] = [self._block(block_id) for block_id in block_ids]
         assert sum(map(len, self.images.values())) <= self.num_host_blocks
         self._copy_blocks(plan.block_copies)
         newcomers = [row for row in plan.scheduled if row.sequence.seq_id not in self.tables]
@@ -110,8 +110,8 @@ class FakeDevice:
         self._write(plan, inputs)
         for row in plan.scheduled:
             self._read(row, row.start + row.num_scheduled_tokens)
-        for image_id, places in plan.swap_ins:
-            image = self.images.pop(image_id)
+        for swap_entry_id, places in plan.swap_ins:
+            image = self.images.pop(swap_entry_id)
             for entry, block_id in places:
                 self._set_block(block_id, image[entry])
         return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
@@ -162,7 +162,7 @@ class FakeDevice:
             self.history[sequence.seq_id] = list(sequence.token_ids)
         history = self.history.setdefault(sequence.seq_id, list(sequence.token_ids))
         assert history[: len(sequence.token_ids)] == sequence.token_ids
-        assert len(history) == sequence.num_tokens - row.samples, "samples not as counted"
+        assert len(history) == sequence.num_tokens - row.is_sampled, "samples not as counted"
 
     def _inputs(self, row: ScheduledSequence) -> list[int]:
         known = row.sequence.token_ids
@@ -202,7 +202,7 @@ class FakeDevice:
     def _sample(self, row: ScheduledSequence) -> int:
         seq_id = row.sequence.seq_id
         self.last_tokens.pop(seq_id, None)
-        if not row.samples or row.sequence.request.beam is not None:
+        if not row.is_sampled or row.sequence.request.beam is not None:
             return 10**6
         token = next_token(self.history[seq_id], row.sequence.index)
         self.history[seq_id].append(token)
@@ -210,9 +210,11 @@ class FakeDevice:
         return token
 
 
-def _offers(plan: StepPlan) -> Candidates | None:
+def _offers(plan: StepPlan) -> BeamCandidates | None:
     """The likeliest tokens after each row, if they are asked for."""
     if all(row.sequence.request.beam is None for row in plan.scheduled):
         return None
     rows = [candidates_of(row.sequence.token_ids) for row in plan.scheduled]
-    return Candidates(np.stack([r.token_ids for r in rows]), np.stack([r.logprobs for r in rows]))
+    return BeamCandidates(
+        np.stack([r.token_ids for r in rows]), np.stack([r.logprobs for r in rows])
+    )

@@ -15,7 +15,7 @@ def the(plan: StepPlan | None) -> StepPlan:
 def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
     """(sequence, start, tokens, samples) of each row."""
     rows = the(plan).scheduled
-    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in rows]
+    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.is_sampled) for r in rows]
 
 
 def updates(plan: StepPlan | None) -> list[tuple[tuple[int, int], ...]]:
@@ -32,7 +32,7 @@ def samples(driver: Driver, name: str) -> list[Sequence]:
 
 def tables(driver: Driver, name: str) -> list[list[int]]:
     """The block tables of the request's live sequences."""
-    return [sequence.block_table for sequence in driver.requests[name].live]
+    return [sequence.block_table for sequence in driver.requests[name].live_sequences]
 
 
 def status(driver: Driver, name: str) -> str:

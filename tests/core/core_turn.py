@@ -4,7 +4,7 @@ import math
 
 from core_driver import Driver
 
-from jpaged.core.plan import Goal, StepPlan
+from jpaged.core.plan import SchedulingGoal, StepPlan
 from jpaged.core.request import Request, RequestStatus
 
 
@@ -24,7 +24,9 @@ class Turn:
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
-        first = min(scheduler.unfinished, key=lambda request: request.rank, default=None)
+        first = min(
+            scheduler.unfinished_requests, key=lambda request: request.sort_key, default=None
+        )
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
         self.steps_left -= 1
@@ -40,7 +42,7 @@ class Turn:
         # The one before the others was begun: what it computes again may be past its prompt.
         new = plan.scheduled[1:]
         nobody_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
-        is_throughput = self.driver.goal is Goal.THROUGHPUT
+        is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT
         return is_throughput and is_full and nobody_decodes and not of_first
 
     def bound(self, request: Request) -> float:
@@ -50,9 +52,9 @@ class Turn:
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the stem, then all that is each one's own
         own = most - request.sequences[0].num_prompt_tokens + 1
-        launches += own * math.ceil(request.num_seats / budget)
+        launches += own * math.ceil(request.num_rows / budget)
         if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
-            launches += math.ceil(request.num_seats * most / budget)  # of what it had computed
+            launches += math.ceil(request.num_rows * most / budget)  # of what it had computed
         return (launches + 2) * (self.driver.lag + 2) * self.driver.burst
 
     def after_step(self) -> None:

@@ -12,7 +12,7 @@ from test_scheduler_machine import SchedulerMachine
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.observe.pool_report import (
     BlockInfo,
     BlockState,
@@ -119,7 +119,7 @@ def test_a_prefix_shared_by_two_requests_names_both():
     driver.step()
     infos = block_map(driver.scheduler)
     assert infos[1].request_ids == infos[2].request_ids == ("1", "2")
-    assert infos[1].content_hash == driver.scheduler.block_manager.pool.blocks[1].content.digest  # pyright: ignore
+    assert infos[1].content_hash == driver.scheduler.block_manager.pool.blocks[1].cache_entry.digest  # pyright: ignore
     assert memory_report(driver.scheduler).shared_savings == pytest.approx(2 / 6)
 
 
@@ -140,21 +140,21 @@ def test_pinned_blocks_are_used_and_save_nothing():
 
 
 def test_host_blocks():
-    pressure = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=9)
+    pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
     work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
     driver = driver_of(*work, num_blocks=7, pressure=pressure)
     while not driver.scheduler.num_swapped:
         driver.step()
     report = memory_report(driver.scheduler)
     assert report.num_host_blocks == 9
-    assert report.num_used_host_blocks == driver.scheduler.swap_space.num_used_blocks > 0
+    assert report.num_used_host_blocks == driver.scheduler.swap_space.num_used_host_blocks > 0
     assert {r for info in block_map(driver.scheduler).values() for r in info.request_ids} == {"1"}
 
 
 def test_beams_share_what_they_have_in_common():
     driver = driver_of(make_request("1", 9, max_tokens=6, beam=BeamSearch(4)), num_blocks=33)
     savings = set()
-    while driver.scheduler.has_unfinished:
+    while driver.scheduler.has_unfinished_requests:
         driver.step()
         savings.add(memory_report(driver.scheduler).shared_savings)
     assert max(savings) > 0.5
@@ -171,17 +171,17 @@ def test_reports_do_not_change():
 def check_accounts(scheduler: Scheduler) -> None:
     """The map and the report against the tables, slot by slot."""
     manager, infos = scheduler.block_manager, block_map(scheduler)
-    size, census = manager.block_size, manager.pool.census()
-    assert [*infos] == list(range(1, census.total + 1))
+    size, block_counts = manager.block_size, manager.pool.block_counts()
+    assert [*infos] == list(range(1, block_counts.total + 1))
     counts = Counter(info.state for info in infos.values())
     assert (counts[BlockState.FREE], counts[BlockState.USED], counts[BlockState.CACHED]) == (
-        census[:3]
+        block_counts[:3]
     )
     filled, fillable = _slots_by_hand(scheduler)
     for info in infos.values():
-        _check_info(info, filled, size, manager.pins.holders[info.block_id])
+        _check_info(info, filled, size, manager.pins.holder_counts[info.block_id])
     report = memory_report(scheduler)
-    assert sum(slots(report)) == report.num_slots == census.total * size
+    assert sum(slots(report)) == report.num_slots == block_counts.total * size
     assert min(slots(report)) >= 0
     used = [info for info in infos.values() if info.state is BlockState.USED]
     assert report.num_token_slots == sum(info.num_filled_slots for info in used)
@@ -190,7 +190,7 @@ def check_accounts(scheduler: Scheduler) -> None:
     assert report.num_waste_slots == num_waste_slots(scheduler)
     assert report.num_pinned_blocks == sum(info.is_pinned for info in infos.values())
     assert report.num_physical_blocks == sum(bool(info.request_ids) for info in used)
-    pins = sum(manager.pins.holders.values())
+    pins = sum(manager.pins.holder_counts.values())
     assert report.num_logical_blocks == sum(info.ref_cnt for info in used) - pins
     assert 0 <= report.shared_savings < 1
 
@@ -199,7 +199,7 @@ def _slots_by_hand(scheduler: Scheduler) -> tuple[set, set]:
     """Slots (block, offset) that hold a token of a sequence, and that one may come to fill."""
     size = scheduler.block_manager.block_size
     filled, fillable = set(), set()
-    for sequence in scheduler.sequences.known.values():
+    for sequence in scheduler.sequences.by_id.values():
         for position in range(len(sequence.block_table) * size):
             slot = sequence.block_table[position // size], position % size
             if position < sequence.num_computed_tokens:

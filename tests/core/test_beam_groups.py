@@ -7,8 +7,8 @@ from core_driver import Driver, make_request, make_scheduler
 from core_plans import forks, num_free, shape, status, tables, the, updates
 
 from jpaged.core.beam import BeamSearch
-from jpaged.core.request import Candidates, FinishReason
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.request import BeamCandidates, FinishReason
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 PROMPT = [9, 9, 9, 9, 9, 9]
 PROBABILITIES = {
@@ -21,9 +21,9 @@ PROBABILITIES = {
 OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
 
 
-def candidates_of(token_ids: list[int]) -> Candidates:
+def candidates_of(token_ids: list[int]) -> BeamCandidates:
     following = PROBABILITIES.get(tuple(token_ids[len(PROMPT) :]), OTHERWISE)
-    return Candidates(
+    return BeamCandidates(
         np.array(list(following), np.int32), np.log(np.array(list(following.values()), np.float32))
     )
 
@@ -40,7 +40,7 @@ def add_search(driver: Driver, name: str = "1", max_tokens: int = 4, **options) 
 
 def beams(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     """The outputs so far, best first."""
-    return [tuple(beam.output_token_ids) for beam in driver.requests[name].live]
+    return [tuple(beam.output_token_ids) for beam in driver.requests[name].live_sequences]
 
 
 def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
@@ -73,7 +73,7 @@ def test_forks_copies_and_prunes():
     assert num_free(driver) == 8  # block 3 went with the pruned beam, at once
 
     plan = the(driver.step())
-    assert (plan.released, forks(plan)) == ((10,), [(11, 12)])
+    assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])
     assert (plan.block_copies, updates(plan)) == ((), [((2, 4),), ((2, 5),)])
     driver.run()
     assert answers(driver) == [(2, 4, 7, 0), (2, 4, 8, 0)]
@@ -89,12 +89,12 @@ def test_a_beam_that_nothing_continues_is_let_go(pruned: int, monkeypatch: pytes
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     driver.step()
-    lost = driver.requests["1"].live[pruned]
+    lost = driver.requests["1"].live_sequences[pruned]
     driver.step()
     assert beams(driver) == [(1 + other, 6), (1 + other, 7)]
     assert lost.block_table == []
     assert num_free(driver) == 8
-    assert the(driver.step()).released == (lost.seq_id,)
+    assert the(driver.step()).released_seq_ids == (lost.seq_id,)
     driver.run()
 
 
@@ -126,16 +126,19 @@ def test_an_end_token_ends_the_search():
 def test_beams_wait_for_those_that_a_small_step_left_out():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=1))
     add_search(driver)
-    while not driver.plans or not driver.plans[-1].scheduled[0].samples:
+    while not driver.plans or not driver.plans[-1].scheduled[0].is_sampled:
         driver.step()
     assert shape(driver.step()) == [(10, 6, 1, True)]
-    assert (beams(driver), driver.requests["1"].live[0].candidates is None) == ([(1,), (2,)], False)
+    assert (beams(driver), driver.requests["1"].live_sequences[0].candidates is None) == (
+        [(1,), (2,)],
+        False,
+    )
     assert shape(driver.step()) == [(11, 6, 1, True)]
     assert beams(driver) == [(2, 4), (1, 4)]
     driver.run()
 
 
-def preempted_in_flight(policy: PressurePolicy) -> Driver:
+def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     """The step of both beams is launched and not read, when the first request takes a block."""
     scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
     driver = Driver(scheduler, lag=1)
@@ -148,14 +151,14 @@ def preempted_in_flight(policy: PressurePolicy) -> Driver:
     assert plan is not None
     driver.in_flight.append((plan, *driver.device.launch(plan)))
     driver.plans.append(plan)
-    assert plan.preempted == ("2",)
-    assert [beam.num_in_flight_steps for beam in driver.requests["2"].live] == [1, 1]
+    assert plan.preempted_request_ids == ("2",)
+    assert [beam.num_in_flight_steps for beam in driver.requests["2"].live_sequences] == [1, 1]
     return driver
 
 
 def test_beams_preempted_in_flight_are_searched_on_and_computed_again():
-    driver = preempted_in_flight(PressurePolicy())
-    assert driver.plans[-1].released == (11, 10)
+    driver = preempted_in_flight(PreemptionPolicy())
+    assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
     assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]  # the next ones, without any block
     assert tables(driver, "2") == [[], []]
@@ -171,13 +174,18 @@ def test_beams_preempted_in_flight_are_searched_on_and_computed_again():
 
 
 def test_beams_swapped_out_in_flight_are_searched_on_in_the_image():
-    driver = preempted_in_flight(PressurePolicy(PreemptionMode.SWAP, 8))
+    driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5
-    assert [beam.image_table for beam in driver.requests["2"].live] == [[0, 1, 2, 3], [0, 1, 2, 4]]
+    assert [beam.host_block_table for beam in driver.requests["2"].live_sequences] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 4],
+    ]
     driver.read()
     assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]
-    assert [beam.image_table for beam in driver.requests["2"].live] == [[0, 1, 2, 3]] * 2
+    assert [beam.host_block_table for beam in driver.requests["2"].live_sequences] == [
+        [0, 1, 2, 3]
+    ] * 2
     driver.scheduler.check_integrity()
     while status(driver, "2") == "swapped":
         plan = driver.step()
@@ -192,7 +200,7 @@ def test_beams_swapped_out_in_flight_are_searched_on_in_the_image():
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_abort_while_preempted_in_flight(mode: PreemptionMode):
-    driver = preempted_in_flight(PressurePolicy(mode, 8))
+    driver = preempted_in_flight(PreemptionPolicy(mode, 8))
     driver.scheduler.abort("2")
     driver.scheduler.check_integrity()
     driver.run()
@@ -214,7 +222,7 @@ def test_abort_at_any_time(lag: int, num_steps: int, budget: int):
 
 
 def test_a_model_without_numbers_ends_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
-    nothing = Candidates(np.arange(3, dtype=np.int32), np.full(3, np.nan, np.float32))
+    nothing = BeamCandidates(np.arange(3, dtype=np.int32), np.full(3, np.nan, np.float32))
     monkeypatch.setattr(core_fake_device, "candidates_of", lambda token_ids: nothing)
     driver = Driver(make_scheduler())
     add_search(driver)

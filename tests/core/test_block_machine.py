@@ -127,7 +127,7 @@ class BlockMachine(RuleBasedStateMachine):
         """As reading a step does, perhaps one that is not the last."""
         sequence = data.draw(st.sampled_from(self.sequences))
         num_tokens = max(sequence.num_computed_tokens - num_behind, 0)
-        self.manager.register_computed(sequence, num_tokens)
+        self.manager.register_full_blocks(sequence, num_tokens)
         table = self.tables[sequence.seq_id]
         for index in range(num_tokens // BLOCK_SIZE):
             self.contents.setdefault(table[index], self.model_content(sequence, index))
@@ -162,12 +162,12 @@ class BlockMachine(RuleBasedStateMachine):
             waste = len(sequence.block_table) * BLOCK_SIZE - sequence.num_computed_tokens
             assert 0 <= waste < BLOCK_SIZE
             no_block_taken = self.manager.num_new_blocks(sequence, 1) == 0
-            assert self.manager.has_slot(sequence) == no_block_taken
+            assert self.manager.has_free_slot(sequence) == no_block_taken
         used = len(set().union(*self.tables.values()))
         cached = len(self.contents.keys() & self.free)
-        census = (len(self.free) - cached, used, cached, NUM_USABLE)
-        assert self.manager.pool.census() == census
-        registered = {b.block_id for b in self.manager.pool.blocks if b.content is not None}
+        block_counts = (len(self.free) - cached, used, cached, NUM_USABLE)
+        assert self.manager.pool.block_counts() == block_counts
+        registered = {b.block_id for b in self.manager.pool.blocks if b.cache_entry is not None}
         assert registered == self.contents.keys()
 
     def teardown(self):

@@ -4,7 +4,7 @@ import pytest
 from core_plans import queue_of
 
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
-from jpaged.core.block_pool import IntegrityError, OutOfBlocksError, registered_content
+from jpaged.core.block_pool import IntegrityError, OutOfBlocksError, get_cache_entry
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Sequence
 
@@ -162,14 +162,14 @@ def test_check_integrity_finds_a_forgotten_holder():
 def test_an_extension_is_looked_for_after_what_is_left_of_a_prefix():
     manager, sequence = BlockManager(8, 2, PrefixCache(2)), Sequence(0, [1, 2, 3, 4, 5, 6], 6)
     grow(manager, sequence, 4)
-    manager.register_computed(sequence, 4)
-    contents = [registered_content(block) for block in manager.find_prefix(sequence)]
+    manager.register_full_blocks(sequence, 4)
+    contents = [get_cache_entry(block) for block in manager.find_prefix(sequence)]
     assert len(contents) == 2
-    assert not manager.can_extend(contents, sequence, 6)
+    assert not manager.can_extend_prefix(contents, sequence, 6)
     manager.free(sequence)
     sequence.num_computed_tokens = 0
     taken = manager.pool.allocate(6)  # all but the first block are overwritten
-    assert not manager.can_extend(contents, sequence, 6)
+    assert not manager.can_extend_prefix(contents, sequence, 6)
     assert len(contents) == 1
     manager.pool.free(taken)
     again = make(1)
@@ -177,6 +177,6 @@ def test_an_extension_is_looked_for_after_what_is_left_of_a_prefix():
     manager.admit(again, manager.find_prefix(again))
     again.num_computed_tokens = 2
     grow(manager, again, 2)
-    manager.register_computed(again, 4)
-    assert manager.can_extend(contents, sequence, 6)
-    assert not manager.can_extend(contents, sequence, 3)  # so many tokens at most
+    manager.register_full_blocks(again, 4)
+    assert manager.can_extend_prefix(contents, sequence, 6)
+    assert not manager.can_extend_prefix(contents, sequence, 3)  # so many tokens at most

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.core.block_pool import BlockCensus, BlockPool, IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import BlockCounts, BlockPool, IntegrityError, OutOfBlocksError
 
 
 def queue_of(pool: BlockPool) -> list[int]:
@@ -15,7 +15,7 @@ def test_blocks_are_handed_out_in_order_and_never_the_null_block():
     assert pool.allocate(2) == [1, 2]
     assert pool.allocate(2) == [3, 4]
     assert queue_of(pool) == []
-    assert pool.census() == BlockCensus(free=0, used=4, cached=0, total=4)
+    assert pool.block_counts() == BlockCounts(free=0, used=4, cached=0, total=4)
 
 
 def test_freed_blocks_are_taken_last():
@@ -41,7 +41,7 @@ def test_touch_takes_a_free_block_out_of_the_middle_of_the_queue():
     pool.touch([2, 4])
     assert queue_of(pool) == [1, 3]
     assert [block.ref_cnt for block in pool.blocks] == [0, 0, 1, 0, 1]
-    assert pool.census() == BlockCensus(free=2, used=2, cached=0, total=4)
+    assert pool.block_counts() == BlockCounts(free=2, used=2, cached=0, total=4)
 
 
 def test_too_many_blocks_are_refused_and_nothing_changes():

@@ -4,7 +4,7 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
 
-from jpaged.core.groups import num_common_tokens
+from jpaged.core.groups import common_prefix_length
 from jpaged.core.request import FinishReason, Sequence
 
 
@@ -98,7 +98,7 @@ def test_a_sample_that_ends_early_gives_back_its_block_and_its_seat():
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.STOP)
     assert num_free(driver) == 8  # block 1 is still shared
     plan = the(driver.step())
-    assert plan.released == (10,)
+    assert plan.released_seq_ids == (10,)
     assert shape(plan) == [(11, 6, 1, True), (2, 0, 2, True)]
     assert not driver.requests["1"].is_finished
     driver.scheduler.finish_sequence(samples(driver, "1")[1], FinishReason.ABORT)
@@ -143,7 +143,7 @@ def test_a_preempted_group_computes_its_stem_again_and_forks_again():
     driver.step()
     assert tables(driver, "2") == [[3, 5], [3, 4]]
     plan = the(driver.step())
-    assert (plan.preempted, plan.released) == (("2",), (10, 11))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (10, 11))
     assert tables(driver, "2") == [[], []]
     while status(driver, "2") == "preempted":
         plan = the(driver.step())
@@ -162,7 +162,7 @@ def test_a_leader_that_ends_in_its_stem_is_replaced(lag: int):
     driver.step()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     plan = the(driver.step())
-    assert (shape(plan), plan.released) == ([(11, 0, 3, False)], (10,))
+    assert (shape(plan), plan.released_seq_ids) == ([(11, 0, 3, False)], (10,))
     driver.run()
     assert [forks(plan) for plan in driver.plans if plan.row_forks] == [[(11, 12)]]
     assert [len(stream) for stream in driver.streams.values()] == [0, 3, 3]
@@ -184,7 +184,7 @@ def test_forks_may_wait_for_blocks():
     driver = starved_at_its_forks()
     driver.read()
     plan = the(driver.step())
-    assert (forks(plan), plan.released) == ([(10, 11), (10, 12)], (20,))
+    assert (forks(plan), plan.released_seq_ids) == ([(10, 11), (10, 12)], (20,))
     driver.run()
 
 
@@ -193,7 +193,7 @@ def test_children_join_by_themselves_if_the_parent_ends_before_they_got_rows():
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
     plan = the(driver.step())
-    assert (forks(plan), plan.released) == ([], (20, 10))
+    assert (forks(plan), plan.released_seq_ids) == ([], (20, 10))
     assert shape(plan) == [(11, 3, 1, True), (12, 3, 1, True)]
     assert updates(plan) == [((0, 4),), ((0, 1),)]
     assert not plan.is_decode
@@ -205,7 +205,7 @@ def test_a_child_that_ends_before_it_got_a_row_is_not_released():
     driver.scheduler.finish_sequence(samples(driver, "1")[1], FinishReason.ABORT)
     driver.read()
     plan = the(driver.step())
-    assert (forks(plan), plan.released) == ([(10, 12)], (20,))
+    assert (forks(plan), plan.released_seq_ids) == ([(10, 12)], (20,))
     driver.run()
 
 
@@ -275,4 +275,4 @@ def test_nobody_joins_while_one_that_runs_waits_for_blocks():
     ],
 )
 def test_what_sequences_have_in_common(texts: list[list[int]], expected: int):
-    assert num_common_tokens([Sequence(0, text, 1) for text in texts]) == expected
+    assert common_prefix_length([Sequence(0, text, 1) for text in texts]) == expected

@@ -9,7 +9,7 @@ from core_swapped import COSTS
 from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, Sequence
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 REFUSALS = [
     (make_request("2", 2, n=5, seq_id=10), "runs 5 sequences and max_num_seqs=4: lower n"),
@@ -79,7 +79,7 @@ def test_the_largest_group_that_fits_runs_to_its_end(
     needed = shared + width * (each - shared)
 
     def driver_of(num_blocks: int) -> Driver:
-        policy = PressurePolicy(mode, 99, COSTS)
+        policy = PreemptionPolicy(mode, 99, COSTS)
         scheduler = make_scheduler(
             num_blocks + 1, block_size, max_num_seqs=5, pressure=policy, by_priority=True
         )
@@ -139,18 +139,18 @@ def test_samples_compute_the_last_token_of_a_pinned_prompt():
 def test_a_prompt_swapped_out_in_its_middle_finds_no_more_of_a_pin_than_it_had_computed():
     manager = pinned(7).scheduler.block_manager
     waiting = Sequence(98, [0] * 13, 13)
-    assert manager.num_shared_with_pins(waiting) == 3
-    swapped = Sequence(99, [0] * 13, 13, num_computed_tokens=8, image_table=[0, 1])
-    assert manager.num_shared_with_pins(swapped) == 2
+    assert manager.num_pinned_prefix_blocks(waiting) == 3
+    swapped = Sequence(99, [0] * 13, 13, num_computed_tokens=8, host_block_table=[0, 1])
+    assert manager.num_pinned_prefix_blocks(swapped) == 2
 
 
 def test_a_pin_must_leave_room_for_a_group():
     driver = Driver(make_scheduler(num_blocks=8, block_size=4, digest="xxh3"))
     driver.add(make_request("1", 5, max_tokens=6, n=2, seq_id=10))  # one block, and two of each
     manager = driver.scheduler.block_manager
-    check_pin_fits(manager, 2, driver.scheduler.unfinished)
+    check_pin_fits(manager, 2, driver.scheduler.unfinished_requests)
     with pytest.raises(ValueError, match="leaves 4, and request '1' may need 5"):
-        check_pin_fits(manager, 3, driver.scheduler.unfinished)
+        check_pin_fits(manager, 3, driver.scheduler.unfinished_requests)
     driver.run()
 
 
@@ -159,11 +159,11 @@ def test_a_pin_on_a_samples_own_blocks_saves_the_group_nothing():
     driver.add(make_request("1", 5, max_tokens=8, n=2, seq_id=10))  # one block, and two of each
     while len(driver.streams["1"]) < 4:
         driver.step()
-    manager, first = driver.scheduler.block_manager, driver.requests["1"].live[0]
+    manager, first = driver.scheduler.block_manager, driver.requests["1"].live_sequences[0]
     pin = manager.pins.pin(manager.find_prefix(first))
     assert manager.pins.num_blocks == 2  # the prompt's, which all share, and one that none does
-    check_pin_fits(manager, 3, driver.scheduler.unfinished)
+    check_pin_fits(manager, 3, driver.scheduler.unfinished_requests)
     with pytest.raises(ValueError, match="leaves 3, and request '1' may need 4"):
-        check_pin_fits(manager, 4, driver.scheduler.unfinished)
+        check_pin_fits(manager, 4, driver.scheduler.unfinished_requests)
     driver.run()
     manager.pins.unpin(pin)

@@ -17,15 +17,15 @@ from jpaged.core.swap import SwapSpace
 
 SEEDS = 200
 PLACES = [
-    Place(PlanBuilder, "place"),
+    Place(PlanBuilder, "add_sequence"),
     Place(BlockManager, "append"),
     Place(BlockManager, "admit", 0.1),
-    Place(BlockManager, "num_new_blocks_of"),
+    Place(BlockManager, "total_new_blocks"),
     Place(BlockManager, "find_prefix"),
-    Place(SwapSpace, "measure", 0.1),
-    Place(scheduler, "fan_out", 0.1),
-    Place(scheduler, "work_of"),
-    Place(scheduler, "set_stem"),
+    Place(SwapSpace, "measure_fit", 0.1),
+    Place(scheduler, "fork_sequences", 0.1),
+    Place(scheduler, "pending_work"),
+    Place(scheduler, "set_common_prefix"),
 ]
 
 
@@ -38,14 +38,14 @@ class FaultyDriver(Driver):
         for request, error in failed:
             assert isinstance(error, InjectedError)
             assert request.finish_reason is FinishReason.ERROR
-            assert request not in self.scheduler.unfinished
+            assert request not in self.scheduler.unfinished_requests
         self.scheduler.check_integrity()
         if plan is not None:
             assert not {row.sequence.request for row in plan.scheduled} & {r for r, _ in failed}
             self.plans.append(plan)
             self.in_flight.append((plan, *self.device.launch(plan)))
         elif not self.in_flight:
-            assert not self.scheduler.has_unfinished
+            assert not self.scheduler.has_unfinished_requests
         if len(self.in_flight) > (self.lag if plan is not None else 0):
             self.read()
         return plan

@@ -5,8 +5,8 @@ from core_driver import DIGESTS
 from core_plans import queue_of
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.block_pool import BlockCensus, IntegrityError, OutOfBlocksError
-from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, PrefixCache
+from jpaged.core.block_pool import BlockCounts, IntegrityError, OutOfBlocksError
+from jpaged.core.prefix_cache import REGISTRATION_ENDED, ROOT_ENTRY_ID, PrefixCache
 from jpaged.core.request import Sequence
 
 LETTERS = list(range(100))
@@ -32,7 +32,7 @@ def join(
     manager.append(sequence, num_tokens)
     sequence.num_computed_tokens = len(token_ids)
     if is_read:
-        manager.register_computed(sequence, len(token_ids))
+        manager.register_full_blocks(sequence, len(token_ids))
     return sequence
 
 
@@ -54,12 +54,12 @@ def test_full_blocks_are_hit_after_they_were_freed():
     assert first.block_table == [1, 2, 3]
     free(manager, first)
     assert queue_of(manager) == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
-    assert manager.pool.census() == BlockCensus(free=8, used=0, cached=2, total=10)
+    assert manager.pool.block_counts() == BlockCounts(free=8, used=0, cached=2, total=10)
     second = join(manager, LETTERS[:12])
     assert second.block_table == [1, 2, 4]
-    assert second.num_chained_blocks == 3
+    assert second.num_registered_blocks == 3
     assert queue_of(manager) == [5, 6, 7, 8, 9, 10, 3]
-    assert manager.pool.census() == BlockCensus(free=7, used=3, cached=0, total=10)
+    assert manager.pool.block_counts() == BlockCounts(free=7, used=3, cached=0, total=10)
     manager.check_integrity([second])
 
 
@@ -98,7 +98,7 @@ def test_a_sequences_tail_is_evicted_before_its_head():
     taken = join(manager, LETTERS[50:58], is_read=False)
     assert taken.block_table == [5, 4]
     assert hits(manager, LETTERS[:21]) == [1, 2, 3]
-    assert manager.pool.census() == BlockCensus(free=0, used=2, cached=3, total=5)
+    assert manager.pool.block_counts() == BlockCounts(free=0, used=2, cached=3, total=5)
     manager.check_integrity([taken])
 
 
@@ -126,7 +126,9 @@ def test_salts_are_worlds_apart():
 def test_a_collision_is_a_miss_and_harms_nobody():
     manager = make_manager(digest="constant")
     first = join(manager, LETTERS[:8])
-    assert first.num_chained_blocks == CHAIN_ENDED  # its second block has the hash of its first
+    assert (
+        first.num_registered_blocks == REGISTRATION_ENDED
+    )  # its second block has the hash of its first
     other = join(manager, LETTERS[50:58], seq_id=1)
     assert other.block_table == [3, 4]
     manager.check_integrity([first, other])
@@ -147,7 +149,7 @@ def test_an_evicted_parent_vouches_for_nobody():
     manager.append(other, 8)
     assert other.block_table == [3, 1]
     other.num_computed_tokens = 8
-    manager.register_computed(other, 8)
+    manager.register_full_blocks(other, 8)
     assert hits(manager, [*LETTERS[54:58], *LETTERS[4:9]]) == []
     assert hits(manager, LETTERS[:9]) == []
     with pytest.raises(IntegrityError, match="which is gone or came later"):
@@ -158,7 +160,7 @@ def test_two_blocks_of_one_content_stand_in_for_each_other():
     manager = make_manager(6)
     first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
     for sequence in (first, second):
-        manager.register_computed(sequence, 8)
+        manager.register_full_blocks(sequence, 8)
     assert hits(manager, LETTERS[:9]) == [1, 2]
     free_first = first.block_table
     manager.free(first)
@@ -173,13 +175,13 @@ def test_two_blocks_of_one_content_stand_in_for_each_other():
 def test_only_what_is_computed_and_known_is_registered():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
-    manager.register_computed(sequence, 7)
+    manager.register_full_blocks(sequence, 7)
     assert hits(manager, LETTERS[:13]) == [1]
     del sequence.token_ids[10:]  # two tokens are on the device still
-    manager.register_computed(sequence, 12)
+    manager.register_full_blocks(sequence, 12)
     assert hits(manager, LETTERS[:13]) == [1, 2]
     manager.free(sequence)
-    manager.register_computed(sequence, 12)  # it lost its blocks meanwhile
+    manager.register_full_blocks(sequence, 12)  # it lost its blocks meanwhile
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
@@ -203,11 +205,11 @@ def test_reset_forgets_all_and_keeps_what_runs_from_registering():
     running = join(manager, LETTERS[50:58], seq_id=1)
     manager.reset_prefix_cache([running])
     assert hits(manager, LETTERS[:9]) == hits(manager, LETTERS[50:59]) == []
-    assert manager.pool.census() == BlockCensus(free=8, used=2, cached=0, total=10)
+    assert manager.pool.block_counts() == BlockCounts(free=8, used=2, cached=0, total=10)
     running.token_ids += LETTERS[58:62]
     manager.append(running, 4)
     running.num_computed_tokens += 4
-    manager.register_computed(running, 12)
+    manager.register_full_blocks(running, 12)
     assert hits(manager, LETTERS[50:63]) == []
     manager.check_integrity([running])
     free(manager, running)
@@ -221,7 +223,7 @@ def test_pinned_blocks_are_never_evicted():
     prefix = manager.find_prefix(Sequence(1, LETTERS[:9], 9))
     pin, again = manager.pins.pin(prefix), manager.pins.pin(prefix[:1])
     assert (manager.pins.num_blocks, manager.pins.num_pinned(prefix)) == (2, 2)
-    assert manager.pool.census() == BlockCensus(free=2, used=2, cached=0, total=4)
+    assert manager.pool.block_counts() == BlockCounts(free=2, used=2, cached=0, total=4)
     assert manager.num_free_blocks == 2
     taken = join(manager, LETTERS[50:58], seq_id=1)
     assert taken.block_table == [3, 4]
@@ -247,7 +249,7 @@ def test_a_fork_goes_on_with_its_parents_chain():
     child.token_ids += LETTERS[90:93]
     manager.append(child, 3)
     child.num_computed_tokens = 9
-    manager.register_computed(child, 9)
+    manager.register_full_blocks(child, 9)
     assert child.block_table == [1, 3, 4]
     assert hits(manager, [*LETTERS[:6], *LETTERS[90:93]]) == [1, 3]
     manager.check_integrity([parent, child])
@@ -258,7 +260,7 @@ def test_seeds_differ_between_caches_and_hashes_between_contents():
     for cache in (PrefixCache(4), PrefixCache(4)):
         manager = BlockManager(5, 4, cache)
         join(manager, LETTERS[:4])
-        content = cache.find_next(ROOT_CONTENT, 0, LETTERS[:4])
+        content = cache.find_next_entry(ROOT_ENTRY_ID, 0, LETTERS[:4])
         assert content is not None
         digests.add(content.digest)
     assert len(digests) == 2
@@ -283,31 +285,31 @@ def damage_salt(manager: BlockManager, sequence: Sequence) -> None:
 
 
 def damage_mark(manager: BlockManager, sequence: Sequence) -> None:
-    manager.pool.blocks[1].content = None
+    manager.pool.blocks[1].cache_entry = None
 
 
 def damage_swap(manager: BlockManager, sequence: Sequence) -> None:
     one, two = manager.pool.blocks[1:3]
-    one.content, two.content = two.content, one.content
+    one.cache_entry, two.cache_entry = two.cache_entry, one.cache_entry
 
 
 def damage_parent(manager: BlockManager, sequence: Sequence) -> None:
-    content = manager.pool.blocks[1].content
-    assert content is not None
-    content.parent = content.content_id
+    cache_entry = manager.pool.blocks[1].cache_entry
+    assert cache_entry is not None
+    cache_entry.parent = cache_entry.entry_id
 
 
 def damage_digest(manager: BlockManager, sequence: Sequence) -> None:
-    content = manager.pool.blocks[1].content
-    assert content is not None
-    content.digest += 1
+    cache_entry = manager.pool.blocks[1].cache_entry
+    assert cache_entry is not None
+    cache_entry.digest += 1
 
 
 def damage_number(manager: BlockManager, sequence: Sequence) -> None:
-    one, two = (block.content for block in manager.pool.blocks[1:3])
+    one, two = (block.cache_entry for block in manager.pool.blocks[1:3])
     assert one is not None
     assert two is not None
-    one.content_id = two.content_id
+    one.entry_id = two.entry_id
 
 
 def damage_cached_count(manager: BlockManager, sequence: Sequence) -> None:
@@ -342,7 +344,7 @@ def test_what_is_not_registered_cannot_be_forgotten_nor_registered_as_something_
     cache = manager.prefix_cache
     assert cache is not None
     with pytest.raises(IntegrityError, match=r"block 2 \(ref_cnt=0\) is not registered"):
-        cache.forget(manager.pool.blocks[2])
+        cache.unregister(manager.pool.blocks[2])
     assert cache.register(manager.pool.blocks[1], 0, LETTERS[:4]) == 1
     with pytest.raises(IntegrityError, match=r"block 1 \(ref_cnt=1\) is registered with other"):
         cache.register(manager.pool.blocks[1], 0, LETTERS[1:5])

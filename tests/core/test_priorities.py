@@ -5,11 +5,11 @@ from core_driver import Driver, make_request, make_scheduler
 from core_plans import shape, status, the
 
 from jpaged.core.admission import Admission
-from jpaged.core.block_manager import Fit
+from jpaged.core.block_manager import GroupFit
 from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import Request
 from jpaged.core.sequence_table import RequestQueue
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 
 def make_driver(lag: int = 0, **limits) -> Driver:
@@ -24,7 +24,7 @@ def test_the_urgent_are_served_first():
     driver = make_driver(max_num_seqs=1)
     for name, priority in (("1", 2), ("2", 0), ("3", 1), ("4", 0)):
         driver.add(make_request(name, 2, max_tokens=1, priority=priority))
-    assert [r.request_id for r in driver.scheduler.unfinished] == ["2", "4", "3", "1"]
+    assert [r.request_id for r in driver.scheduler.unfinished_requests] == ["2", "4", "3", "1"]
     assert [shape(driver.step())[0][0] for _ in range(4)] == [2, 4, 3, 1]
     driver.run()
 
@@ -35,7 +35,7 @@ def test_of_equal_priority_the_earlier_is_served_first_and_none_gives_way():
         driver.add(make_request(name, 2, max_tokens=2, priority=5))
     driver.run()
     assert [r.sequence.seq_id for p in driver.plans for r in p.scheduled] == [1, 1, 2, 2, 3, 3]
-    assert not any(p.preempted for p in driver.plans)
+    assert not any(p.preempted_request_ids for p in driver.plans)
 
 
 def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
@@ -45,7 +45,7 @@ def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
     driver.step()
     driver.add(make_request("4", 2, max_tokens=2, priority=0, n=2, seq_id=10))
     plan = the(driver.step())
-    assert plan.preempted == ("2", "3")
+    assert plan.preempted_request_ids == ("2", "3")
     assert shape(plan) == [(10, 0, 1, False), (1, 2, 1, True)]
     assert statuses(driver) == ["running", "preempted", "preempted", "running"]
     driver.run()
@@ -58,7 +58,7 @@ def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
     driver.step()
     driver.add(make_request("3", 8, max_tokens=2))
     plan = the(driver.step())
-    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert [row[0] for row in shape(plan)] == [3, 1]
     driver.run()
 
@@ -68,7 +68,7 @@ def test_none_gives_way_to_one_that_fits_beside_it():
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.step()
     driver.add(make_request("2", 8, max_tokens=2))
-    assert the(driver.step()).preempted == ()
+    assert the(driver.step()).preempted_request_ids == ()
     assert statuses(driver) == ["running", "running"]
     driver.run()
 
@@ -79,20 +79,23 @@ def test_none_gives_way_to_the_less_urgent():
     driver.step()
     driver.add(make_request("2", 8, max_tokens=2, priority=2))
     driver.run()
-    assert not any(plan.preempted for plan in driver.plans)
+    assert not any(plan.preempted_request_ids for plan in driver.plans)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_who_gave_way_comes_back_with_the_same_answer(lag: int, mode: PreemptionMode):
-    policy = PressurePolicy(mode, 8)
+    policy = PreemptionPolicy(mode, 8)
     driver = make_driver(lag, max_num_seqs=2, pressure=policy)
     driver.add(make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10))
     for _ in range(3):
         driver.step()
     driver.add(make_request("2", 5, max_tokens=2, priority=-1))
     plan = the(driver.step())
-    assert (plan.preempted, bool(plan.swap_outs)) == (("1",), mode is PreemptionMode.SWAP)
+    assert (plan.preempted_request_ids, bool(plan.swap_outs)) == (
+        ("1",),
+        mode is PreemptionMode.SWAP,
+    )
     driver.run()
     assert [len(stream) for stream in driver.streams.values()] == [6, 6, 2]
 
@@ -103,26 +106,26 @@ def test_without_priorities_nobody_gives_way_to_a_newcomer():
     driver.step()
     driver.add(make_request("2", 2))
     driver.run()
-    assert not any(plan.preempted for plan in driver.plans)
+    assert not any(plan.preempted_request_ids for plan in driver.plans)
 
 
 def queue_of(
-    *ranks: tuple[int, int], has_long_line: bool = False
+    *ranks: tuple[int, int], has_fast_front: bool = False
 ) -> tuple[RequestQueue, list[Request]]:
-    queue, requests = RequestQueue(has_long_line=has_long_line), []
-    for place, (priority, arrival) in enumerate(ranks):
+    queue, requests = RequestQueue(has_fast_front=has_fast_front), []
+    for place, (priority, arrival_index) in enumerate(ranks):
         request = make_request(str(place), 1, priority=priority)
-        request.arrival = arrival
+        request.arrival_index = arrival_index
         requests.append(request)
         queue.add(request)
         queue.check_integrity()
     return queue, requests
 
 
-@pytest.mark.parametrize("has_long_line", [False, True])
-def test_a_queue_is_sorted_whoever_comes(has_long_line: bool):
+@pytest.mark.parametrize("has_fast_front", [False, True])
+def test_a_queue_is_sorted_whoever_comes(has_fast_front: bool):
     ranks = (0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6)
-    queue, requests = queue_of(*ranks, has_long_line=has_long_line)
+    queue, requests = queue_of(*ranks, has_fast_front=has_fast_front)
     assert [r.request_id for r in queue] == ["4", "2", "0", "5", "1", "3"]
     assert (queue.first, queue.last) == (requests[4], requests[3])
     assert (len(queue), "5" in queue, "6" in queue) == (6, True, False)
@@ -141,7 +144,7 @@ def test_a_queue_is_sorted_whoever_comes(has_long_line: bool):
 def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
-        request.priority, request.arrival = rank
+        request.priority, request.arrival_index = rank
     with pytest.raises(IntegrityError, match="is queued after it"):
         queue.check_integrity()
 
@@ -161,9 +164,9 @@ def test_nobody_gives_way_in_vain():
         driver.add(make_request(name, 2, max_tokens=4, priority=priority))
     driver.step()
     driver.add(make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50))  # two seats short
-    assert the(driver.step()).preempted == ()
+    assert the(driver.step()).preempted_request_ids == ()
     driver.run()
-    assert [plan.preempted for plan in driver.plans if plan.preempted] == []
+    assert [plan.preempted_request_ids for plan in driver.plans if plan.preempted_request_ids] == []
 
 
 def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twice():
@@ -176,7 +179,7 @@ def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twic
     driver.step()
     driver.step()
     driver.add(make_request("3", common + [2] * 20, max_tokens=4, seq_id=3))
-    assert the(driver.step()).preempted == ()
+    assert the(driver.step()).preempted_request_ids == ()
     assert statuses(driver) == ["running", "running", "waiting"]
     driver.run()
 
@@ -190,7 +193,7 @@ def test_those_that_stay_go_on_before_an_urgent_newcomer_joins():
     driver.add(make_request("3", [5] * 9, max_tokens=12, seq_id=3, priority=1))
     driver.step()
     driver.add(make_request("4", [6] * 32, max_tokens=4, seq_id=4))
-    assert the(driver.step()).preempted == ()
+    assert the(driver.step()).preempted_request_ids == ()
     driver.run()
 
 
@@ -227,7 +230,7 @@ def test_blocks_that_a_pin_lets_go_are_room():
     driver.step()
     assert status(driver, "3") == "waiting"
     driver.scheduler.block_manager.pins.unpin(pin)
-    assert the(driver.step()).preempted == ("2",)
+    assert the(driver.step()).preempted_request_ids == ("2",)
     assert status(driver, "3") == "running"
     driver.run()
 
@@ -239,15 +242,15 @@ def test_that_others_would_not_make_room_is_found_out_once(monkeypatch: pytest.M
     driver.step()
     driver.add(make_request("3", 60, max_tokens=4))
     measured: list[str] = []
-    measure = Admission.measure
+    measure_fit = Admission.measure_fit
 
-    def noted(self: Admission, request: Request) -> Fit:
+    def noted(self: Admission, request: Request) -> GroupFit:
         measured.append(request.request_id)
-        return measure(self, request)
+        return measure_fit(self, request)
 
-    monkeypatch.setattr(Admission, "measure", noted)
+    monkeypatch.setattr(Admission, "measure_fit", noted)
     for _ in range(4):  # request 2 takes one block meanwhile
-        assert the(driver.step()).preempted == ()
+        assert the(driver.step()).preempted_request_ids == ()
     assert measured == ["3", "3"]  # once as things are, once as if request 2 gave its blocks back
     monkeypatch.undo()
     driver.run()

@@ -16,9 +16,9 @@ from core_swapped import COSTS
 from core_turn import Turn
 
 from jpaged.core.beam import BeamSearch
-from jpaged.core.plan import Goal, StepPlan
+from jpaged.core.plan import SchedulingGoal, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 
@@ -59,38 +59,42 @@ class Tally(Counter[str]):
 
     def note_end(self, what: str, request: Request) -> None:
         self[f"{what} ended while {request.status}"] += 1
-        if request.num_stem_tokens and request.status is RequestStatus.RUNNING:
-            self[f"{what} ended between the chunks of its stem"] += request.live[0].is_placed
-        if 0 < len(request.live) < len(request.sequences):
+        if request.num_common_prefix_tokens and request.status is RequestStatus.RUNNING:
+            self[f"{what} ended between the chunks of its stem"] += request.live_sequences[
+                0
+            ].has_row
+        if 0 < len(request.live_sequences) < len(request.sequences):
             self[f"{what} ended with a sample over"] += 1
 
     def note_plan(self, plan: StepPlan, requests: dict[str, Request]) -> None:
         self["swapped out"] += len(plan.swap_outs)
         self["swapped in"] += len(plan.swap_ins)
         self["swapped in by a plan that does nothing else"] += not plan.scheduled
-        self["image dropped"] += len(plan.dropped)
+        self["image dropped"] += len(plan.dropped_swap_entry_ids)
         self["row forked"] += len(plan.row_forks)
         self["block copied"] += len(plan.block_copies)
-        for request in (requests[name] for name in plan.preempted):
+        for request in (requests[name] for name in plan.preempted_request_ids):
             is_lost = request.status is RequestStatus.PREEMPTED
             self["recomputed"] += is_lost
-            self["recomputed, several sequences"] += is_lost and len(request.live) > 1
-            if request.image is not None:
-                num_entries = sum(len(sequence.image_table) for sequence in request.live)
-                self["image of shared blocks"] += num_entries > request.image.num_blocks
-                self["swapped out with steps in flight"] += not request.is_read
+            self["recomputed, several sequences"] += is_lost and len(request.live_sequences) > 1
+            if request.swap_entry is not None:
+                num_entries = sum(
+                    len(sequence.host_block_table) for sequence in request.live_sequences
+                )
+                self["image of shared blocks"] += num_entries > request.swap_entry.num_blocks
+                self["swapped out with steps in flight"] += not request.is_fully_read
 
     def note_hits(self, plan: StepPlan, sizes: dict[int, int]) -> None:
-        sizes.update((out.image_id, len(out.block_ids)) for out in plan.swap_outs)
-        for image_id, places in plan.swap_ins:
-            self["swapped in with hits in the prefix cache"] += len(places) < sizes[image_id]
+        sizes.update((out.swap_entry_id, len(out.block_ids)) for out in plan.swap_outs)
+        for swap_entry_id, places in plan.swap_ins:
+            self["swapped in with hits in the prefix cache"] += len(places) < sizes[swap_entry_id]
 
 
 class Work:
     """One seed's worth: a scheduler, and what is thrown at it."""
 
     def __init__(self, seed: int, tally: Tally):
-        self.random, self.tally, self.goal = random.Random(seed), tally, [*Goal][seed % 2]
+        self.random, self.tally, self.goal = random.Random(seed), tally, [*SchedulingGoal][seed % 2]
         self.driver = self._make_driver()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -101,7 +105,7 @@ class Work:
         block_size, max_model_len = pick.randint(1, 5), pick.randint(6, 24)
         most = -(-max_model_len // block_size)
         num_host_blocks = pick.choice([most, 3 * most, 8 * most])
-        policy = PressurePolicy(
+        policy = PreemptionPolicy(
             pick.choice([*PreemptionMode, PreemptionMode.SWAP]), num_host_blocks, COSTS
         )
         scheduler = make_scheduler(
@@ -119,13 +123,13 @@ class Work:
     def run(self) -> None:
         events = (self.end_request, self.end_sample, self.reset, self.read)
         for _ in range(self.random.randint(10, 60)):
-            if self.random.random() < 0.35 and len(self.driver.scheduler.unfinished) < 8:
+            if self.random.random() < 0.35 and len(self.driver.scheduler.unfinished_requests) < 8:
                 self.add()
             if self.random.random() < 0.15:
                 self.random.choice(events)()
                 self.driver.scheduler.check_integrity()
             self.step()
-        while self.driver.scheduler.has_unfinished:
+        while self.driver.scheduler.has_unfinished_requests:
             self.step()
         self.driver.run()
 
@@ -137,9 +141,11 @@ class Work:
             self.tally.note_plan(plan, self.driver.requests)
             self.tally.note_hits(plan, self.image_sizes)
             running = list(self.driver.scheduler.running)
-            for request in (self.driver.requests[name] for name in plan.preempted):
-                urgent = [r for r in running if r.arrival > request.arrival]
-                self.tally["preempted by priority"] += any(r.rank < request.rank for r in urgent)
+            for request in (self.driver.requests[name] for name in plan.preempted_request_ids):
+                urgent = [r for r in running if r.arrival_index > request.arrival_index]
+                self.tally["preempted by priority"] += any(
+                    r.sort_key < request.sort_key for r in urgent
+                )
 
     def add(self) -> None:
         self.num_added += 1
@@ -150,7 +156,7 @@ class Work:
             self.tally["request refused"] += 1
         else:
             self.tally["request added, search"] += request.beam is not None
-            self.tally["request added, several samples"] += len(request.live) > 1
+            self.tally["request added, several samples"] += len(request.live_sequences) > 1
 
     def _make_request(self) -> Request:
         pick, config = self.random, self.driver.scheduler.config
@@ -164,10 +170,10 @@ class Work:
             f"r{self.num_added}",
             prompt,
             StopCriteria(max_tokens, pick.randint(0, max_tokens), stop_ids),
-            seq_ids=count(self.num_added * 10**6),
+            seq_id_counter=count(self.num_added * 10**6),
             num_samples=pick.choice([1, 1, pick.randint(2, 6)]) if beam is None else 1,
             beam=beam,
-            priority=pick.randint(-1, 1) if config.by_priority else 0,
+            priority=pick.randint(-1, 1) if config.has_priorities else 0,
             cache_salt=pick.choice([None, None, "a"]),
             reads_prefix_cache=self.num_added % 7 > 0,
         )
@@ -182,21 +188,21 @@ class Work:
 
     def likely(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Most often one that was preempted, or is in its stem, if there is one."""
-        rare = [r for r in requests if r.num_stem_tokens or r.status in LOST]
+        rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 
     def end_request(self) -> None:
         scheduler = self.driver.scheduler
-        if scheduler.unfinished:
-            request = self.random.choice(self.likely(scheduler.unfinished))
+        if scheduler.unfinished_requests:
+            request = self.random.choice(self.likely(scheduler.unfinished_requests))
             self.tally.note_end("request", request)
             scheduler.finish(request.request_id, FinishReason.ABORT)
 
     def end_sample(self) -> None:
         scheduler = self.driver.scheduler
-        samples = [r for r in scheduler.unfinished if r.beam is None]
+        samples = [r for r in scheduler.unfinished_requests if r.beam is None]
         if samples:
-            sequence = self.random.choice(self.random.choice(self.likely(samples)).live)
+            sequence = self.random.choice(self.random.choice(self.likely(samples)).live_sequences)
             self.tally.note_end("sample", sequence.request)
             scheduler.finish_sequence(sequence, FinishReason.ABORT)
 

@@ -14,14 +14,14 @@ from test_random_groups import Tally, Work
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import IntegrityError
-from jpaged.core.plan import NO_TOKEN, Emitted
+from jpaged.core.plan import NO_TOKEN, EmittedToken
 from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
 
 SEEDS = 200
 PLACES = [
-    Place(BlockManager, "register_computed", 0.02),
+    Place(BlockManager, "register_full_blocks", 0.02),
     Place(Scheduler, "finish_sequence", 0.05),
     Place(SequenceTable, "release_row", 0.02),
     Place(SequenceTable, "retire", 0.02),
@@ -40,12 +40,14 @@ class FaultyDriver(Driver):
     injector = Injector(Counter())
     num_lost = 0
 
-    def read(self) -> list[Emitted]:
+    def read(self) -> list[EmittedToken]:
         plan, sampled, candidates = self.in_flight.popleft()
         lost = [row for row in range(len(sampled)) if self.loses(plan.scheduled[row].sequence)]
         sampled[lost] = NO_TOKEN
-        samples = {plan.scheduled[row].sequence for row in lost if plan.scheduled[row].samples}
-        expected = {s.request for s in samples if s.finish_reason is None}
+        is_sampled = {
+            plan.scheduled[row].sequence for row in lost if plan.scheduled[row].is_sampled
+        }
+        expected = {s.request for s in is_sampled if s.finish_reason is None}
         self.in_flight.appendleft((plan, sampled, candidates))
         self.injector.on = True
         emitted = super().read()
@@ -60,7 +62,7 @@ class FaultyDriver(Driver):
         faults, self.failed = self.failed, []
         for request, error in faults:
             assert request.finish_reason is FinishReason.ERROR
-            assert request not in self.scheduler.unfinished
+            assert request not in self.scheduler.unfinished_requests
             assert isinstance(error, (InjectedError, NoTokenError))
         assert expected <= {request for request, _ in faults}
         self.num_lost += len(expected)
@@ -88,7 +90,7 @@ def test_random_faults_in_reading():
     for seed in range(SEEDS):
         injector = Injector(happened, on=False)
         try:
-            with injector.faults(-seed, PLACES), injector.spared(Scheduler, "_fail"):
+            with injector.faults(-seed, PLACES), injector.spared(Scheduler, "_fail_request"):
                 work = FaultyWork(seed, injector)
                 work.run()
         except Exception as error:

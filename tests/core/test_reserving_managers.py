@@ -8,7 +8,7 @@ import pytest
 from core_driver import Driver
 
 from bench.paper.allocators import SYSTEMS, OrcaMax, make_manager
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 from jpaged.core.request import Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 
@@ -25,20 +25,22 @@ def test_everybody_ends_and_memory_comes_back(system: str):
         num_blocks = 1 + longest + pick.randint(0, 4 * longest)
         config = SchedulerConfig(pick.randint(1, 8), pick.randint(8, 40), max_model_len)
         manager = make_manager(system, num_blocks, block_size, max_model_len, prefix_caching=False)
-        driver = Driver(Scheduler(config, manager), pick.randint(0, 2), goal=[*Goal][seed % 2])
+        driver = Driver(
+            Scheduler(config, manager), pick.randint(0, 2), goal=[*SchedulingGoal][seed % 2]
+        )
         for name in range(20):
             driver.add(make_request(name, pick, max_model_len))
             for _ in range(pick.randint(0, 3)):
                 driver.step()
                 most_held = max(most_held, len(driver.scheduler.running))
-            if pick.random() < 0.1 and driver.scheduler.unfinished:
-                driver.scheduler.abort(pick.choice(driver.scheduler.unfinished).request_id)
+            if pick.random() < 0.1 and driver.scheduler.unfinished_requests:
+                driver.scheduler.abort(pick.choice(driver.scheduler.unfinished_requests).request_id)
         driver.run()
-        assert manager.pool.census().free == num_blocks - 1
+        assert manager.pool.block_counts().free == num_blocks - 1
         if isinstance(manager, OrcaMax):
             assert manager.ranges.num_free == num_blocks - 1
             assert not manager.reservations
-            assert not any(plan.preempted for plan in driver.plans)
+            assert not any(plan.preempted_request_ids for plan in driver.plans)
     assert most_held > 2  # several at once, in one seed at least
 
 
@@ -47,4 +49,4 @@ def make_request(name: int, pick: random.Random, max_model_len: int) -> Request:
     stop = StopCriteria(
         pick.randint(1, 20), 0, frozenset(pick.sample(range(11), pick.randint(0, 1)))
     )
-    return Request.from_prompt(str(name), prompt, stop, seq_ids=count(name))
+    return Request.from_prompt(str(name), prompt, stop, seq_id_counter=count(name))

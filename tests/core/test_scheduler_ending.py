@@ -23,7 +23,7 @@ def finish_both_ways(driver: Driver, name: str) -> None:
 
 
 def released(driver: Driver) -> list[int]:
-    return [seq_id for plan in driver.plans for seq_id in plan.released]
+    return [seq_id for plan in driver.plans for seq_id in plan.released_seq_ids]
 
 
 def test_abort_while_waiting_is_never_released():
@@ -57,7 +57,7 @@ def test_blocks_come_back_when_the_last_step_in_flight_is_read():
     driver.step()
     assert pool.num_free_blocks == 8
     finish_both_ways(driver, "1")
-    assert not driver.scheduler.has_unfinished
+    assert not driver.scheduler.has_unfinished_requests
     assert driver.scheduler.num_in_flight_steps == 2
     driver.read()
     assert pool.num_free_blocks == 8
@@ -87,7 +87,7 @@ def test_request_waits_for_the_only_block_that_an_aborted_request_returns():
     driver.step()
     driver.scheduler.abort("3")  # the step in flight still writes its block
     plan = the(driver.step())  # request 1 takes the free block, request 2 needs one too
-    assert (shape(plan), plan.preempted) == ([(1, 4, 1, True)], ())
+    assert (shape(plan), plan.preempted_request_ids) == ([(1, 4, 1, True)], ())
     plan = the(driver.step())
     assert (2, 4, 1, True) in shape(plan)  # nothing is computed again
     driver.run()
@@ -143,7 +143,7 @@ def test_ending_an_unknown_request_does_nothing():
 def test_an_idle_scheduler_has_no_plan():
     scheduler = make_scheduler()
     assert scheduler.schedule() is None
-    assert not scheduler.has_unfinished
+    assert not scheduler.has_unfinished_requests
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def damage_waiting_status(s: Scheduler) -> None:
 
 
 def damage_order(s: Scheduler) -> None:
-    s.waiting["3"].arrival = 0
+    s.waiting["3"].arrival_index = 0
 
 
 def damage_lost(s: Scheduler) -> None:
@@ -244,7 +244,7 @@ def damage_lost(s: Scheduler) -> None:
 
 
 def damage_limit(s: Scheduler) -> None:
-    s.running["2"].live.extend(s.waiting["3"].sequences * 2)
+    s.running["2"].live_sequences.extend(s.waiting["3"].sequences * 2)
 
 
 def damage_computed(s: Scheduler) -> None:

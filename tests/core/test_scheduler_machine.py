@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jpaged.core import admission
 from jpaged.core.beam import BeamSearch
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 
 @st.composite
@@ -58,7 +58,7 @@ def searches(draw: Callable) -> BeamSearch:
 
 # Swapping pays for some lengths and not for others.
 pressures = st.none() | st.builds(
-    PressurePolicy,
+    PreemptionPolicy,
     st.sampled_from(PreemptionMode),
     st.integers(0, 12),
     st.just(COSTS),
@@ -118,7 +118,7 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
         name,
         prompt,
         stop,
-        seq_ids=count(seq_id),
+        seq_id_counter=count(seq_id),
         cache_salt=salt,
         reads_prefix_cache=reads,
         num_samples=1 if is_search else group,
@@ -134,13 +134,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits=limits(),
         lag=st.integers(0, 2),
         burst=st.sampled_from([1, 1, 3]),
-        goal=st.sampled_from(Goal),
+        goal=st.sampled_from(SchedulingGoal),
         seats_per_free_seat=st.integers(1, 5),
     )
-    def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_per_free_seat: int):
+    def start(
+        self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, seats_per_free_seat: int
+    ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
         # Of so few seats as here all would join at once.
-        self.patch = patch.object(admission, "SEATS_PER_FREE_SEAT", seats_per_free_seat)
+        self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", seats_per_free_seat)
         self.patch.start()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -157,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A conversation's next turn: an earlier request's prompt, its answer so far, and more."""
         earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.requests]))]
         sequence = earlier.sequences[0]
-        self.add((sequence.token_ids + more, earlier.stop, sequence.cache_salt, 1, 0))
+        self.add((sequence.token_ids + more, earlier.stop_criteria, sequence.cache_salt, 1, 0))
 
     @rule()
     def reset(self):
@@ -168,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added += 1
         prompt, stop, salt, group, priority = arrival
         scheduler = self.driver.scheduler
-        arrival = (prompt, stop, salt, group, priority if scheduler.config.by_priority else 0)
+        arrival = (prompt, stop, salt, group, priority if scheduler.config.has_priorities else 0)
         reads = self.num_added % 7 > 0
         request = make(f"request-{self.num_added}", arrival, 10**6 * self.num_added, reads)
         accepted = True
@@ -205,30 +207,34 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.in_flight)
     @rule(data=st.data())
-    def put_back(self, data: st.DataObject):
+    def postpone_rows(self, data: st.DataObject):
         """Some rows of the newest step are to be computed again."""
-        self.driver.put_back(
+        self.driver.postpone_rows(
             lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
         )
 
-    @precondition(lambda self: self.driver.scheduler.has_unfinished)
+    @precondition(lambda self: self.driver.scheduler.has_unfinished_requests)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
     def finish(self, data: st.DataObject, reason: FinishReason):
         scheduler = self.driver.scheduler
-        name = data.draw(st.sampled_from([r.request_id for r in scheduler.unfinished]))
+        name = data.draw(st.sampled_from([r.request_id for r in scheduler.unfinished_requests]))
         assert scheduler.finish(name, reason)
         assert not scheduler.abort(name)
 
-    @precondition(lambda self: any(r.beam is None for r in self.driver.scheduler.unfinished))
+    @precondition(
+        lambda self: any(r.beam is None for r in self.driver.scheduler.unfinished_requests)
+    )
     @rule(data=st.data())
     def finish_sample(self, data: st.DataObject):
         """As a stop string does."""
         scheduler = self.driver.scheduler
-        live = [s for r in scheduler.unfinished if r.beam is None for s in r.live]
-        sequence = data.draw(st.sampled_from(live))
+        live_sequences = [
+            s for r in scheduler.unfinished_requests if r.beam is None for s in r.live_sequences
+        ]
+        sequence = data.draw(st.sampled_from(live_sequences))
         scheduler.finish_sequence(sequence, FinishReason.ABORT)
         request = sequence.request
-        assert (request in scheduler.unfinished) == bool(request.live)
+        assert (request in scheduler.unfinished_requests) == bool(request.live_sequences)
 
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
@@ -237,11 +243,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         manager, pins = scheduler.block_manager, scheduler.block_manager.pins
         num_blocks = len(prompt) // manager.block_size
-        found = manager.prefix_cache.find_chain(prompt, num_blocks, salt)  # pyright: ignore
+        found = manager.prefix_cache.find_longest_prefix(prompt, num_blocks, salt)  # pyright: ignore
         tokens = prompt[: len(found) * manager.block_size]
         left = manager.pool.num_usable_blocks - pins.num_blocks
         left -= len(found) - pins.num_pinned(found)
-        needs = [self.num_needed(request) for request in scheduler.unfinished]
+        needs = [self.num_needed(request) for request in scheduler.unfinished_requests]
         if max(needs, default=0) > left:
             with pytest.raises(ValueError, match="pinning"):
                 scheduler.pin_prefix(tokens, salt)
@@ -252,14 +258,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def num_needed(self, request: Request) -> int:
         scheduler = self.driver.scheduler
-        sequence, manager = request.live[0], scheduler.block_manager
+        sequence, manager = request.live_sequences[0], scheduler.block_manager
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        group = request.beam or request.num_seats
-        needed = num_needed_blocks(scheduler, prompt, request.stop, group)
+        group = request.beam or request.num_rows
+        needed = num_needed_blocks(scheduler, prompt, request.stop_criteria, group)
         num_shared = self.num_shared(sequence)
         if sequence.block_table and sequence.reads_prefix_cache:
-            num_shared = len(manager.pins.holders.keys() & sequence.block_table)
-        if request.num_seats > 1:
+            num_shared = len(manager.pins.holder_counts.keys() & sequence.block_table)
+        if request.num_rows > 1:
             stem = len(prompt) - (request.beam is None)
             num_shared = min(num_shared, stem // manager.block_size)
         return needed - num_shared
@@ -279,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         try:
-            while self.driver.scheduler.has_unfinished or self.driver.in_flight:
+            while self.driver.scheduler.has_unfinished_requests or self.driver.in_flight:
                 self.step(1)
             self.driver.check_end()
             self.check_releases()
@@ -290,16 +296,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Each stay in the batch is reported once, all but those that ended after the last plan."""
         stays, here = [], set[int]()
         for plan in self.driver.plans:
-            here -= set(plan.released)
+            here -= set(plan.released_seq_ids)
             children = [child.seq_id for _, child in plan.row_forks]
             scheduled = [row.sequence.seq_id for row in plan.scheduled]
             stays += [
                 seq_id for seq_id in dict.fromkeys(children + scheduled) if seq_id not in here
             ]
             here.update(children, scheduled)
-        released = [seq_id for plan in self.driver.plans for seq_id in plan.released]
+        released_seq_ids = [
+            seq_id for plan in self.driver.plans for seq_id in plan.released_seq_ids
+        ]
         remaining = list(self.driver.device.tables)
-        assert sorted(stays) == sorted(released + remaining)
+        assert sorted(stays) == sorted(released_seq_ids + remaining)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -72,13 +72,13 @@ def test_a_row_that_is_put_back_computes_the_same_token_again():
         driver.add(make_request(name, 3, max_tokens=6))
     driver.step()
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 3, 1, True)]
-    assert driver.put_back(lambda rows: rows[:1]) == [0]
+    assert driver.postpone_rows(lambda rows: rows[:1]) == [0]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
     # A block that is to be written again is not shared yet.
-    assert (first.num_chained_blocks, second.num_chained_blocks) == (0, 1)
-    assert driver.put_back(lambda rows: rows) == [0, 1]
+    assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
+    assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     driver.run()
     assert [len(driver.streams[name]) for name in "12"] == [6, 6]
@@ -141,7 +141,7 @@ def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
     plan = driver.step()
     assert shape(plan) == [(3, 0, 2, True)]
     assert plan is not None
-    assert plan.released == (1, 2)
+    assert plan.released_seq_ids == (1, 2)
     driver.run()
 
 
@@ -153,7 +153,7 @@ def test_no_one_is_skipped_while_the_head_of_the_line_does_not_fit():
     assert shape(driver.step()) == [(1, 0, 8, True)]
     assert [r.request_id for r in driver.scheduler.waiting] == ["2", "3"]
     driver.run()
-    assert [p.preempted for p in driver.plans if p.preempted] == []
+    assert [p.preempted_request_ids for p in driver.plans if p.preempted_request_ids] == []
 
 
 def test_the_spare_block_is_not_asked_of_one_alone():
@@ -174,7 +174,7 @@ def test_the_last_to_arrive_is_preempted_and_computed_again():
     plan = driver.step()  # the first needs a fourth block
     assert shape(plan) == [(1, 12, 1, True)]
     assert plan is not None
-    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.scheduled[0].block_updates == ((3, 5),)  # the tail of the preempted one
     second = driver.requests["2"]
     assert second.status is RequestStatus.PREEMPTED
@@ -184,7 +184,7 @@ def test_the_last_to_arrive_is_preempted_and_computed_again():
     plan = driver.step()
     assert shape(plan) == [(2, 0, 7, True)]
     assert plan is not None
-    assert (plan.preempted, plan.released) == ((), (1,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == ((), (1,))
     assert plan.scheduled[0].block_updates == ((0, 3), (1, 5))
     driver.run()
 
@@ -195,7 +195,11 @@ def test_preempted_requests_come_back_in_order_of_arrival():
     driver.add(make_request("2", 1, max_tokens=9))
     driver.add(make_request("3", 1, max_tokens=9))
     driver.run()
-    assert [p.preempted for p in driver.plans if p.preempted] == [("3",), ("2",), ("3",)]
+    assert [p.preempted_request_ids for p in driver.plans if p.preempted_request_ids] == [
+        ("3",),
+        ("2",),
+        ("3",),
+    ]
     firsts = [r.sequence.seq_id for p in driver.plans for r in p.scheduled if r.start == 0]
     assert firsts == [1, 2, 3, 2, 3, 3]
 
@@ -209,7 +213,7 @@ def test_the_last_to_arrive_may_have_to_preempt_itself():
     plan = driver.step()
     assert shape(plan) == [(1, 4, 1, True)]
     assert plan is not None
-    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.scheduled[0].block_updates == ((2, 4),)  # the last free one, not the second's
     driver.run()
 
@@ -229,7 +233,7 @@ def test_blocks_on_their_way_back_are_waited_for_rather_than_preempting():
     plan = driver.step()
     assert shape(plan) == [(2, 4, 1, True)]
     assert plan is not None
-    assert (plan.preempted, plan.released) == ((), (1,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == ((), (1,))
     driver.run()
 
 
@@ -243,7 +247,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens():
     second = driver.requests["2"].sequences[0]
     plan = driver.step()
     assert plan is not None
-    assert plan.preempted == ("2",)
+    assert plan.preempted_request_ids == ("2",)
     assert (len(second.token_ids), second.num_pending_tokens) == (3, 0)
     driver.run()
     rejoined = [
@@ -268,7 +272,7 @@ def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room()
     plan = driver.step()
     assert shape(plan) == [(2, 0, 5, True)]
     assert plan is not None
-    assert (plan.preempted, plan.released) == (("2",), (2, 1))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2, 1))
     driver.run()
 
 
@@ -278,7 +282,7 @@ def test_the_short_way_plans_what_the_long_way_does(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
     """Plans of lone sequences that decode, with samples, beams, preempted and cached ones."""
-    short_way = Scheduler._decode_on
+    short_way = Scheduler._schedule_decode
     taken: list[bool] = []
 
     def noted(*args: Any) -> bool:
@@ -301,7 +305,7 @@ def test_the_short_way_plans_what_the_long_way_does(
         driver.run()
         return driver.plans
 
-    monkeypatch.setattr(Scheduler, "_decode_on", noted)
+    monkeypatch.setattr(Scheduler, "_schedule_decode", noted)
     may_take = True
     plans = run()
     assert any(taken)
@@ -313,4 +317,4 @@ def test_the_short_way_plans_what_the_long_way_does(
             r.block_updates for r in expected.scheduled
         ]
         assert plan.block_copies == expected.block_copies
-        assert plan.preempted == expected.preempted
+        assert plan.preempted_request_ids == expected.preempted_request_ids

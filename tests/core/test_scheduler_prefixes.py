@@ -137,7 +137,7 @@ def test_steps_in_flight_of_a_preempted_request_register_nothing(lag: int):
     driver.add(make_request("2", 1, max_tokens=5))
     while driver.requests["2"].status is not RequestStatus.PREEMPTED:
         driver.step()
-    assert driver.requests["2"].sequences[0].num_chained_blocks == 0
+    assert driver.requests["2"].sequences[0].num_registered_blocks == 0
     driver.run()
 
 
@@ -190,7 +190,7 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.scheduler.abort("1")
     assert len(driver.scheduler.sequences.draining[1].block_table) == 3
     draining = driver.scheduler.sequences.draining.values()
-    assert len(driver.scheduler.block_manager.blocks_only_of(draining)) == 1
+    assert len(driver.scheduler.block_manager.exclusive_blocks(draining)) == 1
     driver.run()
 
 

@@ -5,16 +5,17 @@ from core_driver import Driver, make_request, make_scheduler
 from core_plans import shape
 
 from jpaged.core import admission
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 from jpaged.core.request import RequestStatus
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 
 @pytest.mark.parametrize(
-    ("goal", "joined"), [(Goal.LATENCY, [1, 1, 1]), (Goal.THROUGHPUT, [0, 2, 1])]
+    ("goal", "joined"),
+    [(SchedulingGoal.LATENCY, [1, 1, 1]), (SchedulingGoal.THROUGHPUT, [0, 2, 1])],
 )
-def test_those_who_wait_join_several_at_a_time(goal: Goal, joined: list[int]):
+def test_those_who_wait_join_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
     """Two, of 64 seats; or all that wait, if they are fewer."""
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
@@ -32,7 +33,7 @@ def test_those_who_wait_join_several_at_a_time(goal: Goal, joined: list[int]):
 
 
 def driver_of(scheduler: Scheduler, prompt_lens: list[int], **more) -> Driver:
-    driver = Driver(scheduler, goal=Goal.THROUGHPUT)
+    driver = Driver(scheduler, goal=SchedulingGoal.THROUGHPUT)
     for i, prompt_len in enumerate(prompt_lens):
         driver.add(make_request(str(i), prompt_len, **more))
     return driver
@@ -73,7 +74,7 @@ def test_a_prompt_longer_than_a_step_is_waited_for_by_itself(digest: str | None)
 
 def test_for_latency_all_decode_in_every_step():
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [6, 6, 6, 6])
-    driver.goal = Goal.LATENCY
+    driver.goal = SchedulingGoal.LATENCY
     assert tokens_by_sequence(driver, 2) == [{0: 6, 1: 4}, {0: 1, 1: 2, 2: 6, 3: 1}]
     driver.run()
 
@@ -150,13 +151,13 @@ def test_a_prompt_that_fits_one_block_finds_nothing():
     driver.run()
 
 
-@pytest.mark.parametrize("policy", [None, PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)])
-def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
+@pytest.mark.parametrize("policy", [None, PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=8)])
+def test_for_one_who_comes_back_nobody_waits(policy: PreemptionPolicy | None):
     """No sequence waits for the requests behind it either."""
     driver = driver_of(make_scheduler(1 + 12, max_num_batched_tokens=10, pressure=policy), [])
     for name, prompt_len, max_tokens in (("0", 3, 20), ("1", 25, 7), ("2", 11, 9)):
         driver.add(make_request(name, prompt_len, max_tokens))
-    while not driver.plans or not driver.plans[-1].preempted:
+    while not driver.plans or not driver.plans[-1].preempted_request_ids:
         driver.step()
     driver.add(make_request("3", 10))
     back = driver.requests["2"]
@@ -168,7 +169,7 @@ def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
 @pytest.fixture
 def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many seats must be free for a step with prompts."""
-    monkeypatch.setattr(admission, "SEATS_PER_FREE_SEAT", 2)
+    monkeypatch.setattr(admission, "ROWS_PER_FREE_ROW", 2)
 
 
 @pytest.mark.usefixtures("two_of_four")

@@ -6,7 +6,7 @@ from core_plans import forks, num_free, samples, shape, status, tables, the, upd
 from core_swapped import SWAP, swapped_out
 
 from jpaged.core.admission import Admission
-from jpaged.core.prefix_cache import CHAIN_ENDED
+from jpaged.core.prefix_cache import REGISTRATION_ENDED
 from jpaged.core.request import FinishReason, Sequence
 from jpaged.core.sequence_table import RequestQueue
 
@@ -14,19 +14,19 @@ from jpaged.core.sequence_table import RequestQueue
 def test_a_sequence_goes_out_and_comes_back():
     driver = swapped_out()
     plan = driver.plans[-1]
-    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.swap_outs == ((1, (3, 5)),)  # image 1
     assert updates(plan) == [((3, 5),)]  # block 5 is read before it is written
     (sequence,) = samples(driver, "2")
     assert (status(driver, "2"), driver.scheduler.num_swapped) == ("swapped", 1)
-    assert (sequence.num_computed_tokens, sequence.image_table) == (6, [0, 1])
-    assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_blocks) == ([[]], 2)
+    assert (sequence.num_computed_tokens, sequence.host_block_table) == (6, [0, 1])
+    assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_host_blocks) == ([[]], 2)
     driver.step()
     assert driver.requests["1"].is_finished
     plan = the(driver.step())  # no sequence computes while the blocks travel
     assert (shape(plan), plan.num_tokens) == ([], 0)
     assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)
-    assert driver.scheduler.swap_space.num_used_blocks == 0
+    assert driver.scheduler.swap_space.num_used_host_blocks == 0
     plan = the(driver.step())
     assert (shape(plan), plan.is_decode) == ([(2, 6, 1, True)], False)
     assert updates(plan) == [((0, 3), (1, 5))]
@@ -51,7 +51,7 @@ def swapped_group(digest: str | None = None, lag: int = 0) -> Driver:
     driver = Driver(scheduler, lag)
     driver.add(make_request("1", 3, max_tokens=8))
     driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
-    while not driver.plans or not driver.plans[-1].preempted:
+    while not driver.plans or not driver.plans[-1].preempted_request_ids:
         driver.step()
     return driver
 
@@ -60,7 +60,7 @@ def test_shared_blocks_go_out_once_and_are_shared_again():
     driver = swapped_group()
     assert driver.plans[-2].block_copies == ((4, 5),)
     assert driver.plans[-1].swap_outs == ((1, (3, 5, 4)),)
-    assert [s.image_table for s in samples(driver, "2")] == [[0, 1], [0, 2]]
+    assert [s.host_block_table for s in samples(driver, "2")] == [[0, 1], [0, 2]]
     while not driver.plans[-1].swap_ins:  # with three blocks free it could come, and not go on
         driver.step()
     ((_, places),) = driver.plans[-1].swap_ins
@@ -75,7 +75,7 @@ def test_shared_blocks_go_out_once_and_are_shared_again():
 def test_a_sample_that_ends_while_out_does_not_come_back():
     driver = swapped_group()
     driver.scheduler.finish_sequence(samples(driver, "2")[0], FinishReason.ABORT)
-    assert driver.scheduler.swap_space.num_used_blocks == 3  # the image is one piece
+    assert driver.scheduler.swap_space.num_used_host_blocks == 3  # the image is one piece
     plan = the(driver.step())
     assert plan.swap_ins == ((1, ((0, 7), (2, 5))),)
     assert tables(driver, "2") == [[7, 5]]
@@ -90,9 +90,9 @@ def test_the_image_of_an_ended_group_is_dropped(sample_by_sample: bool):
             driver.scheduler.finish_sequence(sequence, FinishReason.ABORT)
     else:
         driver.scheduler.abort("2")
-    assert driver.scheduler.swap_space.num_used_blocks == 0
+    assert driver.scheduler.swap_space.num_used_host_blocks == 0
     plan = the(driver.step())
-    assert (plan.dropped, plan.swap_ins) == ((1,), ())
+    assert (plan.dropped_swap_entry_ids, plan.swap_ins) == ((1,), ())
     driver.run()
 
 
@@ -106,7 +106,7 @@ def test_an_image_dropped_before_it_was_ordered_is_never_made():
     assert scheduler.schedule() is None  # the second gives way to itself: there is nothing to plan
     assert status(driver, "2") == "swapped"
     scheduler.abort("2")
-    assert scheduler.swap_space.take_orders() == ((), (), ())
+    assert scheduler.swap_space.pop_swap_changes() == ((), (), ())
     driver.run()
 
 
@@ -117,7 +117,7 @@ def test_what_the_prefix_cache_still_has_is_not_copied_back():
     plan = the(driver.step())
     assert plan.swap_ins == ((1, ((1, 5),)),)  # block 3 was never overwritten
     assert tables(driver, "2") == [[3, 5]]
-    assert (sequence.num_chained_blocks, sequence.num_computed_tokens) == (1, 6)
+    assert (sequence.num_registered_blocks, sequence.num_computed_tokens) == (1, 6)
     driver.run()
 
 
@@ -129,8 +129,8 @@ def test_all_of_it_may_still_be_there():
         driver.step()
     while status(driver, "2") == "swapped":
         plan = the(driver.step())
-    (image_id, places) = plan.swap_ins[0]
-    assert (image_id, places) == (1, ())
+    (swap_entry_id, places) = plan.swap_ins[0]
+    assert (swap_entry_id, places) == (1, ())
     driver.run()
 
 
@@ -139,15 +139,15 @@ def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     sequence.token_ids.append(0)
     block = manager.pool.blocks[5]  # as if another had computed all eight of these tokens
-    parent = manager.find_prefix(sequence, 4)[0].content
+    parent = manager.find_prefix(sequence, 4)[0].cache_entry
     assert manager.prefix_cache is not None
     assert parent is not None
-    assert block.content is None
-    manager.prefix_cache.register(block, parent.content_id, sequence.token_ids[4:])
+    assert block.cache_entry is None
+    manager.prefix_cache.register(block, parent.entry_id, sequence.token_ids[4:])
     assert [b.block_id for b in manager.find_prefix(sequence, 8)] == [3, 5]
     driver.scheduler.abort("1")
     assert num_free(driver) == 5
-    assert driver.scheduler.swap_space.measure(driver.requests["2"]).hits == [
+    assert driver.scheduler.swap_space.measure_fit(driver.requests["2"]).hits == [
         [manager.pool.blocks[3]]
     ]
 
@@ -160,11 +160,13 @@ def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_re
     driver.scheduler.abort("1")
     manager.append(other, 4)
     other.num_computed_tokens = 4
-    manager.register_computed(other, 4)
+    manager.register_full_blocks(other, 4)
     swap_space, request = driver.scheduler.swap_space, driver.requests["2"]
-    swap_space.swap_in(request, swap_space.measure(request).hits)
+    swap_space.swap_in(request, swap_space.measure_fit(request).hits)
     assert sequence.block_table[0] == other.block_table[0]
-    assert sequence.num_chained_blocks == CHAIN_ENDED  # what it computed before counts no more
+    assert (
+        sequence.num_registered_blocks == REGISTRATION_ENDED
+    )  # what it computed before counts no more
 
 
 def test_a_reset_while_out_lets_nothing_of_it_be_registered():
@@ -196,7 +198,7 @@ def test_pinned_blocks_are_found_at_the_return():
     driver = swapped_out(digest="xxh3")
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     pin = manager.pins.pin(manager.find_prefix(sequence))
-    assert manager.pins.holders == {3: 1}
+    assert manager.pins.holder_counts == {3: 1}
     driver.step()
     plan = the(driver.step())
     assert plan.swap_ins == ((1, ((1, 5),)),)
@@ -246,14 +248,16 @@ def test_a_return_leaves_a_spare_block_to_those_that_run():
     running.add(make_request("3", 1))
     books = scheduler.config, scheduler.block_manager, scheduler.swap_space
     alone, beside = Admission(*books, RequestQueue()), Admission(*books, running)
-    assert beside.find(request) is None
-    assert alone.find(request) == ([[]], 2)
-    request.live.append(sample := Sequence(99, [1], 1, image_table=[2]))
-    assert alone.find(request) is None
-    request.live.remove(sample)  # one that needed a block more has ended: this is looked at anew
-    assert alone.find(request) == ([[]], 2)
+    assert beside.find_fit(request) is None
+    assert alone.find_fit(request) == ([[]], 2)
+    request.live_sequences.append(sample := Sequence(99, [1], 1, host_block_table=[2]))
+    assert alone.find_fit(request) is None
+    request.live_sequences.remove(
+        sample
+    )  # one that needed a block more has ended: this is looked at anew
+    assert alone.find_fit(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
-    assert beside.find(request) == ([[]], 2)
+    assert beside.find_fit(request) == ([[]], 2)
     driver.run()
 
 
@@ -267,10 +271,10 @@ def test_a_group_in_its_stem_goes_out_and_goes_on():
     driver.add(make_request("2", 11, max_tokens=1))
     plan = the(driver.step())
     assert plan.swap_outs == ((1, (1, 2)),)
-    assert [s.image_table for s in samples(driver, "1")] == [[0, 1], []]
+    assert [s.host_block_table for s in samples(driver, "1")] == [[0, 1], []]
     while status(driver, "1") == "swapped":
         plan = the(driver.step())
-    assert len(plan.swap_ins[0].places) == 2
+    assert len(plan.swap_ins[0].copies) == 2
     plan = the(driver.step())
     assert (shape(plan), forks(plan)) == ([(10, 4, 1, False)], [])
     plan = the(driver.step())
@@ -287,8 +291,8 @@ def test_samples_that_share_a_partial_block_return_only_with_a_block_to_copy_it_
     driver.add(make_request("2", 3, max_tokens=2, seq_id=20, n=2))
     driver.step()
     plan = the(driver.step())  # the copies of request 1 take the blocks that request 2 needs
-    assert (plan.preempted, len(plan.block_copies)) == (("2",), 3)
-    assert [s.image_table for s in samples(driver, "2")] == [[0], [0]]
+    assert (plan.preempted_request_ids, len(plan.block_copies)) == (("2",), 3)
+    assert [s.host_block_table for s in samples(driver, "2")] == [[0], [0]]
     assert driver.requests["1"].is_finished
     pool = scheduler.block_manager.pool
     taken = pool.allocate(4)

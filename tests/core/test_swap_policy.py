@@ -6,30 +6,30 @@ from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy, SwapSpace
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PreemptionPolicy, SwapSpace
 
 
 def test_a_full_host_space_means_recomputing():
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=1))
+    driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=1))
     assert (status(driver, "2"), driver.plans[-1].swap_outs) == ("preempted", ())
     driver.run()
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=2))
+    driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=2))
     assert status(driver, "2") == "swapped"  # just fits
     driver.run()
 
 
 def test_the_bound_counts_the_images_that_are_there():
     manager = BlockManager(11, 4)
-    space = SwapSpace(PressurePolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
+    space = SwapSpace(PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
     first, second = make_request("1", 12), make_request("2", 12)
     for request in (first, second):
-        manager.append(request.live[0], 12)
-        request.live[0].num_computed_tokens = 12
-    assert space.chosen_for(second)  # three of five
+        manager.append(request.live_sequences[0], 12)
+        request.live_sequences[0].num_computed_tokens = 12
+    assert space.should_swap(second)  # three of five
     space.swap_out(first)
-    assert (space.num_used_blocks, space.chosen_for(second)) == (3, False)
+    assert (space.num_used_host_blocks, space.should_swap(second)) == (3, False)
     space.drop(first)
-    assert (space.num_used_blocks, space.chosen_for(second)) == (0, True)
+    assert (space.num_used_host_blocks, space.should_swap(second)) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_bound_counts_the_images_that_are_there():
 def test_auto_takes_the_cheaper_way(recompute_seconds: float, expected: str):
     # Six tokens to compute, two blocks each way; of equal costs recomputing needs no memory.
     costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.AUTO, 8, costs))
+    driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.AUTO, 8, costs))
     assert status(driver, "2") == expected
     driver.run()
 
@@ -47,12 +47,12 @@ def test_auto_counts_shared_tokens_once():
     # Three tokens in common, and one of each sample: five to compute; three blocks.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
     scheduler = make_scheduler(
-        num_blocks=8, block_size=2, pressure=PressurePolicy(PreemptionMode.AUTO, 8, costs)
+        num_blocks=8, block_size=2, pressure=PreemptionPolicy(PreemptionMode.AUTO, 8, costs)
     )
     driver = Driver(scheduler)
     driver.add(make_request("1", 3, max_tokens=8))
     driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
-    while not driver.plans or not driver.plans[-1].preempted:
+    while not driver.plans or not driver.plans[-1].preempted_request_ids:
         driver.step()
     assert status(driver, "2") == "preempted"
     driver.run()
@@ -67,14 +67,14 @@ def test_auto_counts_shared_tokens_once():
 )
 def test_bad_policies_are_refused(arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
-        PressurePolicy(*arguments)
+        PreemptionPolicy(*arguments)
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 def test_one_that_only_waits_to_be_read_gives_way_at_once_and_is_not_swapped_out(
     mode: PreemptionMode,
 ):
-    policy = PressurePolicy(mode, num_host_blocks=20)
+    policy = PreemptionPolicy(mode, num_host_blocks=20)
     driver = Driver(make_scheduler(num_blocks=5, block_size=2, pressure=policy), lag=1)
     driver.add(make_request("1", 2, max_tokens=6))
     driver.add(make_request("2", 2, max_tokens=3))
@@ -84,5 +84,5 @@ def test_one_that_only_waits_to_be_read_gives_way_at_once_and_is_not_swapped_out
     assert samples(driver, "2")[0].num_tokens == 5  # all there will be, the last not read yet
     plan = the(driver.step())
     assert shape(plan) == [(1, 4, 1, True)]
-    assert (plan.preempted, plan.swap_outs, plan.released) == ((), (), (2,))
+    assert (plan.preempted_request_ids, plan.swap_outs, plan.released_seq_ids) == ((), (), (2,))
     driver.run()

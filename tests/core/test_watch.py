@@ -13,7 +13,7 @@ from test_random_groups import Tally, Work
 from test_scheduler_machine import SchedulerMachine
 
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.observe.pool_changes import CACHED, PoolChanges, PoolWatch
 from jpaged.observe.pool_report import BlockState, block_map
 
@@ -45,26 +45,26 @@ class Replica(PoolReplica):
             known_hash = 0 if info.content_hash is None else info.content_hash % 2**32
             assert self.hashes.get(block_id, 0) == known_hash
         assert self.pinned == [block_id for block_id, info in infos.items() if info.is_pinned]
-        assert sum(n for _, n in self.images) == self.scheduler.swap_space.num_used_blocks
+        assert sum(n for _, n in self.images) == self.scheduler.swap_space.num_used_host_blocks
 
     def _check_sequences(self) -> None:
         holders = {
             seq_id: sequence
-            for seq_id, sequence in self.scheduler.sequences.known.items()
-            if sequence.block_table or sequence.image_table
+            for seq_id, sequence in self.scheduler.sequences.by_id.items()
+            if sequence.block_table or sequence.host_block_table
         }
         assert self.tables == {i: sequence.block_table for i, sequence in holders.items()}
         assert self.computed == {i: s.num_computed_tokens for i, s in holders.items()}
         for seq_id, sequence in holders.items():
             seen = self.sequences[seq_id]
             assert (seen.request_id, seen.index) == (sequence.request.request_id, sequence.index)
-            assert seen.num_host_blocks == len(sequence.image_table)
+            assert seen.num_host_blocks == len(sequence.host_block_table)
             status = "finished" if sequence.finish_reason else sequence.request.status
             assert seen.status == status
 
     def _check_tokens(self) -> None:
         size = self.scheduler.block_manager.block_size
-        for sequence in self.scheduler.sequences.known.values():
+        for sequence in self.scheduler.sequences.by_id.values():
             known = sequence.token_ids[: sequence.num_computed_tokens]
             for index, block_id in enumerate(sequence.block_table):
                 own = known[index * size : (index + 1) * size]
@@ -95,7 +95,7 @@ def test_a_copy_on_write_replaces_the_last_entry():
     driver = driver_of(make_request("1", 6, max_tokens=9, n=2), num_blocks=9)
     replica = Replica(driver.scheduler)
     kept, copies = [], {}
-    while driver.scheduler.has_unfinished:
+    while driver.scheduler.has_unfinished_requests:
         if plan := driver.step():
             replica.watch.note(plan)
         changes = replica.look()
@@ -111,7 +111,7 @@ def test_a_table_that_was_trimmed_and_grew_again():
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.step()
     replica.look()
-    [sequence] = driver.scheduler.sequences.known.values()
+    [sequence] = driver.scheduler.sequences.by_id.values()
     sequence.num_computed_tokens = 3  # as if the step had not been made
     manager.trim(sequence)
     manager.append(sequence, 9)
@@ -193,14 +193,14 @@ def test_random_groups(seed: int):
 
 
 def test_a_swapped_group_has_an_image():
-    pressure = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=9)
+    pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
     work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
     driver = driver_of(*work, num_blocks=7, pressure=pressure)
     replica = Replica(driver.scheduler)
     while not driver.scheduler.num_swapped:
         driver.step()
     replica.look()
-    assert replica.images == [("2", driver.scheduler.swap_space.num_used_blocks)]
+    assert replica.images == [("2", driver.scheduler.swap_space.num_used_host_blocks)]
     assert replica.sequences[2].status == "swapped"
     driver.run()
     replica.look()

@@ -16,7 +16,7 @@ from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Name, Programs
+from jpaged.runtime.programs import ProgramName, Programs
 
 
 class LazyProgram:
@@ -47,7 +47,7 @@ class LazyBuilder(ProgramBuilder):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self._lazy: dict[Name, LazyProgram] = {}
+        self._lazy: dict[ProgramName, LazyProgram] = {}
 
     def add(self, recipes: Iterable[Recipe]) -> None:
         """Keep the recipes."""

@@ -90,7 +90,7 @@ def test_who_comes_and_goes_at_random_turns_changes_no_answer(
                 bursts.abort(str(index))
     launches = [launch.plans for launch in steps.launches]
     assert {len(plans) for plans in launches} == {1, BURST}
-    moving = [plans for plans in launches if any(it.moves_blocks for it in plans)]
+    moving = [plans for plans in launches if any(it.has_block_moves for it in plans)]
     assert moving
     assert all(len(plans) == 1 for plans in moving)
     assert all(it.is_decode for plans in launches if len(plans) == BURST for it in plans)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from jpaged import SamplingParams
 from jpaged.calibrate.__main__ import main
-from jpaged.calibrate.scales import SCALES_NAME, calibrate, scales_of
+from jpaged.calibrate.scales import SCALES_FILE_NAME, calibrate, compute_scales
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import CheckpointError, read_config
 from jpaged.models.loader import plan_model
@@ -56,7 +56,7 @@ def test_scales_are_the_largest_numbers_over_448_rounded_up_to_powers_of_2(folde
         )
     assert len(found) > 3
     largest = np.max(found, axis=0)
-    tensors = load_file(folder / SCALES_NAME)
+    tensors = load_file(folder / SCALES_FILE_NAME)
     assert len(tensors) == largest.size
     for layer, pair in enumerate(largest):
         for kind, value in zip("kv", pair, strict=True):
@@ -67,9 +67,9 @@ def test_scales_are_the_largest_numbers_over_448_rounded_up_to_powers_of_2(folde
 
 def test_a_layer_of_zeros_has_a_scale_of_1_and_numbers_must_be_finite():
     largest = np.array([[0.0, 448.0], [1000.0, 7.0]], np.float32)
-    np.testing.assert_array_equal(scales_of(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
+    np.testing.assert_array_equal(compute_scales(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
     with pytest.raises(ValueError, match="the values of layer 1 are not finite"):
-        scales_of(np.array([[1.0, 1.0], [1.0, np.inf]], np.float32))
+        compute_scales(np.array([[1.0, 1.0], [1.0, np.inf]], np.float32))
 
 
 def logprobs(engine: Any) -> np.ndarray:
@@ -167,8 +167,8 @@ def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
     """Which the folder's link of that name would lead to."""
     source = tmp_path / "source"
     shutil.copytree(EMBEDDED_MODEL, source)
-    (source / SCALES_NAME).write_bytes(b"a")
-    with pytest.raises(CheckpointError, match=f"has a file {SCALES_NAME}, .*; rename it"):
+    (source / SCALES_FILE_NAME).write_bytes(b"a")
+    with pytest.raises(CheckpointError, match=f"has a file {SCALES_FILE_NAME}, .*; rename it"):
         calibrate(source, WORDS, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -60,11 +60,11 @@ def failing_once(target: Callable[..., Any], after: int) -> Any:
 
 
 FAULTS = {
-    "detokenising": (RequestState, "accept", of_state),
+    "detokenising": (RequestState, "accept_token", of_state),
     "scoring": (SampleState, "accept_scores", of_sample),
     "scoring the prompt": (RequestState, "accept_prompt_logprobs", of_state),
     "ending": (RequestState, "finish", of_state),
-    "placing": (PlanBuilder, "place", of_sequence),
+    "placing": (PlanBuilder, "add_sequence", of_sequence),
     "blocks": (BlockManager, "append", of_sequence),
     "sharing": (BlockManager, "admit", of_sequence),
 }
@@ -107,14 +107,14 @@ def test_a_fault_of_a_sample_that_forks_ends_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """Its row is given by a decode plan, which forks it from the first sample's."""
-    encode = batch.encode_row
+    encode = batch.pack_params
 
     def fails_for_the_second(params: SamplingParams, seed: int) -> Any:
         if seed == 8:
             raise KeyError("injected")
         return encode(params, seed)
 
-    monkeypatch.setattr(batch, "encode_row", fails_for_the_second)
+    monkeypatch.setattr(batch, "pack_params", fails_for_the_second)
     params = SamplingParams(n=2, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
     engine.add_request(QUESTION, params, request_id="victim")
     other = engine.add_request(QUESTION, GREEDY)
@@ -161,9 +161,9 @@ def test_a_fault_in_setting_sampling_up_is_one_requests_own(
     other = engine.add_request(QUESTION, GREEDY)
     strange = SamplingParams(temperature=0.125, max_tokens=20, seed=3)
     victim = engine.add_request(QUESTION, strange)
-    encode = failing(batch.encode_row, lambda params, seed: params.temperature == 0.125, 0)
+    encode = failing(batch.pack_params, lambda params, seed: params.temperature == 0.125, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "encode_row", encode)
+        patch.setattr(batch, "pack_params", encode)
         last = run(engine)
     assert last[victim].outputs[0].finish_reason == "error"
     assert last[other].outputs[0].text == ANSWER
@@ -172,7 +172,9 @@ def test_a_fault_in_setting_sampling_up_is_one_requests_own(
 def test_generate_and_stream_raise_what_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(
-            RequestState, "accept", failing(RequestState.accept, lambda *_: True, after=1)
+            RequestState,
+            "accept_token",
+            failing(RequestState.accept_token, lambda *_: True, after=1),
         )
         with pytest.raises(RuntimeError, match="failed") as caught:
             engine.generate(QUESTION, GREEDY)

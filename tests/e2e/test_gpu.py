@@ -279,7 +279,7 @@ def test_the_logits_of_decode_steps_stay_where_they_were(
         if kind == "sample":
             logits = inputs["logits"]
             seen.append((logits.shape[0], logits.unsafe_buffer_pointer()))
-            held.append(inputs["inputs"].encoded)
+            held.append(inputs["inputs"].packed_params)
             while len(held) > len(seen) % 3:
                 held.popleft()
         return launch(runner, kind, key, **inputs)

@@ -23,7 +23,7 @@ from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.errors import ErrorKind
 from jpaged.runtime.results import StepHandle
-from jpaged.structured_outputs.mask_client import Constraint, MaskProcess
+from jpaged.structured_outputs.mask_client import Constraint, MaskWorkerClient
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -333,24 +333,28 @@ def test_one_that_fails_at_any_place_ends_its_request_alone(
     free = engine.add_request(QUESTION, GREEDY)
     for _ in range(5):
         engine.step()
-    gather, await_taken, victim = MaskProcess.gather, MaskProcess.await_taken, list[Any]()
+    gather_masks, await_tokens_received, victim = (
+        MaskWorkerClient.gather_masks,
+        MaskWorkerClient.await_tokens_received,
+        list[Any](),
+    )
     error = ValueError("too complex")
 
-    def gather_but_one(self: MaskProcess, items: Any, *args: Any) -> Any:
+    def gather_but_one(self: MaskWorkerClient, items: Any, *args: Any) -> Any:
         victim.append(items[0][0])  # of one of the first two requests
-        masks, failed, late = gather(self, items, *args)
+        masks, failed, late = gather_masks(self, items, *args)
         own = [i for i, (it, _) in enumerate(items) if it is victim[0] and where == "gather"]
         return masks, [*failed, *((i, error) for i in own)], late
 
-    def take_but_one(self: MaskProcess) -> Any:
-        over = await_taken(self)
+    def take_but_one(self: MaskWorkerClient) -> Any:
+        over = await_tokens_received(self)
         if not victim or where == "gather":
             return over
         victim[0].error = error
         return over | {victim[0]}
 
-    monkeypatch.setattr(MaskProcess, "gather", gather_but_one)
-    monkeypatch.setattr(MaskProcess, "await_taken", take_but_one)
+    monkeypatch.setattr(MaskWorkerClient, "gather_masks", gather_but_one)
+    monkeypatch.setattr(MaskWorkerClient, "await_tokens_received", take_but_one)
     last = run(engine)
     ended = {last[it].outputs[0].finish_reason: last[it].outputs[0].text for it in names}
     assert ended.keys() == {"error", "stop"}
@@ -431,13 +435,13 @@ def test_most_rows_of_a_step_may_sit_it_out_where_their_answers_are_heavy(
     params += [SamplingParams(max_tokens=30, seed=i, structured_outputs=DATE) for i in range(4)]
     expected = answers(engine.generate([QUESTION] * 5, params))
     left = make_late(monkeypatch, chance=0.6, heavy=True)
-    counts, put_back = list[int](), Scheduler.put_back
+    counts, postpone_rows = list[int](), Scheduler.postpone_rows
 
     def counted(self: Scheduler, plan: Any, rows: Any) -> Any:
         counts.append(len(rows))
-        return put_back(self, plan, rows)
+        return postpone_rows(self, plan, rows)
 
-    monkeypatch.setattr(Scheduler, "put_back", counted)
+    monkeypatch.setattr(Scheduler, "postpone_rows", counted)
     assert answers(engine.generate([QUESTION] * 5, params)) == expected
     assert left
     assert max(counts) > 1  # more than a quarter
@@ -459,16 +463,16 @@ def test_answers_end_where_their_last_tokens_are_matched_late(
     ]
     prompts = [QUESTION] * len(params)
     expected = answers(engine.generate(prompts, params))
-    await_taken, num_hidden = MaskProcess.await_taken, 0
+    await_tokens_received, num_hidden = MaskWorkerClient.await_tokens_received, 0
 
-    def take_unseen(self: MaskProcess) -> Any:
+    def take_unseen(self: MaskWorkerClient) -> Any:
         nonlocal num_hidden
-        for answer in await_taken(self):
+        for answer in await_tokens_received(self):
             answer.is_stopped, answer.error = False, None
             num_hidden += 1
         return set()
 
-    monkeypatch.setattr(MaskProcess, "await_taken", take_unseen)
+    monkeypatch.setattr(MaskWorkerClient, "await_tokens_received", take_unseen)
     assert answers(engine.generate(prompts, params)) == expected
     assert num_hidden > 0
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
@@ -482,17 +486,17 @@ def test_generation_waits_for_a_busy_mask_worker(
     held = SamplingParams(max_tokens=12, seed=1, structured_outputs=DATE, repetition_penalty=1.2)
     params = [held, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)]
     expected = answers(engine.generate([QUESTION] * 2, params))
-    gather, stopped = MaskProcess.gather, list[int]()
+    gather_masks, stopped = MaskWorkerClient.gather_masks, list[int]()
 
-    def stop_first(self: MaskProcess, *args: Any) -> Any:
+    def stop_first(self: MaskWorkerClient, *args: Any) -> Any:
         if not stopped and self.pid is not None:
             stopped.append(self.pid)
             os.kill(self.pid, signal.SIGSTOP)
             threading.Timer(0.3, os.kill, (self.pid, signal.SIGCONT)).start()
-        return gather(self, *args)
+        return gather_masks(self, *args)
 
-    monkeypatch.setattr(MaskProcess, "is_running", True)  # as if it had no processor
-    monkeypatch.setattr(MaskProcess, "gather", stop_first)
+    monkeypatch.setattr(MaskWorkerClient, "is_running", True)  # as if it had no processor
+    monkeypatch.setattr(MaskWorkerClient, "gather_masks", stop_first)
     assert answers(engine.generate([QUESTION] * 2, params)) == expected
     assert stopped
 
@@ -542,15 +546,19 @@ def test_plain_rows_wait_a_tenth_of_a_second_for_a_row_that_cannot_leave(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     """Also where the process seems to run, as one does that a busy machine gives no processor."""
-    engine, waits, gather = engines(**LOOPS["overlapped"]), list[float](), MaskProcess.gather
+    engine, waits, gather_masks = (
+        engines(**LOOPS["overlapped"]),
+        list[float](),
+        MaskWorkerClient.gather_masks,
+    )
 
-    def timed(self: MaskProcess, *args: Any) -> Any:
-        found = gather(self, *args)
+    def timed(self: MaskWorkerClient, *args: Any) -> Any:
+        found = gather_masks(self, *args)
         waits.append(self.seconds_waited)  # a look counts as 10 ms at most, however late it is
         return found
 
-    monkeypatch.setattr(MaskProcess, "gather", timed)
-    monkeypatch.setattr(MaskProcess, "is_running", True)
+    monkeypatch.setattr(MaskWorkerClient, "gather_masks", timed)
+    monkeypatch.setattr(MaskWorkerClient, "is_running", True)
     penalty = SamplingParams(structured_outputs=DATE, max_tokens=60, repetition_penalty=1.2)
     failing = engine.add_request(QUESTION, penalty)
     engine.add_request(QUESTION, SamplingParams(max_tokens=20, ignore_eos=True))
@@ -585,29 +593,31 @@ def make_late(
     monkeypatch: pytest.MonkeyPatch, chance: float, *, heavy: bool = False
 ) -> list[Sequence]:
     """Let masks take long; gives the sequences whose rows sit a step out, as they do."""
-    gather, put_back = MaskProcess.gather, Scheduler.put_back
+    gather_masks, postpone_rows = MaskWorkerClient.gather_masks, Scheduler.postpone_rows
     rng, left = random.Random(1), list[Sequence]()
 
-    def gather_late(self: MaskProcess, items: Any, num_rows: int, may_leave: Any) -> Any:
-        masks, over, late = gather(self, items, num_rows)
+    def gather_late(
+        self: MaskWorkerClient, items: Any, num_rows: int, should_stop_waiting: Any
+    ) -> Any:
+        masks, over, late = gather_masks(self, items, num_rows)
         ended = {i for i, _ in over}
         late = [i for i in range(len(items)) if rng.random() < chance and i not in ended]
         until = time.perf_counter() + 0.03
         while late and time.perf_counter() < until:
-            if may_leave(late, late if heavy else ()):
+            if should_stop_waiting(late, late if heavy else ()):
                 masks[[items[i][1] for i in late]] = 0
                 return masks, over, late
         return masks, over, []
 
     def noted(self: Scheduler, plan: Any, rows: Any) -> Any:
         left.extend(plan.scheduled[i].sequence for i in rows)
-        assert all(len(it.request.live) == 1 for it in left[-len(rows) :])
-        plan = put_back(self, plan, rows)
+        assert all(len(it.request.live_sequences) == 1 for it in left[-len(rows) :])
+        plan = postpone_rows(self, plan, rows)
         self.check_integrity()
         return plan
 
-    monkeypatch.setattr(MaskProcess, "gather", gather_late)
-    monkeypatch.setattr(Scheduler, "put_back", noted)
+    monkeypatch.setattr(MaskWorkerClient, "gather_masks", gather_late)
+    monkeypatch.setattr(Scheduler, "postpone_rows", noted)
     return left
 
 

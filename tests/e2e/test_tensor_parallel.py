@@ -315,8 +315,10 @@ def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemor
 
     monkeypatch.setattr(model_runner, "PeerMemory", Noted)
     if jax.default_backend() == "cpu":
-        monkeypatch.setattr(sizing, "can_exchange", lambda devices, dtype: len(devices) > 1)
-        monkeypatch.setattr(peer_memory, "exchange_words", lambda n, backend: (4 + 2 * (n + 1), 64))
+        monkeypatch.setattr(sizing, "can_use_peer_memory", lambda devices, dtype: len(devices) > 1)
+        monkeypatch.setattr(
+            peer_memory, "exchange_word_counts", lambda n, backend: (4 + 2 * (n + 1), 64)
+        )
     return made
 
 
@@ -333,7 +335,7 @@ def test_a_device_that_has_lost_another_ends_the_engine(
         pytest.skip("writes where a kernel would, in memory that a processor has")
     options = {"tensor_parallel_size": 2, "dtype": "float32", **LOOPS[loop]}
     engine = new_engine(shallow_folder, **options)
-    assert engine.runtime_config.peer_memory
+    assert engine.runtime_config.has_peer_memory
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     whole = engine.generate([QUESTION], params)[0].outputs[0].token_ids
     (memory,) = peer_memories
@@ -392,8 +394,8 @@ def test_few_rows_are_loaded_ahead(
 ):
     """A device that hangs would stop the thread in a launch, where nothing ends its wait."""
     waited: list[Any] = []
-    monkeypatch.setattr(model_runner, "await_devices", waited.append)
-    monkeypatch.setattr(model_runner, "LAUNCHES_AHEAD", 1)
+    monkeypatch.setattr(model_runner, "wait_for_devices", waited.append)
+    monkeypatch.setattr(model_runner, "MAX_LAUNCHES_AHEAD", 1)
     engine = new_engine(shallow_folder, tensor_parallel_size=2, dtype="float32")
     for params, count in (
         (SamplingParams(max_tokens=2), 0),
@@ -420,7 +422,7 @@ def test_a_step_that_never_ends_ends_the_engine(
         return replace(results.StepHandle(*arguments, **more), sampled=never)
 
     monkeypatch.setattr(model_runner, "StepHandle", stuck)
-    monkeypatch.setattr(peer_memory, "LONGEST_STEP", 0.2)
+    monkeypatch.setattr(peer_memory, "MAX_STEP_S", 0.2)
     with pytest.raises(RuntimeError, match=r"a step has not ended after 0\.2 s: one of"):
         run(engine)
     with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):

@@ -12,33 +12,33 @@ def test_step_waits_while_waiting_costs_less_than_skipping(monkeypatch: pytest.M
     now = 10.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     budget = WaitBudget()
-    is_over = partial(budget.is_over, has_plain=True)
+    is_spent = partial(budget.is_spent, has_unconstrained_rows=True)
     now += 0.004  # a step
-    budget.begin(0.0)
+    budget.begin_wait(0.0)
     now += 1.0  # its waiting does not count
-    budget.note_step()
-    budget.begin(0.0)
-    assert is_over(0.0)  # for heavy answers alone
-    assert not is_over(0.125)
+    budget.end_wait()
+    budget.begin_wait(0.0)
+    assert is_spent(0.0)  # for heavy answers alone
+    assert not is_spent(0.125)
     now += 0.0006  # one row in eight: half a millisecond
-    assert is_over(0.125)
-    assert not is_over(0.25)
+    assert is_spent(0.125)
+    assert not is_spent(0.25)
     now += 0.0005
-    assert is_over(0.25)
-    assert not is_over(0.3)
+    assert is_spent(0.25)
+    assert not is_spent(0.3)
     now += 0.0030  # many rows: a whole step
-    assert is_over(0.3)
-    assert not budget.is_over(0.3, has_plain=False)
-    budget.begin(0.002)  # the host has waited for the device
+    assert is_spent(0.3)
+    assert not budget.is_spent(0.3, has_unconstrained_rows=False)
+    budget.begin_wait(0.002)  # the host has waited for the device
     now += 0.0019
-    assert not is_over(0.0)
+    assert not is_spent(0.0)
     now += 0.0002
-    assert is_over(0.0)
-    assert not is_over(0.125)
+    assert is_spent(0.0)
+    assert not is_spent(0.125)
     now += 60
-    assert not budget.is_over(0.3, has_plain=False)
-    budget.begin(0.0)
-    budget.note_step()
-    budget.begin(0.0)
+    assert not budget.is_spent(0.3, has_unconstrained_rows=False)
+    budget.begin_wait(0.0)
+    budget.end_wait()
+    budget.begin_wait(0.0)
     now += 0.26 * 0.05  # a pause between steps is none
-    assert is_over(0.25)
+    assert is_spent(0.25)

@@ -65,7 +65,7 @@ def test_all_are_queued_before_the_first_step_in_their_order(engine: Engine):
     assert [len(output.prompt_token_ids) for output in outputs] == [5, 12, 1]
     rows = [row for launch in steps.launches for row in launch.plans[0].scheduled]
     requests = {row.sequence.request.request_id: row.sequence.request for row in rows}
-    assert [requests[output.request_id].arrival for output in outputs] == [0, 1, 2]
+    assert [requests[output.request_id].arrival_index for output in outputs] == [0, 1, 2]
 
 
 def test_each_request_draws_from_a_seed_of_its_own_and_arrives_when_it_is_made(engine: Engine):

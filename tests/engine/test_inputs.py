@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.preprocessing import (
-    Prompt,
+    NormalizedPrompt,
     normalize_prompt,
     normalize_prompts,
     pair_params,
@@ -10,7 +10,7 @@ from jpaged.engine.preprocessing import (
 )
 from jpaged.sampling_params import SamplingParams
 
-IDS = Prompt(token_ids=[1, 2, 3])
+IDS = NormalizedPrompt(token_ids=[1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,21 @@ def test_every_form_of_token_ids_is_one_prompt(prompt: object):
 
 
 def test_text_and_mixed_lists():
-    assert normalize_prompts("a") == normalize_prompts({"prompt": "a"}) == [Prompt(text="a")]
+    assert (
+        normalize_prompts("a") == normalize_prompts({"prompt": "a"}) == [NormalizedPrompt(text="a")]
+    )
     mixed = normalize_prompts(["a", [1, 2, 3], {"prompt": "b", "prompt_token_ids": [1]}])
-    assert mixed == [Prompt(text="a"), IDS, Prompt(text="b", token_ids=[1])]
+    assert mixed == [NormalizedPrompt(text="a"), IDS, NormalizedPrompt(text="b", token_ids=[1])]
     assert normalize_prompts(np.array([[1, 2, 3], [1, 2, 3]])) == [IDS, IDS]
 
 
 def test_a_salt_comes_with_either_form():
-    assert normalize_prompt({"prompt": "a", "cache_salt": "s"}) == Prompt("a", cache_salt="s")
+    assert normalize_prompt({"prompt": "a", "cache_salt": "s"}) == NormalizedPrompt(
+        "a", cache_salt="s"
+    )
     salted = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
-    assert normalize_prompt(salted) == Prompt(token_ids=[1, 2, 3], cache_salt="s")
-    assert normalize_prompt({"prompt": "a", "cache_salt": None}) == Prompt("a")
+    assert normalize_prompt(salted) == NormalizedPrompt(token_ids=[1, 2, 3], cache_salt="s")
+    assert normalize_prompt({"prompt": "a", "cache_salt": None}) == NormalizedPrompt("a")
 
 
 def test_the_callers_list_is_not_kept():
@@ -88,7 +92,7 @@ def test_what_is_no_prompt(prompts: object, error: type[Exception], message: str
 
 
 def test_unknown_ids_need_the_vocabulary():
-    assert normalize_prompts([9], vocab_size=10) == [Prompt(token_ids=[9])]
+    assert normalize_prompts([9], vocab_size=10) == [NormalizedPrompt(token_ids=[9])]
     with pytest.raises(ValueError, match=r"prompts\[1\].* 10 at position 2 .*; known are 0 to 9"):
         normalize_prompts([[1], [0, 9, 10]], vocab_size=10)
 
@@ -98,7 +102,7 @@ def test_ids_at_the_ends_of_what_a_machine_compares(token_id: int):
     with pytest.raises(ValueError, match=f"the token id {token_id} at position 1 is unknown"):
         normalize_prompts([9, token_id], vocab_size=10)
     if token_id > 0:
-        assert normalize_prompts([9, token_id]) == [Prompt(token_ids=[9, token_id])]
+        assert normalize_prompts([9, token_id]) == [NormalizedPrompt(token_ids=[9, token_id])]
 
 
 def test_one_params_for_all_or_one_for_each():

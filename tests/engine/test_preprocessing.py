@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.core.request import Request
-from jpaged.engine.preprocessing import Preprocessor, Prompt
+from jpaged.engine.preprocessing import NormalizedPrompt, Preprocessor
 from jpaged.sampling_params import SamplingParams
 
 
@@ -22,7 +22,7 @@ def make_preprocessor(seed: int = 0) -> Preprocessor:
 
 
 def make_request(preprocessor: Preprocessor, params: SamplingParams) -> Request:
-    return preprocessor.make_state(Prompt(token_ids=[1]), params).request
+    return preprocessor.make_request_state(NormalizedPrompt(token_ids=[1]), params).request
 
 
 def seeds_of(preprocessor: Preprocessor, params: SamplingParams) -> list[int]:
@@ -57,12 +57,15 @@ def test_requests_without_a_seed_get_one_each_that_an_engine_repeats():
 
 def test_the_params_are_kept_as_they_were_given():
     params = SamplingParams()
-    assert make_preprocessor().make_state(Prompt(token_ids=[1]), params).params is params
+    assert (
+        make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params).params
+        is params
+    )
 
 
 def test_what_could_never_end_is_refused_before_a_request_is_made():
     params = SamplingParams(max_tokens=None, min_tokens=9)
     with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower it"):
-        make_preprocessor().make_state(Prompt(token_ids=[1]), params)
+        make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params)
     make_request(make_preprocessor(), SamplingParams(max_tokens=None, min_tokens=8))
     make_request(make_preprocessor(), SamplingParams(max_tokens=9, min_tokens=9))

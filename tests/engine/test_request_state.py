@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.core.beam import BeamSearch, Hypothesis
-from jpaged.core.plan import Emitted
+from jpaged.core.plan import EmittedToken
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.engine.request_state import RequestState, TokenLogprobs
 from jpaged.outputs import Logprob
@@ -22,7 +22,7 @@ class Letters:
     """Token 65 is "A"; tokens below 32 are special."""
 
     special_token_ids = frozenset(range(32))
-    bytes_of = None
+    token_bytes = None
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         ids = [i for i in token_ids if not (skip_special_tokens and i < 32)]
@@ -36,7 +36,7 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
         "r",
         [97, 98],
         StopCriteria(max_tokens=8),
-        seq_ids=itertools.count(),
+        seq_id_counter=itertools.count(),
         num_samples=params.num_samples if beam is None else 1,
         beam=beam,
     )
@@ -58,7 +58,7 @@ def say(
     sequence.token_ids.append(token_id)
     sequence.finish_reason = reason
     scores = packed((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
-    return state.accept(Emitted(sequence, state.request, token_id, reason), scores, 0)
+    return state.accept_token(EmittedToken(sequence, state.request, token_id, reason), scores, 0)
 
 
 def test_each_sample_has_its_text_scores_and_end():
@@ -102,17 +102,17 @@ def test_sums_are_told_only_where_asked():
 def test_a_sample_tells_each_token_once_and_its_end():
     state = make(SamplingParams(n=2))
     first, second = state.samples
-    assert not first.has_news
+    assert not first.has_update
     say(state, 0, ord("A"))
     say(state, 0, 40, reason=FinishReason.STOP)
-    assert first.has_news
-    assert not second.has_news
+    assert first.has_update
+    assert not second.has_update
     delta = first.take_delta("r")
     assert (delta.text, delta.token_ids, delta.index) == ("A", (65, 40), 0)
     assert (delta.finish_reason, delta.stop_reason) == ("stop", 40)
     say(state, 1, ord("B"))
     assert second.take_delta("r").index == 1
-    assert not second.has_news
+    assert not second.has_update
 
 
 def search(*hypotheses: Hypothesis, n: int = 2) -> RequestState:

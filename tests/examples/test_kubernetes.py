@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jpaged import EngineStats
-from jpaged.serve.http.access import OPEN_PATHS
+from jpaged.serve.http.access import UNAUTHENTICATED_PATHS
 from jpaged.serve.http.metrics import Metrics
 from jpaged.serve.options import read_flags
 
@@ -95,7 +95,7 @@ def test_probes_ask_what_needs_no_key():
     paths = {kind: own[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")}
     assert set(paths.values()) == {"/ready"}
     assert own["livenessProbe"]["httpGet"]["path"] == "/health"
-    assert {"/ready", "/health"} <= OPEN_PATHS
+    assert {"/ready", "/health"} <= UNAUTHENTICATED_PATHS
 
 
 def test_the_autoscaler_goes_by_a_metric_that_the_server_has():

@@ -14,14 +14,20 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
 from kernel_cases import BF16, F16, F32
 
-from jpaged.models.sharding import AXIS, make_mesh, meet
+from jpaged.models.sharding import MESH_AXIS, barrier_all_reduce, make_mesh
 from jpaged.runtime.peer_memory import PeerMemory
-from pallas_kernels import Backend, device_sum, device_sum_norm, exchange_header, exchange_words
-from pallas_kernels.all_reduce.tuning import all_reduce_config, most_bytes
+from pallas_kernels import (
+    Backend,
+    device_sum,
+    device_sum_norm,
+    exchange_word_counts,
+    make_exchange_header,
+)
+from pallas_kernels.all_reduce.tuning import all_reduce_config, max_payload_bytes
 from tests.reference import kernels as reference
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-ON_EACH, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+REPLICATED, SPLIT = PartitionSpec(), PartitionSpec(MESH_AXIS)
 WIDTH = 4096
 NO_TRITON_IN_MESH = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12),
@@ -55,17 +61,17 @@ def lowered(count: int, rows: int, dtype: Any = BF16, width: int = WIDTH) -> str
     assert mesh is not None
 
     def twice(x, header):
-        x = device_sum(x, AXIS, header=header, turn=0)
-        return device_sum(x, AXIS, header=header, turn=1)
+        x = device_sum(x, MESH_AXIS, header=header, buffer_index=0)
+        return device_sum(x, MESH_AXIS, header=header, buffer_index=1)
 
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        words = exchange_words(count, Backend.TRITON)
+        words = exchange_word_counts(count, Backend.TRITON)
         assert words is not None
         given = (
             jax.ShapeDtypeStruct((rows, width), dtype),
             jax.ShapeDtypeStruct((count * words[0],), jnp.int32),
         )
-        traced = on_all(mesh, twice, ON_EACH, SPLIT, out=ON_EACH).trace(*given)
+        traced = on_all(mesh, twice, REPLICATED, SPLIT, out=REPLICATED).trace(*given)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -74,7 +80,7 @@ KERNEL, COLLECTIVE = "custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_what_is_not_too_large_goes_through_peer_memory(count: int):
-    most = most_bytes(count) // (2 * WIDTH)
+    most = max_payload_bytes(count) // (2 * WIDTH)
     assert most == {2: 256, 4: 128, 8: 64}[count]
     for rows in (1, 8, most):
         text = lowered(count, rows)
@@ -106,15 +112,15 @@ def test_a_norm_is_in_the_launch_where_a_program_has_a_row(
     assert mesh is not None
 
     def run(hidden, update, weight, header):
-        options = {"header": header, "turn": 1, "eps": 1e-6, "backend": Backend.TRITON}
-        return device_sum_norm(hidden, update, weight, AXIS, **options)
+        options = {"header": header, "buffer_index": 1, "eps": 1e-6, "backend": Backend.TRITON}
+        return device_sum_norm(hidden, update, weight, MESH_AXIS, **options)
 
     shape = jax.ShapeDtypeStruct
     given = shape((rows, width), BF16), shape((parts, rows, width), dtype)
     given = *given, shape((width,), BF16), shape((20,), jnp.int32)
-    whole = (ON_EACH,) * 3
+    whole = (REPLICATED,) * 3
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = on_all(mesh, run, *whole, SPLIT, out=ON_EACH).trace(*given)
+        traced = on_all(mesh, run, *whole, SPLIT, out=REPLICATED).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(KERNEL) == kernels
     assert text.count(COLLECTIVE) == 1 - kernels
@@ -124,7 +130,7 @@ def test_a_norm_is_in_the_launch_where_a_program_has_a_row(
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_every_chunk_has_a_thread(count: int):
     """And all programs of a launch are on the GPU at once."""
-    for num_bytes in (16, 2048, 8192, 65536, 524288, most_bytes(count)):
+    for num_bytes in (16, 2048, 8192, 65536, 524288, max_payload_bytes(count)):
         config = all_reduce_config(num_bytes=num_bytes, num_devices=count)
         assert 1 <= config.num_programs <= 128
         assert 1 <= config.num_warp_groups <= 4
@@ -138,7 +144,7 @@ def test_every_chunk_has_a_thread(count: int):
 def test_xla_sums_as_the_reference_does(count: int, dtype):
     mesh, rng = mesh_of(count), np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((count * 3, 24)), dtype)
-    run = on_all(mesh, lambda own: device_sum(own, AXIS), SPLIT)
+    run = on_all(mesh, lambda own: device_sum(own, MESH_AXIS), SPLIT)
     got = np.asarray(run(x), np.float32).reshape(count, 3, 24)
     want = reference.device_sum(np.asarray(x).reshape(count, 3, 24)).astype(np.float32)
     for own in got:
@@ -148,16 +154,16 @@ def test_xla_sums_as_the_reference_does(count: int, dtype):
 
 
 def test_an_exchange_is_for_hopper_gpus_that_are_several():
-    assert exchange_words(2, Backend.XLA) is None
+    assert exchange_word_counts(2, Backend.XLA) is None
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        assert exchange_words(1, Backend.TRITON) is None
-        assert exchange_words(9, Backend.TRITON) is None
-        words = [exchange_words(count, Backend.TRITON) for count in (2, 4, 8)]
+        assert exchange_word_counts(1, Backend.TRITON) is None
+        assert exchange_word_counts(9, Backend.TRITON) is None
+        words = [exchange_word_counts(count, Backend.TRITON) for count in (2, 4, 8)]
     assert words == [(10, 2**21), (14, 2**21), (22, 2**21)]
 
 
 def test_a_header_tells_where_the_memories_are():
-    words = exchange_header(1, [0x1_0000_0002, 0xFEDC_0000_1234], most_polls=5)
+    words = make_exchange_header(1, [0x1_0000_0002, 0xFEDC_0000_1234], max_polls=5)
     assert words[:4].tolist() == [0, 1, 5, 0]
     addresses = words[4:].view(np.uint64).tolist()
     assert addresses == [0xFEDC_0000_1234, 0x1_0000_0002, 0xFEDC_0000_1234]
@@ -166,11 +172,11 @@ def test_a_header_tells_where_the_memories_are():
 def test_wrong_arguments_are_named():
     rows = jnp.zeros((2, 16), BF16)
     with pytest.raises(ValueError, match="turn is 2; it must be 0 or 1"):
-        device_sum(rows, AXIS, turn=2)
-    with pytest.raises(ValueError, match="header has 9 words; make it by exchange_header"):
-        device_sum(rows, AXIS, header=jnp.zeros(9, jnp.int32))
+        device_sum(rows, MESH_AXIS, buffer_index=2)
+    with pytest.raises(ValueError, match="header has 9 words; make it with make_exchange_header"):
+        device_sum(rows, MESH_AXIS, header=jnp.zeros(9, jnp.int32))
     with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
-        exchange_header(2, [0, 0])
+        make_exchange_header(2, [0, 0])
 
 
 def hashed(*numbers: Any) -> jax.Array:
@@ -231,15 +237,15 @@ def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, la
         How many numbers were wrong, and of the first the sum's, its place, its bits, the right
         ones.
     """
-    rank = lax.axis_index(AXIS)
+    rank = lax.axis_index(MESH_AXIS)
 
-    def once(index, turn, found):
+    def once(index, buffer_index, found):
         lot = hashed(index, rank, jnp.uint32(7))
         turns = jnp.where(lot % jnp.uint32(16) == 0, lot % jnp.uint32(most_late), jnp.uint32(0))
         x = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
         x = jnp.where(found[0] < 0, -x, x)  # none is: behind the sum before, as in a model
         x = held_back(x, turns.astype(jnp.int32) + late[0])
-        got = bits(device_sum(x, AXIS, header=peers, turn=turn)).ravel()
+        got = bits(device_sum(x, MESH_AXIS, header=peers, buffer_index=buffer_index)).ravel()
         want = in_order(shape, index, count).ravel()
         differs = got != want
         place = jnp.argmax(differs).astype(jnp.int32)
@@ -251,7 +257,7 @@ def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, la
     def both(i, found):
         return once(2 * i + 1, 1, once(2 * i, 0, found))
 
-    start = meet(jnp.zeros((1, 1), F32), peers)[0].astype(jnp.int32)
+    start = barrier_all_reduce(jnp.zeros((1, 1), F32), peers)[0].astype(jnp.int32)
     start = jnp.array(NONE_WRONG, jnp.int32) + start
     return lax.fori_loop(0, num_turns, both, start)[None]
 
@@ -274,9 +280,9 @@ GPU_COUNTS = [2, 4, 8]
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
 def test_the_kernel_sums_in_the_devices_order(rows: int | None, count: int):
     """To the bit, on each device. Rows of None are the most that go through peer memory."""
-    rows = rows or most_bytes(count) // (WIDTH * 2)
+    rows = rows or max_payload_bytes(count) // (WIDTH * 2)
     found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
-    memory.check()
+    memory.check_devices()
     assert found.tolist() == [NONE_WRONG] * count
 
 
@@ -285,7 +291,7 @@ def test_the_kernel_sums_in_the_devices_order(rows: int | None, count: int):
 @pytest.mark.parametrize(("rows", "num_turns"), [(8, 50_000), (64, 5_000), (3, 5_000)])
 def test_the_kernel_sums_so_every_time_whoever_comes_late(rows: int, num_turns: int):
     found, memory = run_chain(gpus(2), (rows, WIDTH), num_turns, 20_000)
-    memory.check()
+    memory.check_devices()
     assert found.tolist() == [NONE_WRONG] * 2
 
 
@@ -300,8 +306,8 @@ def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], 
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(width) + 1, BF16)
 
     def layers(weight, peers):
-        rank = lax.axis_index(AXIS)
-        stream = meet(jnp.zeros(shape, BF16), peers)
+        rank = lax.axis_index(MESH_AXIS)
+        stream = barrier_all_reduce(jnp.zeros(shape, BF16), peers)
         found = []
         for index in range(4):
             rows = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
@@ -309,14 +315,19 @@ def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], 
             if num_partials > 1:
                 parts = jnp.full((num_partials, 1, 1), 1 / num_partials, F32)
                 update = jnp.broadcast_to(rows.astype(F32)[None], (num_partials, *shape)) * parts
-            options = {"header": peers, "turn": index % 2, "eps": 1e-5, "backend": Backend.TRITON}
-            normed, stream = device_sum_norm(stream, update, weight, AXIS, **options)
+            options = {
+                "header": peers,
+                "buffer_index": index % 2,
+                "eps": 1e-5,
+                "backend": Backend.TRITON,
+            }
+            normed, stream = device_sum_norm(stream, update, weight, MESH_AXIS, **options)
             found += [normed, stream]
         return jnp.stack(found)[None]
 
-    run = on_all(mesh, layers, ON_EACH, SPLIT)
+    run = on_all(mesh, layers, REPLICATED, SPLIT)
     found = np.asarray(run(weight, memory.headers))
-    memory.check()
+    memory.check_devices()
     np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
     stream = np.zeros(shape, np.float32)
     for index in range(4):
@@ -333,21 +344,21 @@ def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], 
 @pytest.mark.gpu2
 def test_numbers_that_are_none_are_summed_too():
     """The bits that stand for an empty word as well: what is NaN stays NaN, and none waits."""
-    mesh, memory = gpus(2), PeerMemory(gpus(2), most_polls=2**18)
+    mesh, memory = gpus(2), PeerMemory(gpus(2), max_polls=2**18)
     x = np.zeros((2, 8, 64), np.uint16)
     x[:] = np.asarray(jnp.bfloat16(1.5)).view(np.uint16)
     x[0, 2], x[1, 3], x[:, 4] = 0xFFFF, 0xFFFF, 0xFFFF
     x[0, 5], x[1, 6] = 0x7F80, 0xFF80
 
     def sums(own, peers):
-        own += meet(jnp.zeros((1, 1), BF16), peers)
-        first = device_sum(own, AXIS, header=peers, turn=0)
+        own += barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
+        first = device_sum(own, MESH_AXIS, header=peers, buffer_index=0)
         own = jnp.where(bits(first)[:1, :1] == 77, -own, own)  # no number is, but XLA must wait
-        return first, device_sum(own, AXIS, header=peers, turn=1)
+        return first, device_sum(own, MESH_AXIS, header=peers, buffer_index=1)
 
     given = lax.bitcast_convert_type(jnp.asarray(x.reshape(16, 64)), BF16)
     found = on_all(mesh, sums, SPLIT, SPLIT, out=(SPLIT, SPLIT))(given, memory.headers)
-    memory.check()
+    memory.check_devices()
     for got in found:
         got = np.asarray(got, np.float32).reshape(2, 8, 64)
         np.testing.assert_array_equal(got[0], got[1])
@@ -363,26 +374,26 @@ def test_numbers_that_are_none_are_summed_too():
 def test_a_device_that_is_held_back_ends_the_program_with_an_error(place: int):
     """All devices give NaN from then on, at once, and the memory says why."""
     mesh, shape = gpus(2), (8, WIDTH)
-    memory = PeerMemory(mesh, most_polls=2**14)
+    memory = PeerMemory(mesh, max_polls=2**14)
 
     def sums(late, peers):
-        x = jnp.ones(shape, BF16) + meet(jnp.zeros((1, 1), BF16), peers)
+        x = jnp.ones(shape, BF16) + barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
         for i in range(4):
             x = held_back(x, late[0] * jnp.int32(i == 2))
-            x = device_sum(x, AXIS, header=peers, turn=i % 2)
+            x = device_sum(x, MESH_AXIS, header=peers, buffer_index=i % 2)
         return x
 
     run = on_all(mesh, sums, SPLIT, SPLIT)
     late = np.zeros(2, np.int32)
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
-    memory.check()
+    memory.check_devices()
     assert (got == 16).all()
     late[place] = 300_000_000  # a second, of which the other waits a hundredth
     begun = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()
     with pytest.raises(RuntimeError, match="waited in vain for the other devices"):
-        memory.check()
+        memory.check_devices()
     again = np.asarray(run(jnp.zeros(2, jnp.int32), memory.headers), np.float32)
     assert np.isnan(again).all()
     assert time.monotonic() - begun < 30

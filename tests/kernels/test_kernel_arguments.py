@@ -109,15 +109,15 @@ def test_queries_over_a_float8_pool_have_any_dtype():
 
 def test_scales_are_those_of_a_float8_pool():
     one = jnp.ones(1, F32)
-    assert checks.pool_scales(_pool(), None) is None
-    assert checks.pool_scales(_pool(dtype=F8), None) == (1, 1)
-    assert checks.pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
+    assert checks.resolve_pool_scales(_pool(), None) is None
+    assert checks.resolve_pool_scales(_pool(dtype=F8), None) == (1, 1)
+    assert checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
     with pytest.raises(ValueError, match="scales are given for a pool of bfloat16; only one in"):
-        checks.pool_scales(_pool(dtype=BF16), KVScales(one, one))
+        checks.resolve_pool_scales(_pool(dtype=BF16), KVScales(one, one))
     with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
-        checks.pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
+        checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
     with pytest.raises(TypeError, match=r"scales\.k has dtype bfloat16"):
-        checks.pool_scales(_pool(dtype=F8), KVScales(one.astype(BF16), one))
+        checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one.astype(BF16), one))
     with pytest.raises(ValueError, match="scales are given for a pool of float32"):
         paged_decode_attention(
             jnp.zeros((3, 4, 64), F32),

@@ -24,7 +24,7 @@ from kernel_cases import (
 )
 
 from pallas_kernels import (
-    FP8_PAIR,
+    FP8_PAIR_DTYPE,
     Backend,
     HeadNorms,
     LayerKV,
@@ -230,7 +230,7 @@ def test_rope_decode_over_a_float8_pool(case, backend):
     qkv, kv, *rest = arrays
     options = case.options | {"norms": norms, "dtype": case.dtype, "backend": backend}
     out, pool = jax.jit(partial(rope_decode_attention, **options))(*arrays)
-    assert (out.dtype, pool.k.dtype) == (case.dtype, FP8_PAIR)
+    assert (out.dtype, pool.k.dtype) == (case.dtype, FP8_PAIR_DTYPE)
 
     shape = *kv.k.shape[:3], case.head_size
     wide = LayerKV(*(jnp.full(shape, jnp.nan, case.dtype) for _ in kv))
@@ -408,14 +408,18 @@ def _split_decode(splits, window, interpret, **changes):
         [1, 2, 3, 16],
         [None, 40],
         # Of few programs long sequences get most; others are split by their mean length.
-        [{}, {"target_programs": 6}, *({"share_percent": percent} for percent in (30, 100, 150))],
+        [
+            {},
+            {"target_programs": 6},
+            *({"split_percent_of_mean": percent} for percent in (30, 100, 150)),
+        ],
         strength=0,
         keep=lambda *it: (
             it
             in (
                 (16, 40, {"target_programs": 6}),
-                (3, None, {"share_percent": 30}),
-                (2, 40, {"share_percent": 150}),
+                (3, None, {"split_percent_of_mean": 30}),
+                (2, 40, {"split_percent_of_mean": 150}),
             )
         ),
     ),
@@ -517,7 +521,7 @@ def test_a_second_tile_comes_before_a_second_turn_of_merging():
         (2, 17, 17), (2, 32, 32), (2, 33, 17),
     ):  # fmt: skip
         spec = _spec(DecodeConfig(tile_tokens=32, num_splits=32), group)
-        assert spec.merged_splits == 64 // group
+        assert spec.splits_per_merge == 64 // group
         lens = jnp.asarray([32 * num_tiles], jnp.int32)
         plan = np.asarray(decode_triton.decode_plan(jnp.zeros((1, 128), jnp.int32), lens, spec))
         assert (plan[:, 5] > 0).sum() == plan[0, 5] == num_splits
@@ -525,7 +529,7 @@ def test_a_second_tile_comes_before_a_second_turn_of_merging():
 
 def _spec(config, group):
     """Of 8 KV heads of 128, block tables of 128 entries."""
-    return decode_triton.Spec(
+    return decode_triton.DecodeSpec(
         num_heads=8 * group,
         num_kv_heads=8,
         head_size=128,
@@ -545,7 +549,7 @@ def _spec(config, group):
 def test_the_plan_covers_every_tile_once(percent, splits):
     """For lengths at random, some all alike and some of padding, in as many items as it has."""
     rng = np.random.default_rng(0)
-    spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent), 2)
+    spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, split_percent_of_mean=percent), 2)
     for turn in range(50):
         lens = rng.integers(0, 2000, 40) if turn % 5 else np.full(40, rng.integers(1, 2000))
         lens[rng.integers(1, 41) :] = 0
@@ -585,7 +589,7 @@ def test_rope_decode_split_counts(splits, window_and_heads, programs_and_percent
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
     case = Case(F32, 32, 16, heads, lens, sliding_window=window)
     arrays, norms = _with_new_tokens(case, 1, True)
-    config = DecodeConfig(32, splits, target_programs=programs, share_percent=percent)
+    config = DecodeConfig(32, splits, target_programs=programs, split_percent_of_mean=percent)
     run = partial(
         decode_triton.rope_decode_attention,
         norms=norms,
@@ -649,11 +653,11 @@ def test_prefill_over_widened_blocks(block_size, room, interpret):
     @jax.jit
     def run(q, kv, tables, starts, lens):
         room_of = WideningConfig(max(room, 1), chunk=512, num_programs=3)
-        wide = widen_triton.widen(
+        wide = widen_triton.widen_blocks(
             kv, tables, starts, lens, dtype=q.dtype, config=room_of, interpret=interpret
         )
         out = prefill_triton.paged_prefill_attention(q, *wide[:4], **options)
-        rest = (q, kv, tables, wide.rest, lens)
+        rest = (q, kv, tables, wide.remaining_start_loc, lens)
         return prefill_triton.paged_prefill_attention(*rest, into=out, **options), wide
 
     out, wide = run(*arrays)
@@ -693,14 +697,14 @@ WIDENED = [
 def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
     """None in a step of long prompts; in others no more than shorter tiles save."""
     for num_tokens in (64, 512, 2048, 8192):
-        members = prefill_hopper.heads_a_tile(group, num_tokens)
+        members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
         idle = -(-group // members) * members / group - 1
         assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):
             assert members == group
-    assert [prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
-    assert [prefill_hopper.heads_a_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
+    assert [prefill_hopper.choose_heads_per_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
+    assert [prefill_hopper.choose_heads_per_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
 
 
 @pytest.mark.gpu
@@ -710,7 +714,7 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
     """The shapes that Hopper's own kernel takes, and the Triton kernel in its place; over blocks
     that are widened for the first, few of which have room."""
     require(Backend.TRITON)
-    monkeypatch.setattr(attention_tuning, "WIDE_BYTES", 2**20)
+    monkeypatch.setattr(attention_tuning, "WIDENED_KV_BYTES", 2**20)
     if not on_hopper:
         monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
     batch = build(case)

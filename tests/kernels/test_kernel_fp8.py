@@ -15,7 +15,7 @@ from kernel_cases import BF16, F16, F32, in_turn, on_backends, require
 
 from pallas_kernels import (
     FP8,
-    FP8_GROUP,
+    FP8_GROUP_SIZE,
     Backend,
     add_rms_norm,
     add_rms_norm_to_fp8,
@@ -74,7 +74,7 @@ def test_rows_have_the_largest_number_where_theirs_is(grouped_and_depth, dtype, 
     x = np.random.default_rng(0).standard_normal((5, depth)) * [[1.0], [1e-3], [300], [0], [1e-7]]
     x = jnp.asarray(x, dtype)
     values, scale = jax.jit(partial(quantize_rows, grouped=grouped, backend=backend))(x)
-    group = FP8_GROUP if grouped else depth
+    group = FP8_GROUP_SIZE if grouped else depth
     assert scale.shape == (5, -(-depth // group))
     for first in range(0, depth, group):
         own = np.asarray(x[:, first : first + group], np.float32)
@@ -147,21 +147,25 @@ def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend
 
 def test_given_scales_are_of_whole_rows():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
-    with pytest.raises(ValueError, match="given is of whole rows: leave out grouped"):
+    with pytest.raises(
+        ValueError, match="static_scales are scales of whole rows: leave out grouped"
+    ):
         quantize_rows(x, given, grouped=True, backend=Backend.XLA)
-    with pytest.raises(ValueError, match="given is of all devices: leave out across"):
-        quantize_rows(x, given, across=lambda largest: largest, backend=Backend.XLA)
-    with pytest.raises(TypeError, match="given"):
+    with pytest.raises(
+        ValueError, match="static_scales and reduce_max are both given: leave out reduce_max"
+    ):
+        quantize_rows(x, given, reduce_max=lambda largest: largest, backend=Backend.XLA)
+    with pytest.raises(TypeError, match="static_scales"):
         quantize_rows(x, given.astype(BF16), backend=Backend.XLA)
 
 
 def test_a_row_that_several_devices_have_is_scaled_by_all_of_it():
     x = jnp.asarray([[1.0, -2.0], [2.0, 0.5]])
 
-    def across(largest):
+    def reduce_max(largest):
         return jnp.maximum(largest, jnp.float32(4))
 
-    values, scale = quantize_rows(x, across=across, backend=Backend.XLA)
+    values, scale = quantize_rows(x, reduce_max=reduce_max, backend=Backend.XLA)
     np.testing.assert_allclose(scale, np.full((2, 1), 4 / 448), rtol=2e-7)
     np.testing.assert_array_equal(np.asarray(values, np.float32), np.asarray(x) * 112)
 
@@ -192,13 +196,16 @@ def _channel_case(rows: int, depth: int, width: int):
 def _block_case(rows: int, depth: int, parts: list[int]):
     """The same with a scale a group and a block, which begin anew in each part."""
     rng = np.random.default_rng(rows)
-    groups = -(-depth // FP8_GROUP)
-    blocks = [-(-part // FP8_GROUP) for part in parts]
+    groups = -(-depth // FP8_GROUP_SIZE)
+    blocks = [-(-part // FP8_GROUP_SIZE) for part in parts]
     x, weight = _numbers(rng, rows, depth), _numbers(rng, sum(parts), depth)
     x_scale, weight_scale = _scales(rng, rows, groups), _scales(rng, sum(blocks), groups)
-    group_of, starts = np.arange(depth) // FP8_GROUP, np.cumsum([0, *blocks])
+    group_of, starts = np.arange(depth) // FP8_GROUP_SIZE, np.cumsum([0, *blocks])
     block_of = np.concatenate(
-        [start + np.arange(part) // FP8_GROUP for start, part in zip(starts, parts, strict=False)]
+        [
+            start + np.arange(part) // FP8_GROUP_SIZE
+            for start, part in zip(starts, parts, strict=False)
+        ]
     )
     scales = np.asarray(x_scale)[:, group_of], np.asarray(weight_scale)[block_of][:, group_of]
     return (x, weight, x_scale, weight_scale), reference.scaled_gemm(x, weight, *scales)
@@ -252,7 +259,7 @@ def test_block_scaled_gemm(shape, dtype, backend: Backend):
     require(backend)
     rows, depth, parts = shape
     arguments, exact = _block_case(rows, depth, parts)
-    run = jax.jit(partial(block_scaled_gemm, rows_of_parts=parts, dtype=dtype, backend=backend))
+    run = jax.jit(partial(block_scaled_gemm, rows_per_part=parts, dtype=dtype, backend=backend))
     got = run(*arguments)
     assert got.shape[1:] == (rows, sum(parts))
     assert got.dtype == (dtype if got.shape[0] == 1 else F32)
@@ -307,7 +314,7 @@ def interpreted(monkeypatch):
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
 
-    def go_on(multiply, sums):
+    def continue_accumulation(multiply, sums):
         def run(*accumulators):
             multiply(accumulators)
             return [own[...] for own in accumulators]
@@ -315,7 +322,7 @@ def interpreted(monkeypatch):
         added = pl.run_scoped(run, *[plgpu.ACC(total.shape, F32) for total in sums])
         return [total + part for total, part in zip(sums, added, strict=True)]
 
-    monkeypatch.setattr(fp8_hopper, "go_on", go_on)
+    monkeypatch.setattr(fp8_hopper, "continue_accumulation", continue_accumulation)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):  # type: ignore
         yield
 
@@ -358,7 +365,7 @@ def _check_few_rows(rows, depth, config, grouped, gated):
     width = 256 * (1 if config.num_consumers <= 2 else config.num_consumers)  # whole blocks, tiles
     case = _block_case(rows, depth, [width]) if grouped else _channel_case(rows, depth, width)
     arguments, exact = case
-    got = fp8_hopper.few_rows(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
+    got = fp8_hopper.few_rows_gemm(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
     assert (got.shape[0], got.dtype) == (config.num_splits, BF16 if config.num_splits == 1 else F32)
     _assert_gemm(got.astype(F32).sum(0), _gated(exact) if gated else exact, F32, BF16)
 
@@ -382,7 +389,7 @@ def test_hoppers_many_rows(rows_depth_and_config, grouped, gated):
     rows, depth, config = rows_depth_and_config
     case = _block_case(rows, depth, [512]) if grouped else _channel_case(rows, depth, 512)
     arguments, exact = case
-    got = fp8_hopper.many_rows(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
+    got = fp8_hopper.many_rows_gemm(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
     _assert_gemm(got, _gated(exact) if gated else exact, F32, BF16)
 
 
@@ -399,7 +406,7 @@ def test_scales_of_any_sizes_are_those_of_their_own_groups():
     w_scale = np.full((1, 8), 0.5, np.float32)
     arguments = jnp.asarray(x, FP8), jnp.asarray(weight, FP8), x_scale, w_scale
     config = ManyFP8RowsConfig(2, 1, 1)
-    got = fp8_hopper.many_rows(*arguments, gated=False, dtype=jnp.dtype(BF16), config=config)
+    got = fp8_hopper.many_rows_gemm(*arguments, gated=False, dtype=jnp.dtype(BF16), config=config)
     of_groups = x.reshape(128, 8, 128)[:, :, 0] * x_scale
     exact = 64 * of_groups.astype(np.float64).sum(1)
     rows = np.asarray(got, np.float64)
@@ -439,7 +446,7 @@ def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
             op = (
                 block_scaled_gated_gemm
                 if gated
-                else partial(block_scaled_gemm, rows_of_parts=[width])
+                else partial(block_scaled_gemm, rows_per_part=[width])
             )
         else:
             op = scaled_gated_gemm if gated else scaled_gemm
@@ -516,17 +523,17 @@ ONES = jnp.ones(4), jnp.ones(8)
 )
 def test_scales_and_factors_that_do_not_fit(arguments, error: type, words: str):
     with pytest.raises(error, match=words):
-        gemm.check_scaled(*arguments)
+        gemm.check_scaled_gemm(*arguments)
 
 
 @pytest.mark.parametrize(
     ("x_scale", "weight_scale", "parts", "words"),
     [
-        ((4, 1), (1, 1), [9], r"rows_of_parts=\(9,\) must add up to the weight's 8 rows"),
+        ((4, 1), (1, 1), [9], r"rows_per_part=\(9,\) must add up to the weight's 8 rows"),
         ((4, 2), (1, 1), [8], r"x_scale has shape \(4, 2\)"),
         ((4, 1), (1, 1), [4, 4], r"weight_scale has shape \(1, 1\); .* blocks = 2"),
     ],
 )
 def test_blocks_that_do_not_fit(x_scale, weight_scale, parts, words: str):
     with pytest.raises(ValueError, match=words):
-        gemm.check_block_scaled(ROWS, WEIGHT, jnp.ones(x_scale), jnp.ones(weight_scale), parts)
+        gemm.check_block_scaled_gemm(ROWS, WEIGHT, jnp.ones(x_scale), jnp.ones(weight_scale), parts)

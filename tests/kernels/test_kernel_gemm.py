@@ -70,7 +70,7 @@ def test_each_partial_is_a_gemm(rows, depth, config):
 )
 def test_a_gated_gemm_is_activated(rows, depth, config):
     x, weight = _gated_case(rows, depth, 256)
-    _assert_gated(hopper.gated_gemm_of_few(x, weight, config=config), x, weight)
+    _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
 
 # A tile a program, several, none for some; rings that hold a tile's steps and more, and that are
@@ -82,7 +82,7 @@ def test_a_gated_gemm_is_activated(rows, depth, config):
 )
 def test_a_gated_gemm_of_many_rows(rows, depth, width, stages, programs):
     x, weight = _gated_case(rows, depth, width)
-    out = hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(stages, programs))
+    out = hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(stages, programs))
     _assert_gated(out, x, weight)
 
 
@@ -90,8 +90,8 @@ def test_a_gated_gemm_of_many_rows(rows, depth, width, stages, programs):
 @pytest.mark.parametrize(
     "run",
     [
-        partial(hopper.gated_gemm_of_few, config=FewRowsConfig(1, 128, 2, 2)),
-        partial(hopper.gated_gemm_of_many, config=ManyRowsConfig(2, 1)),
+        partial(hopper.few_rows_gated_gemm, config=FewRowsConfig(1, 128, 2, 2)),
+        partial(hopper.many_rows_gated_gemm, config=ManyRowsConfig(2, 1)),
     ],
     ids=["few_rows", "many_rows"],
 )
@@ -121,7 +121,7 @@ def test_a_ring_of_one_stage_is_refused():
         hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
     x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
-        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(1, 1))
+        hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
     message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")
     with pytest.raises(ValueError, match=message):
-        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(2, 1))
+        hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(2, 1))

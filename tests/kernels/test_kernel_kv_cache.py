@@ -11,7 +11,7 @@ import pytest
 from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, in_pool, on_backends, require
 
 from pallas_kernels import (
-    FP8_PAIR,
+    FP8_PAIR_DTYPE,
     Backend,
     HeadNorms,
     KVScales,
@@ -91,7 +91,7 @@ def test_a_float8_pool_stores_quotients(dtype_and_heads, scales, backend):
         kv, k, v, slots, scales=given
     )
     for a, b in zip(got, want, strict=True):
-        assert a.dtype == FP8_PAIR
+        assert a.dtype == FP8_PAIR_DTYPE
         differ = _bits(a) != _bits(b)
         assert not differ.any() or (backend is Backend.TRITON and differ.mean() < 0.01)
 

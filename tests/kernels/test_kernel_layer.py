@@ -13,9 +13,9 @@ from kernel_cases import BF16, F16, F32, require
 
 from pallas_kernels import (
     Backend,
-    LayerWeights,
+    FusedLayerWeights,
     fused_layer,
-    new_exchange,
+    new_exchange_memory,
 )
 from pallas_kernels import layer as layer_op
 from pallas_kernels.layer import hopper
@@ -27,10 +27,10 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 HAS_MUTABLE_ARGUMENTS = jax.__version_info__ >= (0, 11)
 BACKENDS = [Backend.XLA, pytest.param(Backend.TRITON, marks=pytest.mark.gpu)]
 ROWS, EPS = 8, 1e-6
-SMALL = LayerSizes(hidden=256, attended=128, inner=384, qkv=640)
-ODD = LayerSizes(hidden=1024, attended=512, inner=2816, qkv=1536)
-QWEN = LayerSizes(hidden=1024, attended=2048, inner=3072, qkv=4096)
-WIDE = LayerSizes(hidden=1536, attended=1536, inner=8960, qkv=2048)
+SMALL = LayerSizes(hidden=256, attention_output=128, inner=384, qkv=640)
+ODD = LayerSizes(hidden=1024, attention_output=512, inner=2816, qkv=1536)
+QWEN = LayerSizes(hidden=1024, attention_output=2048, inner=3072, qkv=4096)
+WIDE = LayerSizes(hidden=1536, attention_output=1536, inner=8960, qkv=2048)
 
 
 def layer(sizes, dtype, seed=0):
@@ -40,25 +40,25 @@ def layer(sizes, dtype, seed=0):
     def normal(*shape, spread=1.0, mean=0.0):
         return jnp.asarray(rng.standard_normal(shape) * spread + mean, dtype)
 
-    hidden, attended, inner, qkv = sizes
-    weights = LayerWeights(
-        normal(attended, hidden, spread=attended**-0.5),
+    hidden, attention_output, inner, qkv = sizes
+    weights = FusedLayerWeights(
+        normal(attention_output, hidden, spread=attention_output**-0.5),
         normal(hidden, spread=0.1, mean=1),
         normal(hidden, 2, inner, spread=hidden**-0.5),
         normal(inner, hidden, spread=inner**-0.5),
         normal(hidden, spread=0.1, mean=1),
         normal(hidden, qkv, spread=hidden**-0.5),
     )
-    return normal(ROWS, attended), normal(ROWS, hidden, spread=3), weights
+    return normal(ROWS, attention_output), normal(ROWS, hidden, spread=3), weights
 
 
-def two_layers(attended, hidden, weights, num_rows, backend):
+def two_layers(attention_output, hidden, weights, num_rows, backend):
     """The op and, from its exchange memory on, the op again; results of both."""
-    exchange = new_exchange(weights, num_tokens=ROWS, backend=backend)
+    exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
-    first, qkv, exchange = run(attended, hidden, weights, num_rows, exchange)
-    second, last_qkv, _ = run(attended, first, weights, num_rows, exchange)
+    first, qkv, exchange = run(attention_output, hidden, weights, num_rows, exchange)
+    second, last_qkv, _ = run(attention_output, first, weights, num_rows, exchange)
     return [x.astype(F32) for x in (first, qkv.sum(0), second, last_qkv.sum(0))]
 
 
@@ -74,14 +74,14 @@ def error(got, want):
 def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
     """In bfloat16, against float64, and the same every time."""
     require(backend)
-    attended, hidden, weights = layer(sizes, BF16)
+    attention_output, hidden, weights = layer(sizes, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
-    results = [run(attended, hidden, weights, jnp.int32(num_rows)) for _ in range(3)]
-    one_by_one = jax.jit(partial(layer_op.op_by_op, eps=EPS))
+    results = [run(attention_output, hidden, weights, jnp.int32(num_rows)) for _ in range(3)]
+    one_by_one = jax.jit(partial(layer_op.run_unfused, eps=EPS))
     stream = hidden
     for i in (0, 2):
-        want = reference.fused_layer(attended, stream, weights, eps=EPS)
-        plain_stream, plain_qkv = one_by_one(attended, stream, weights)
+        want = reference.fused_layer(attention_output, stream, weights, eps=EPS)
+        plain_stream, plain_qkv = one_by_one(attention_output, stream, weights)
         for j, plain in enumerate((plain_stream, plain_qkv.sum(0))):
             exact = want[j][:num_rows]
             allowed = 1.25 * error(plain.astype(F32)[:num_rows], exact) + 2e-4
@@ -95,25 +95,27 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
 def test_no_row_sees_another(backend):
     """A row of NaN or infinity ruins itself alone, and no program waits for it for ever."""
     require(backend)
-    attended, hidden, weights = layer(SMALL, BF16)
+    attention_output, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
-    clean = run(attended, hidden, weights, jnp.int32(ROWS))
-    bad = attended.at[2].set(jnp.nan).at[5].set(jnp.inf)
+    clean = run(attention_output, hidden, weights, jnp.int32(ROWS))
+    bad = attention_output.at[2].set(jnp.nan).at[5].set(jnp.inf)
     ruined = run(bad, hidden.at[2].set(-jnp.nan), weights, jnp.int32(ROWS))
     keep = np.asarray([0, 1, 3, 4, 6, 7])
     for got, want in zip(ruined, clean, strict=True):
         np.testing.assert_array_equal(got[keep], want[keep])
         assert np.isnan(np.asarray(got[2])).all()
         assert not np.isfinite(np.asarray(got[5])).all()
-    jax.block_until_ready(run(attended, hidden, weights, jnp.int32(0)))  # a step of padding ends
+    jax.block_until_ready(
+        run(attention_output, hidden, weights, jnp.int32(0))
+    )  # a step of padding ends
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_other_dtypes_run_op_by_op(dtype):
-    attended, hidden, weights = layer(SMALL, dtype)
-    assert new_exchange(weights, num_tokens=ROWS, backend=Backend.XLA) is None
-    got = two_layers(attended, hidden, weights, jnp.int32(ROWS), Backend.XLA)
-    want = reference.fused_layer(attended, hidden, weights, eps=EPS)
+    attention_output, hidden, weights = layer(SMALL, dtype)
+    assert new_exchange_memory(weights, num_tokens=ROWS, backend=Backend.XLA) is None
+    got = two_layers(attention_output, hidden, weights, jnp.int32(ROWS), Backend.XLA)
+    want = reference.fused_layer(attention_output, hidden, weights, eps=EPS)
     for i in range(2):
         assert error(got[i], want[i]) < (1e-5 if dtype == F32 else 2e-3)
 
@@ -122,14 +124,14 @@ def test_other_dtypes_run_op_by_op(dtype):
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_programs_share_all_units(sizes, num_programs):
     """Each unit has one program, each partial one region, where its readers look."""
-    plan = hopper.Plan(sizes, num_programs, num_stages=12)
+    plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
-    assert plan.words == ends[-1]
-    assert plan.words % 4 == 0
+    assert plan.num_words == ends[-1]
+    assert plan.num_words % 4 == 0
     for which, gemm in enumerate(plan.gemms):
         sides = 2 if which == 1 else 1
         regions, partials = set(), {block: set() for block in range(gemm.blocks)}
-        most, chunks, segments = gemm.most_units, gemm.chunks, gemm.most_segments
+        most, chunks, segments = gemm.max_units, gemm.chunks, gemm.max_segments
         for unit in range(gemm.blocks * chunks):
             program, block = unit // most, unit // chunks
             segment = block - program * most // chunks
@@ -140,7 +142,7 @@ def test_programs_share_all_units(sizes, num_programs):
         for block, programs in partials.items():
             first, last = gemm.first_program(block), gemm.last_program(block)
             assert programs == set(range(first, last + 1))
-            assert len(programs) <= gemm.most_partials
+            assert len(programs) <= gemm.max_partials
         if which < 3:
             size = ends[which] - plan.regions[which]
             assert (max(regions) + sides) * ROWS * 64 <= size
@@ -166,14 +168,14 @@ def choose(**changes):
 
 
 def test_it_is_for_hopper_and_small_steps():
-    assert choose() == hopper.Plan(QWEN, 132, num_stages=12)
+    assert choose() == hopper.LayerPlan(QWEN, 132, num_stages=12)
     for change in (
         {"num_tokens": 16},
         {"dtype": "float16"},
         {"num_cores": None},
         {"device_kind": "NVIDIA A100-SXM4-80GB"},
         {"sizes": SMALL._replace(inner=448)},
-        {"sizes": LayerSizes(hidden=4096, attended=4096, inner=14336, qkv=6144)},
+        {"sizes": LayerSizes(hidden=4096, attention_output=4096, inner=14336, qkv=6144)},
         {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},  # no room for a ring
     ):
         assert choose(**change) is None
@@ -194,22 +196,22 @@ def test_lowers_to_one_kernel(sizes):
 
 
 def layer_zeros(sizes):
-    hidden, attended, inner, qkv = sizes
-    shapes = (attended, hidden), (hidden,), (hidden, 2, inner), (inner, hidden), (hidden,)
-    weights = LayerWeights(*(jnp.zeros(shape, BF16) for shape in (*shapes, (hidden, qkv))))
-    return jnp.zeros((ROWS, attended), BF16), jnp.zeros((ROWS, hidden), BF16), weights
+    hidden, attention_output, inner, qkv = sizes
+    shapes = (attention_output, hidden), (hidden,), (hidden, 2, inner), (inner, hidden), (hidden,)
+    weights = FusedLayerWeights(*(jnp.zeros(shape, BF16) for shape in (*shapes, (hidden, qkv))))
+    return jnp.zeros((ROWS, attention_output), BF16), jnp.zeros((ROWS, hidden), BF16), weights
 
 
 def test_wrong_arguments_are_named():
-    attended, hidden, weights = layer_zeros(SMALL)
+    attention_output, hidden, weights = layer_zeros(SMALL)
     exchange, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
 
-    def run(a=attended, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
+    def run(a=attention_output, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
         layer_op.check_fused_layer(a, h, w, n, x, eps)
 
     run()
-    with pytest.raises(ValueError, match="attended"):
-        run(a=attended[:3])
+    with pytest.raises(ValueError, match="attention_output"):
+        run(a=attention_output[:3])
     with pytest.raises(ValueError, match=r"weights\.down"):
         run(w=weights._replace(down=weights.down[:, :-1]))
     with pytest.raises(TypeError, match=r"weights\.norm"):

@@ -22,10 +22,10 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
-    fp8_pairs,
     gated_gemm,
     gated_silu,
     greedy_scores,
+    pack_fp8_pairs,
     paged_decode_attention,
     paged_prefill_attention,
     rope_decode_attention,
@@ -57,7 +57,7 @@ def _ints(*shape):
 
 
 def _pool(dtype, *shape):
-    of_pool = jax.eval_shape(lambda: fp8_pairs(jnp.zeros(shape, F8)))
+    of_pool = jax.eval_shape(lambda: pack_fp8_pairs(jnp.zeros(shape, F8)))
     return LayerKV(*(of_pool if dtype == F8 else _floats(dtype, *shape) for _ in range(2)))
 
 

@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 from kernel_cases import IMPLEMENTATIONS, on_backends, require
 
 from pallas_kernels import (
-    NUM_FACTS,
+    NUM_TOKEN_COLUMNS,
     Adjustments,
     Backend,
-    adjusted_logits,
+    adjust_logits,
     greedy_scores,
     scores,
     token_scores,
 )
-from pallas_kernels.scores.adjustments import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import (
+    BELOW_MIN_TOKENS,
+    HAS_BIASES,
+    IN_PROMPT,
+    IS_ADJUSTED,
+    IS_ENDING,
+)
 from tests.reference import kernels as reference
 
 B, R = 4, 6
@@ -45,13 +51,13 @@ def _scored(logits, tokens, count, backend, wanted=None):
 def _check(logits, tokens, count, backend):
     packed = _scored(logits, tokens, count, backend)
     count = min(count, logits.shape[1])
-    assert packed.shape == (len(logits), NUM_FACTS + 2 * count)
+    assert packed.shape == (len(logits), NUM_TOKEN_COLUMNS + 2 * count)
     expected = reference.token_scores(logits, tokens, count)
     for own, token, (logprob, rank, top, logprobs) in zip(packed, tokens, expected, strict=True):
         assert own[0] == token
         assert own[2] == rank
-        np.testing.assert_array_equal(own[NUM_FACTS::2], top)
-        found = own[[1, *range(NUM_FACTS + 1, len(own), 2)]].view(np.float32)
+        np.testing.assert_array_equal(own[NUM_TOKEN_COLUMNS::2], top)
+        found = own[[1, *range(NUM_TOKEN_COLUMNS + 1, len(own), 2)]].view(np.float32)
         np.testing.assert_allclose(found, [logprob, *logprobs], rtol=1e-5, atol=1e-5)
 
 
@@ -109,7 +115,7 @@ def test_the_order_is_top_ks_whatever_the_row_holds(backend):
     logits[3] = np.tile(np.array([-0.0, 0.0], np.float32), 2050)[:4099]
     packed = _scored(logits, [0] * B, 20, backend)
     expected = np.asarray(jax.lax.top_k(logits, 20)[1])
-    np.testing.assert_array_equal(packed[:, NUM_FACTS::2], expected)
+    np.testing.assert_array_equal(packed[:, NUM_TOKEN_COLUMNS::2], expected)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -124,7 +130,7 @@ def test_every_row_says_its_token_and_wanted_ones_are_alike_whichever_others_are
 
 def test_no_other_tokens_may_be_asked_for():
     packed = _scored(_logits(40), [1] * B, 0, Backend.XLA)
-    assert packed.shape == (B, NUM_FACTS)
+    assert packed.shape == (B, NUM_TOKEN_COLUMNS)
     with pytest.raises(ValueError, match="count=-1 is negative"):
         _scored(_logits(40), [1] * B, -1, Backend.XLA)
 
@@ -150,9 +156,9 @@ def _adjustments(width, kinds, seed=1):
 
 
 KINDS = [
-    [ADJUSTS, 0, ADJUSTS | EARLY, ADJUSTS | BIASED],
-    [ADJUSTS | BIASED | EARLY] * B,
-    [0, BIASED, EARLY, BIASED | EARLY],
+    [IS_ADJUSTED, 0, IS_ADJUSTED | BELOW_MIN_TOKENS, IS_ADJUSTED | HAS_BIASES],
+    [IS_ADJUSTED | HAS_BIASES | BELOW_MIN_TOKENS] * B,
+    [0, HAS_BIASES, BELOW_MIN_TOKENS, HAS_BIASES | BELOW_MIN_TOKENS],
 ]
 
 
@@ -171,25 +177,25 @@ def test_the_choice_is_the_first_maximum_of_what_is_adjusted_by_hand(width, kind
     require(backend)
     logits, adjustments = _logits(width), _adjustments(width, kinds)
     state: list[Any] = [np.asarray(array) for array in adjustments]
-    expected = reference.adjusted_logits(logits, *state)
+    expected = reference.adjust_logits(logits, *state)
     packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
     tokens = expected.argmax(axis=1)
     np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
     own = _scored(logits, tokens, 20, backend)  # of the unchanged logits
     np.testing.assert_array_equal(np.asarray(packed), own)
-    found = jax.jit(partial(adjusted_logits, backend=backend))(jnp.asarray(logits), adjustments)
+    found = jax.jit(partial(adjust_logits, backend=backend))(jnp.asarray(logits), adjustments)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_a_row_that_is_not_adjusted_reads_no_state(backend):
     require(backend)
-    logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, BIASED])
+    logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, HAS_BIASES])
     poisoned = adjustments._replace(biases=jnp.full((R, 4099), jnp.nan))
     options = {"count": 20, "backend": backend}
     packed = _greedy(jnp.asarray(logits), poisoned, ALL, **options)
     np.testing.assert_array_equal(np.asarray(packed[:, 0]), logits.argmax(axis=1))
-    unbiased = poisoned._replace(kinds=jnp.full(B, ADJUSTS, jnp.int32))
+    unbiased = poisoned._replace(row_flags=jnp.full(B, IS_ADJUSTED, jnp.int32))
     packed = _greedy(jnp.asarray(logits), unbiased, ALL, **options)
     assert (np.asarray(packed[:, 0]) >= 0).all()
 
@@ -212,14 +218,14 @@ def test_the_first_of_equals_is_chosen_and_nothing_where_the_maximum_is_not_fini
 
 def test_shapes_that_do_not_fit_are_refused():
     logits, adjustments = jnp.zeros((B, 8)), _adjustments(8, [0] * B)
-    for name in ("words", "biases", "rows", "kinds", "penalties"):
+    for name in ("token_state", "biases", "state_rows", "row_flags", "penalties"):
         wrong = adjustments._replace(**{name: getattr(adjustments, name)[..., :-1]})
         with pytest.raises(ValueError, match=name):
             scores.check_adjustments(logits, wrong)
     tokens, wanted = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.bool_)
     with pytest.raises(ValueError, match="token_ids has shape"):
         scores.check_scores(logits, tokens[1:], wanted, 1)
-    with pytest.raises(ValueError, match="wanted has shape"):
+    with pytest.raises(ValueError, match="needs_scores has shape"):
         scores.check_scores(logits, tokens, wanted[1:], 1)
     with pytest.raises(TypeError, match="logits has dtype"):
         scores.check_scores(logits.astype(jnp.bfloat16), tokens, wanted, 1)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.tiles import decode_rows_apart, tile_map, window_map
+from pallas_kernels.attention.tiles import split_decode_rows, tile_map, window_map
 from tests.covering import covering
 
 
@@ -69,7 +69,7 @@ def test_leading_rows_of_one_token_are_left_to_others(query_lens, tile_size):
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     seq_lens = jnp.asarray(np.array(query_lens) * 3, jnp.int32)
     num_tokens = int(starts[-1]) + 5
-    rest, lens = decode_rows_apart(seq_lens, jnp.asarray(starts))
+    rest, lens = split_decode_rows(seq_lens, jnp.asarray(starts))
     assert lens.tolist() == [3] * num_riders + [0] * (batch - num_riders)
     seen = np.zeros((2, num_tokens), int)
     for _, row, _, rows, _ in np.stack(tile_map(seq_lens, rest, num_tokens, tile_size)).T:

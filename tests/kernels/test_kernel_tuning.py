@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import FP8_PAIR, LayerKV, tuning
+from pallas_kernels import FP8_PAIR_DTYPE, LayerKV, tuning
 from pallas_kernels.attention import tuning as attention_tuning
-from pallas_kernels.attention.tile_ops import Attention
+from pallas_kernels.attention.tile_ops import AttentionSpec
 from pallas_kernels.gemm import tuning as gemm_tuning
-from pallas_kernels.gemm.tuning import Gemm
+from pallas_kernels.gemm.tuning import GemmProblem
 from pallas_kernels.kv_cache import triton as kv_cache_triton
 from pallas_kernels.norm.triton import norm_config
 
@@ -34,7 +34,7 @@ def test_decode_splits_fill_the_chip():
 
 
 def test_of_many_sequences_the_longer_ones_are_split():
-    shares = [_decode(batch=b).share_percent for b in (8, 16, 48, 64, 192, 256)]
+    shares = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
     assert shares == [None, None, 110, 110, 150, 150]
 
 
@@ -67,11 +67,11 @@ def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
 
     def width(head_size: int, dtype: Any) -> int:
         pool = LayerKV(*[jnp.zeros((2, 16, 1, head_size), dtype)] * 2)
-        return Attention.of(2, pool, np.zeros((1, 1), np.int32), **options).width
+        return AttentionSpec.for_pool(2, pool, np.zeros((1, 1), np.int32), **options).width
 
     assert {size: width(size, jnp.bfloat16) for size in widths} == widths
     in_fp8 = {size: max(least, 32) for size, least in widths.items() if size % 2 == 0}
-    assert {size: width(size // 2, FP8_PAIR) for size in in_fp8} == in_fp8
+    assert {size: width(size // 2, FP8_PAIR_DTYPE) for size in in_fp8} == in_fp8
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -86,15 +86,17 @@ def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
 
 def test_few_gates_have_twice_the_threads():
     """Each program writes as many columns either way."""
-    few, many = (gemm_tuning.gated_config(num_tokens=rows, size=14336) for rows in (64, 256))
-    assert few == gemm_tuning.GatedConfig(1024, num_warps=8)
-    assert many == gemm_tuning.GatedConfig(1024, num_warps=4)
+    few, many = (gemm_tuning.gated_silu_config(num_tokens=rows, size=14336) for rows in (64, 256))
+    assert few == gemm_tuning.GatedSiluConfig(1024, num_warps=8)
+    assert many == gemm_tuning.GatedSiluConfig(1024, num_warps=4)
 
 
 def test_the_activation_of_gemms_that_xla_splits_stays_with_them():
     sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
     ours = {
-        rows: [gemm_tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
+        rows: [
+            gemm_tuning.gated_silu_config(num_tokens=rows, size=size) is not None for size in both
+        ]
         for rows, both in sizes.items()
     }
     assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
@@ -112,7 +114,7 @@ MEASURED_SPLITS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llam
 @pytest.mark.parametrize("rows", [*MEASURED_SPLITS])
 def test_gemms_are_split_where_that_was_measured_to_pay(rows):
     def splits(depth, width, itemsize=2):
-        return gemm_tuning.num_splits(Gemm(rows, depth, width, itemsize))
+        return gemm_tuning.num_splits(GemmProblem(rows, depth, width, itemsize))
 
     small = [splits(1024, 4096), splits(2048, 1024), splits(1024, 6144), splits(3072, 1024)]
     large = [splits(4096, 6144), splits(4096, 4096), splits(4096, 28672), splits(14336, 4096)]
@@ -127,19 +129,19 @@ def test_many_programs_have_few_warps():
 
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
-    facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
+    facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "is_plain_causal": True}
     runs = partial(attention_tuning.runs_hopper_prefill, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
         assert runs(device_kind=name)
     assert not runs(device_kind="NVIDIA A100-SXM4-80GB")
     assert not runs(device_kind="")
-    others = {"head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
+    others = {"head_size": 64, "block_size": 48, "itemsize": 4, "is_plain_causal": False}
     for name, value in others.items():
         assert not runs(device_kind="NVIDIA H200", **{name: value})
 
 
 def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
-    facts = {"head_size": 128, "itemsize": 2, "plain": True, "device_kind": "NVIDIA H200"}
+    facts = {"head_size": 128, "itemsize": 2, "is_plain_causal": True, "device_kind": "NVIDIA H200"}
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
     taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
     assert taken == [8, 16, 32, 64, 128, 256]
@@ -149,12 +151,12 @@ def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
 def test_widened_blocks_have_room_for_a_steps_own_tokens(num_tokens):
     facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
-    assert config.room == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
+    assert config.max_blocks == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
 
 
 def _few_rows(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
-    return gemm_tuning.few_rows_config(Gemm(rows, depth, width, **(facts | changes)))
+    return gemm_tuning.few_rows_config(GemmProblem(rows, depth, width, **(facts | changes)))
 
 
 def test_hoppers_gemms_give_each_sm_a_program_at_most():
@@ -239,7 +241,7 @@ def test_hoppers_gemms_are_for_hopper_and_few_rows():
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
     facts: Any = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"} | changes
-    return gemm_tuning.many_rows_config(Gemm(rows, depth, width, num_factors=2, **facts))
+    return gemm_tuning.many_rows_config(GemmProblem(rows, depth, width, num_factors=2, **facts))
 
 
 def test_hoppers_gated_gemms_of_many_rows_keep_the_sms_at_work():
@@ -273,13 +275,13 @@ def test_hoppers_gated_gemms_of_many_rows_are_for_hopper_and_whole_tiles():
 
 def test_splits_divide_the_depth():
     for depth in (32, 80, 768, 2560):
-        count = gemm_tuning.num_splits(Gemm(8, depth, 1024, itemsize=2))
+        count = gemm_tuning.num_splits(GemmProblem(8, depth, 1024, itemsize=2))
         assert depth % count == 0
 
 
 def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") -> Any:
     """The configs of a product in FP8: of few rows, of many."""
-    gemm = Gemm(rows, depth, width, 1, factors, num_cores=132, device_kind=kind)
+    gemm = GemmProblem(rows, depth, width, 1, factors, num_cores=132, device_kind=kind)
     few = gemm_tuning.few_fp8_rows_config(gemm, grouped=grouped)
     return few, gemm_tuning.many_fp8_rows_config(gemm, grouped=grouped)
 

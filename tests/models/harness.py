@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
-from pallas_kernels import FP8, Backend, LayerKV, fp8_pairs
+from pallas_kernels import FP8, Backend, LayerKV, pack_fp8_pairs
 
 NUM_SEQS, NUM_TOKENS = 4, 32  # the rows of a decode step, the tokens of a prefill step
 BLOCK_SIZE, TABLE_WIDTH = 8, 6
@@ -33,7 +33,7 @@ def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
 
     def make():
         numbers = jnp.full(shape, jnp.nan, dtype)
-        return fp8_pairs(numbers) if dtype == FP8 else numbers
+        return pack_fp8_pairs(numbers) if dtype == FP8 else numbers
 
     return tuple(LayerKV(make(), make()) for _ in range(config.num_layers))
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import parameters_of, with_parameters
+from jpaged.models.loader import model_parameters, with_parameters
 from jpaged.models.registry import read_model_config, weight_rules
 
 transformers.logging.set_verbosity_error()
@@ -159,7 +159,7 @@ def build(
     """A plain reading of the weight rules; the loader has its own and its own tests. What `filled`
     has comes from there, by the last name of its path."""
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
-    rules, specs = weight_rules(config), parameters_of(model)
+    rules, specs = weight_rules(config), model_parameters(model)
     arrays = {name: np.full(spec.shape, np.nan, np.float32) for name, spec in specs.items()}
     for name, tensor in tensors.items():
         rule = rules.find(name)
@@ -173,7 +173,7 @@ def build(
             piece = in_file.transpose(np.argsort(order))
         whole = whole.swapaxes(0, rule.axis)[rule.start : rule.start + piece.shape[rule.axis]]
         assert whole.swapaxes(0, rule.axis).shape == piece.shape
-        whole[...] = piece.swapaxes(0, rule.axis) + rule.add
+        whole[...] = piece.swapaxes(0, rule.axis) + rule.addend
     for name, array in arrays.items():
         array[...] = (filled or {}).get(name.rpartition(".")[2], array)
         assert not np.isnan(array).any(), f"{name} is not filled"

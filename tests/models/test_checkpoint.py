@@ -18,10 +18,10 @@ from jpaged.models.checkpoint import (
     SUPPORTED_DTYPES,
     CheckpointError,
     check_model,
-    open_tensors,
+    open_safetensors,
     read_config,
     read_generation_config,
-    read_tensors,
+    read_tensor_infos,
     resolve_checkpoint,
 )
 
@@ -35,7 +35,7 @@ def write_shards(folder, shards, index=None):
 
 
 def names(folder):
-    return sorted(tensor.name for tensor in read_tensors(folder))
+    return sorted(tensor.name for tensor in read_tensor_infos(folder))
 
 
 def test_a_folder_resolves_to_itself_without_the_network(tmp_path, monkeypatch):
@@ -233,11 +233,11 @@ def test_tensors_are_described_in_file_order_and_read_in_slabs(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(saved, file, metadata={"format": "pt"})
     raw = file.read_bytes()
-    tensors = read_tensors(tmp_path)
+    tensors = read_tensor_infos(tmp_path)
     places = [raw.index(saved[tensor.name].tobytes()) for tensor in tensors]
     assert places == sorted(places)
     assert {tensor.name for tensor in tensors} == saved.keys()
-    with open_tensors(file) as opened:
+    with open_safetensors(file) as opened:
         for tensor in tensors:
             expected, read = saved[tensor.name], opened.get_slice(tensor.name)[1:2]
             assert (tensor.file, tensor.shape) == (file, expected.shape)
@@ -279,20 +279,20 @@ def test_shards_without_an_index_are_all_read(tmp_path):
 def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path, index, complaint):
     write_shards(tmp_path, {"m-1.safetensors": ["a", "b"]}, index)
     with pytest.raises(CheckpointError, match=complaint):
-        read_tensors(tmp_path)
+        read_tensor_infos(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_by_name_and_never_opened(tmp_path, name):
     (tmp_path / name).symlink_to("/nowhere")  # opening it would raise something else
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*save_pretrained"):
-        read_tensors(tmp_path)
+        read_tensor_infos(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"no \.safetensors file \(it holds: config\.json\)"):
-        read_tensors(tmp_path)
+        read_tensor_infos(tmp_path)
 
 
 def header(entry):
@@ -326,7 +326,7 @@ def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, com
     (tmp_path / "model.safetensors").write_bytes(content)
     remedy = r"model\.safetensors is no safetensors file, or cut short or broken; fetch it again"
     with pytest.raises(CheckpointError, match=rf"{remedy} \(.*{complaint}") as caught:
-        read_tensors(tmp_path)
+        read_tensor_infos(tmp_path)
     assert isinstance(caught.value.__cause__, SafetensorError)
 
 
@@ -334,4 +334,4 @@ def test_a_name_twice_in_one_header_is_refused(tmp_path):
     """safetensors itself would keep the last entry, here of another dtype."""
     (tmp_path / "model.safetensors").write_bytes(header(TWICE) + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors holds a twice"):
-        read_tensors(tmp_path)
+        read_tensor_infos(tmp_path)

@@ -100,7 +100,7 @@ def test_literal_values():
     assert (llama3.head_size, llama3.num_kv_heads, llama3.eos_token_ids) == (48, 4, (2,))
     assert {layer.scale for layer in llama3.layers} == {48**-0.5}
     opt = read_model_config(OLD_FILES["opt-350m"])
-    assert (opt.embedding_size, opt.norms, opt.final_norm) == (32, ("sum",), False)
+    assert (opt.embedding_size, opt.norm_positions, opt.has_final_norm) == (32, ("sum",), False)
     assert read_model_config(OLD_FILES["opt"]).checkpoint_dtype == "float16"
     gemma = read_model_config(OLD_FILES["gemma3-linear"] | {"query_pre_attn_scalar": 168})
     assert gemma.layers[0] == LayerConfig(168**-0.5, RopeConfig(1e4), 4096, None, True)

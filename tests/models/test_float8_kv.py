@@ -59,7 +59,7 @@ def slow_logits(model: Decoder, scales: tuple[float, float]) -> np.ndarray:
         return hidden, update, pool
 
     def run(layer, hidden, update, backend, angles):
-        if "sum" in layer.norms:
+        if "sum" in layer.norm_positions:
             update = attend(layer.attention, hidden, angles, backend, scales)
             hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
             update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
@@ -78,7 +78,7 @@ def slow_logits(model: Decoder, scales: tuple[float, float]) -> np.ndarray:
 
 
 def attend(module, rows, angles, backend, scales):
-    layer: LayerConfig = module.layer
+    layer: LayerConfig = module.layer_config
     qkv = module.qkv(rows, backend)
     num_kv_heads = dict(module.qkv.projection.parts)["k"]
     num_tokens, size = qkv.shape[1], qkv.shape[3]

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, read_config
 from jpaged.models.decoder import Decoder
-from jpaged.models.formats import Plain
-from jpaged.models.fp8 import BlockScaled, StaticTensorScaled
-from jpaged.models.loader import parameters_of, plan_model
+from jpaged.models.formats import UnquantizedFormat
+from jpaged.models.fp8 import FP8BlockFormat, FP8StaticTensorFormat
+from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import held_pieces, make_mesh
+from jpaged.models.sharding import make_mesh, shard_slices
 from pallas_kernels import Backend, quantize_rows
 from tests.reference import kernels as reference_kernels
 
@@ -73,7 +73,7 @@ def test_compressed_tensors_checkpoints_compute_what_that_library_does(tmp_path,
     model = random_model(**(WIDE if weights == "block" else SMALL))
     expected = made.compressed(model, tmp_path, weights, rows)
     ours = load(tmp_path)
-    dtypes = {path: array.dtype for path, array in parameters_of(ours).items()}
+    dtypes = {path: array.dtype for path, array in model_parameters(ours).items()}
     assert dtypes["layers.0.mlp.down.weight"] == jnp.float8_e4m3fn
     assert dtypes["embed.weight"] == jnp.float32
     assert difference(logits_of(ours), expected) < 1e-3
@@ -97,8 +97,8 @@ def test_weights_that_become_fp8_as_they_load_are_those_of_a_checkpoint_in_fp8(
     reference(case).save_pretrained(tmp_path / "wide")
     made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
     monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
-    got = parameters_of(load(tmp_path / "wide", "fp8"))
-    expected = parameters_of(load(tmp_path / "fp8"))
+    got = model_parameters(load(tmp_path / "wide", "fp8"))
+    expected = model_parameters(load(tmp_path / "fp8"))
     assert got.keys() == expected.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(got[path].astype(F32), value.astype(F32), err_msg=path)
@@ -112,7 +112,7 @@ def test_weights_that_lie_as_inputs_by_outputs_become_fp8_too(tmp_path, monkeypa
     monkeypatch.setattr(loader, "SLAB_BYTES", 100)
     model = reference("gpt2")
     model.save_pretrained(tmp_path)
-    got = parameters_of(load(tmp_path, "fp8"))
+    got = model_parameters(load(tmp_path, "fp8"))
     weight = model.state_dict()["transformer.h.1.mlp.c_fc.weight"].numpy().T
     scale = np.abs(weight).max(1) / np.float32(448)
     np.testing.assert_allclose(got["layers.1.mlp.up.weight_scale"], scale, rtol=2e-7)
@@ -133,9 +133,9 @@ def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kin
         rows = {"channel": "token", "static": "static", "block": "group"}[kind]
         made.compressed(model, tmp_path, "block" if kind == "block" else "channel", rows)
     whole = load(tmp_path, quantization)
-    expected = parameters_of(whole)
+    expected = model_parameters(whole)
     shared = load(tmp_path, quantization, mesh=make_mesh(jax.devices(), count))
-    for path, array in parameters_of(shared).items():
+    for path, array in model_parameters(shared).items():
         of, _, name = path.rpartition(".")
         parts = ()
         if of.endswith("qkv") and name != "input_scale":
@@ -146,10 +146,10 @@ def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kin
             parts = [(8, 8 // count)] * 2
         for place, shard in enumerate(array.addressable_shards):
             value = np.asarray(expected[path]).astype(np.float32)
-            for piece in held_pieces(value.shape, shard.data.shape, place, count, parts):
+            for piece in shard_slices(value.shape, shard.data.shape, place, count, parts):
                 whole_at, own_at = (
                     tuple(slice(a, a + n) for a, n in zip(at, piece.shape, strict=True))
-                    for at in (piece.whole, piece.own)
+                    for at in (piece.global_start, piece.local_start)
                 )
                 got = np.asarray(shard.data).astype(np.float32)[own_at]
                 np.testing.assert_array_equal(got, value[whole_at], err_msg=path)
@@ -162,15 +162,15 @@ def test_blocks_that_devices_would_share_are_refused(tmp_path, count, field):
     sizes = WIDE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     made.compressed(random_model(**sizes), tmp_path, "block", "group")
     with pytest.raises(ValueError, match=f"size={count} .*{field}, whose .*; use 1$"):
-        read_model_config(read_config(tmp_path)).share(count)
+        read_model_config(read_config(tmp_path)).shard(count)
 
 
 def test_a_model_of_odd_blocks_is_whole_on_one_device(tmp_path):
     made.compressed(random_model(**WIDE), tmp_path, "block", "group")
     config = replace(read_model_config(read_config(tmp_path)), num_heads=9, num_kv_heads=3)
-    assert config.share(1) is config
+    assert config.shard(1) is config
     with pytest.raises(ValueError, match=r"size=2 .*num_attention_heads=9; use 1$"):
-        config.share(2)
+        config.shard(2)
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -229,8 +229,8 @@ def test_fused_parts_scale_their_rows_by_the_largest_static_scale(tmp_path):
     }
     changed(tmp_path, lambda tensors: tensors.update(own))
     kept = load(tmp_path).layers[0].attention.qkv.format
-    assert isinstance(kept, StaticTensorScaled)
-    given = kept.given_scales
+    assert isinstance(kept, FP8StaticTensorFormat)
+    given = kept.static_scales
     assert given is not None
     assert given.tolist() == [1.0, 4.0, 2.0]
     _, row_scales = quantize_rows(jnp.ones((3, 64)), given, backend=Backend.XLA)
@@ -248,12 +248,12 @@ NAMES = (
 def wide_of(linear: Any) -> np.ndarray:
     """The weight [out, in] in float32."""
     projection, kept = linear.projection, linear.format
-    size_in, width = math.prod(projection.inputs), math.prod(projection.width)
-    if isinstance(kept, Plain):
+    size_in, width = math.prod(projection.input_shape), math.prod(projection.trailing_shape)
+    if isinstance(kept, UnquantizedFormat):
         return np.asarray(kept.weight[...]).reshape(size_in, -1).T
     weight = np.asarray(kept.weight[...].astype(F32)).reshape(-1, size_in)
     scale = np.asarray(kept.weight_scale[...])
-    if not isinstance(kept, BlockScaled):
+    if not isinstance(kept, FP8BlockFormat):
         return weight * scale.reshape(-1, 1)
     sizes = [size * width for _, size in projection.parts]
     blocks = np.cumsum([0, *(-(-size // 128) for size in sizes)])
@@ -264,9 +264,9 @@ def wide_of(linear: Any) -> np.ndarray:
 def test_projections_that_a_config_leaves_alone_are_not_in_fp8(tmp_path):
     published(tmp_path, "ModelOpt")
     first, second = load(tmp_path).layers
-    assert first.mlp.down.projection.format is StaticTensorScaled
-    assert second.mlp.down.projection.format is Plain
-    assert second.attention.qkv.projection.format is StaticTensorScaled
+    assert first.mlp.down.projection.format is FP8StaticTensorFormat
+    assert second.mlp.down.projection.format is UnquantizedFormat
+    assert second.attention.qkv.projection.format is FP8StaticTensorFormat
 
 
 def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
@@ -280,8 +280,8 @@ def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     found = read_model_config(read_config(tmp_path)).quantization
     assert found is not None
-    assert found.format is StaticTensorScaled
-    assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
+    assert found.format is FP8StaticTensorFormat
+    assert found.unquantized_paths == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
 
 
 KV_SCALES = [
@@ -307,7 +307,7 @@ def with_kv_scales(folder: Path, scales: dict[str, float]) -> None:
 def over_fp8(folder: Path) -> dict[str, Any]:
     """The scales of keys and values of a model whose cache is in FP8."""
     config = replace(read_model_config(read_config(folder)), kv_cache_dtype="float8_e4m3fn")
-    found = parameters_of(plan_model(folder, config, dtype=F32).load())
+    found = model_parameters(plan_model(folder, config, dtype=F32).load())
     return {path: array.tolist() for path, array in found.items() if re.search("[kv]_scale", path)}
 
 
@@ -315,7 +315,7 @@ def over_fp8(folder: Path) -> dict[str, Any]:
 def test_scales_of_keys_and_values_are_needed_by_a_cache_in_fp8_alone(tmp_path, name):
     """A layer without them has ones."""
     with_kv_scales(tmp_path, {name.format("k"): 0.5, name.format("v"): 0.25})
-    assert "layers.0.attention.k_scale" not in parameters_of(load(tmp_path))
+    assert "layers.0.attention.k_scale" not in model_parameters(load(tmp_path))
     expected = {"k": [[0.5], [1.0]], "v": [[0.25], [1.0]]}
     assert over_fp8(tmp_path) == {
         f"layers.{layer}.attention.{kind}_scale": expected[kind][layer]
@@ -327,7 +327,7 @@ def test_scales_of_keys_and_values_are_needed_by_a_cache_in_fp8_alone(tmp_path, 
 @pytest.mark.parametrize("name", ["self_attn.kv_scale", "self_attn.attn.kv_scale"])
 def test_a_scale_that_keys_and_values_share_is_of_both(tmp_path, name):
     with_kv_scales(tmp_path, {name: 0.5})
-    assert "layers.0.attention.k_scale" not in parameters_of(load(tmp_path))
+    assert "layers.0.attention.k_scale" not in model_parameters(load(tmp_path))
     found = over_fp8(tmp_path)
     own = [found[f"layers.0.attention.{kind}_scale"] for kind in "kv"]
     assert own == [[0.5], [0.5]]

@@ -69,7 +69,7 @@ def test_embeddings_and_norms_in_bfloat16():
     np.testing.assert_array_equal(np.asarray(hidden, np.float32), rows.float().numpy())
     norm = ours.final_norm
     assert isinstance(norm, RMSNorm)
-    for got in (norm(hidden), norm.add(hidden, jnp.zeros_like(hidden)[None], Backend.XLA)[0]):
+    for got in (norm(hidden), norm.add_norm(hidden, jnp.zeros_like(hidden)[None], Backend.XLA)[0]):
         differing = np.asarray(got, np.float32) != normed
         assert differing.mean() < 0.01  # float32 sums in another order, rounded
     plain = RMSNorm(48, 1e-6, dtype=jnp.bfloat16)

@@ -17,10 +17,10 @@ from hf_models import build, config_of, reference
 
 import jpaged
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import Quantization
-from jpaged.models.formats import Format, Projection, zeros
-from jpaged.models.loader import parameters_of
-from jpaged.runtime.fused_layers import weights_between
+from jpaged.models.config import QuantizationConfig
+from jpaged.models.formats import Projection, WeightFormat, zero_param
+from jpaged.models.loader import model_parameters
+from jpaged.runtime.fused_layers import fused_layer_weights
 
 OWNERS = {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm.py"}
 """The formats of projections; tables; norms, whose weights are their own."""
@@ -36,31 +36,33 @@ def test_nothing_else_reads_a_weight():
     assert found == OWNERS
 
 
-class Turned(Format):
+class Turned(WeightFormat):
     """A format for this test: weights [out, in] with the sign turned, under another name."""
 
     name = "turned"
 
     def __init__(self, projection, dtype):
         super().__init__(projection, dtype)
-        self.turned = zeros(dtype, math.prod(projection.outputs), math.prod(projection.inputs))
-        self.sign = zeros(dtype)
+        self.turned = zero_param(
+            dtype, math.prod(projection.output_shape), math.prod(projection.input_shape)
+        )
+        self.sign = zero_param(dtype)
 
     @classmethod
     def rules(cls, projection, sources, target, *, transposed):
-        size_in, width = math.prod(projection.inputs), math.prod(projection.width)
+        size_in, width = math.prod(projection.input_shape), math.prod(projection.trailing_shape)
         file_axes = ((0,), (1,)) if transposed else ((1,), (0,))
-        placed = [(it, a * width, n * width) for it, a, n in projection.pieces(sources)]
+        placed = [(it, a * width, n * width) for it, a, n in projection.source_ranges(sources)]
         return [
             WeightRule(source + ".weight", target + ".turned", (size, size_in), file_axes, 0, start)
             for source, start, size in placed
         ]
 
-    def partials(self, x: Any, backend):
+    def matmul_partials(self, x: Any, backend):
         return (x.reshape(len(x), -1) @ self.turned[...].T * self.sign[...])[None]
 
     def gated_silu(self, x, backend):
-        gate_up = self.product(x, backend)
+        gate_up = self.matmul(x, backend)
         return nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
 
 
@@ -74,10 +76,10 @@ class Turned(Format):
 )
 def test_a_format_is_all_that_knows_how_a_weight_is_stored(case):
     """Loaded into another format, a model gives the logits of transformers all the same."""
-    config = replace(config_of(case), quantization=Quantization(Turned))
+    config = replace(config_of(case), quantization=QuantizationConfig(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     other = build(config, tensors, jnp.float32, filled={"sign": 1.0})
-    paths = parameters_of(other)
+    paths = model_parameters(other)
     projections = r"(attention\.(qkv|output)|mlp\.\w+|project_\w+)\.(weight|turned)"
     kept = [match[0] for path in paths if (match := re.search(projections, path))]
     assert kept
@@ -88,13 +90,13 @@ def test_a_format_is_all_that_knows_how_a_weight_is_stored(case):
     with torch.no_grad():
         expected = reference(case)(torch.tensor([tokens])).logits[0].numpy()
     np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert weights_between(other.layers[0], other.layers[1]) is None
+    assert fused_layer_weights(other.layers[0], other.layers[1]) is None
 
 
 def test_parts_that_lie_apart_or_fused_fill_the_same_places():
-    projection = Projection((6,), (("q", 4), ("k", 2), ("v", 2)), (8,), bias=True)
-    assert projection.outputs == (8, 8)
-    assert projection.pieces(["q", "k", "v"]) == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]
-    assert projection.pieces(["qkv"]) == [("qkv", 0, 8)]
+    projection = Projection((6,), (("q", 4), ("k", 2), ("v", 2)), (8,), has_bias=True)
+    assert projection.output_shape == (8, 8)
+    assert projection.source_ranges(["q", "k", "v"]) == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]
+    assert projection.source_ranges(["qkv"]) == [("qkv", 0, 8)]
     with pytest.raises(ValueError, match="zip"):
-        projection.pieces(["q", "kv"])
+        projection.source_ranges(["q", "kv"])

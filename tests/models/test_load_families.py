@@ -14,9 +14,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError, WeightRule, read_config, read_tensors
+from jpaged.models.checkpoint import CheckpointError, WeightRule, read_config, read_tensor_infos
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import parameters_of, plan_model, plan_weights
+from jpaged.models.loader import model_parameters, plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import make_mesh
 from tests.covering import covering
@@ -74,7 +74,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
 def load(folder, dtype=jnp.float32):
     config = read_model_config(read_config(folder))
     model = plan_model(folder, config, dtype=dtype).load()
-    return {path: np.asarray(array) for path, array in parameters_of(model).items()}
+    return {path: np.asarray(array) for path, array in model_parameters(model).items()}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
     asked = dataclasses.replace(config, kv_cache_dtype="float8_e4m3fn")
     mesh = make_mesh(jax.devices(), num_devices)
     plan = plan_model(tmp_path, asked, dtype=jnp.float16, load_format=load_format, mesh=mesh)
-    found = parameters_of(plan.load())
+    found = model_parameters(plan.load())
     scales = {path: value for path, value in found.items() if path.endswith("_scale")}
     names = [f"layers.{i}.attention.{kind}_scale" for i in (0, 1) for kind in "kv"]
     assert sorted(scales) == names
@@ -129,8 +129,8 @@ def test_each_matrix_lying_the_wrong_way_round_is_refused(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     config = read_model_config(read_config(tmp_path))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32))
-    specs = parameters_of(model)
-    tensors = read_tensors(tmp_path)
+    specs = model_parameters(model)
+    tensors = read_tensor_infos(tmp_path)
     for i, tensor in enumerate(tensors):
         flipped = dataclasses.replace(tensor, shape=tensor.shape[::-1])
         if flipped != tensor:
@@ -179,7 +179,7 @@ def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_before_they_ar
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     field = "n_layer" if name == "gpt2" else "num_hidden_layers"
     config = read_model_config(read_config(tmp_path) | {field: num_layers})
-    monkeypatch.setattr(loader, "model_shapes", lambda *_: pytest.fail("layers were made"))
+    monkeypatch.setattr(loader, "make_abstract_model", lambda *_: pytest.fail("layers were made"))
     with pytest.raises(CheckpointError, match=f"num_hidden_layers={num_layers}, .* has 2 layers"):
         plan_model(tmp_path, config, dtype=jnp.float32)
 

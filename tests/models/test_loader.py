@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, WeightRule, WeightRules
-from jpaged.models.loader import parameters_of, plan_model
+from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
@@ -64,7 +64,7 @@ def model_rules(config=CONFIG):
         def piece(name, target, *place, i=i):
             rules.append(WeightRule(f"layers.{i}.{name}", f"layers.{i}.{target}", *place))
 
-        rules.append(WeightRule(f"layers.{i}.norm", f"layers.{i}.norm", add=0.5))
+        rules.append(WeightRule(f"layers.{i}.norm", f"layers.{i}.norm", addend=0.5))
         piece("o", "output", (N, H, D), ((2,), (0, 1)))
         for name, heads, start in (("q", N, 0), ("k", K, N), ("v", K, N + K)):
             piece(name, "qkv", (D, heads, H), ((1, 2), (0,)), 1, start)
@@ -116,7 +116,7 @@ def save(folder, tensors, num_files=1):
 
 
 def load(folder, dtype=jnp.float32, **options):
-    return parameters_of(plan_model(folder, CONFIG, dtype=dtype, **options).load())
+    return model_parameters(plan_model(folder, CONFIG, dtype=dtype, **options).load())
 
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])

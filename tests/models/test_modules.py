@@ -13,7 +13,7 @@ from hf_models import hf_config, ours, reference
 
 from jpaged.models.attention import AttentionInputs, inverse_frequencies, rope_angles
 from jpaged.models.config import RopeConfig
-from jpaged.models.linear import activation
+from jpaged.models.linear import apply_activation
 from pallas_kernels import Backend, LayerKV, rope_write_kv
 
 NUM_TOKENS = 20
@@ -211,4 +211,4 @@ def test_activations(name):
     from transformers.activations import ACT2FN
 
     x = np.linspace(-6, 6, 101, dtype=np.float32)
-    assert_same(activation(name, jnp.asarray(x)), ACT2FN[name](torch.tensor(x)).numpy())
+    assert_same(apply_activation(name, jnp.asarray(x)), ACT2FN[name](torch.tensor(x)).numpy())

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import Format, Plain, Projection
+from jpaged.models.formats import Projection, UnquantizedFormat, WeightFormat
 from jpaged.models.fp8 import (
-    BlockScaled,
-    ChannelScaled,
-    Scaled,
-    StaticChannelScaled,
-    StaticTensorScaled,
-    TensorScaled,
+    FP8BlockFormat,
+    FP8ChannelFormat,
+    FP8Format,
+    FP8StaticChannelFormat,
+    FP8StaticTensorFormat,
+    FP8TensorFormat,
 )
 from jpaged.models.registry import read_model_config
 
@@ -76,34 +76,36 @@ def group(**changes: Any) -> dict[str, Any]:
     return COMPRESSED | {"config_groups": {"group_0": own | changes}}
 
 
-def formats(config: ModelConfig) -> dict[str, type[Format]]:
+def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
     """Of the projections that are in FP8."""
     paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
     found = {path: config.projection(path) for path in paths}
     assert all(isinstance(it, Projection) for it in found.values())
-    return {path: it.format for path, it in found.items() if it and it.format is not Plain}
+    return {
+        path: it.format for path, it in found.items() if it and it.format is not UnquantizedFormat
+    }
 
 
 @pytest.mark.parametrize(
     ("config", "kept", "has_kv_scales"),
     [
-        (COMPRESSED, ChannelScaled, False),
+        (COMPRESSED, FP8ChannelFormat, False),
         (group(input_activations=ROWS | {"strategy": "tensor", "dynamic": False}),
-         StaticChannelScaled, False),
-        (group(weights=WEIGHTS | {"strategy": "tensor"}), TensorScaled, False),
+         FP8StaticChannelFormat, False),
+        (group(weights=WEIGHTS | {"strategy": "tensor"}), FP8TensorFormat, False),
         (group(weights=WEIGHTS | {"strategy": "block", "block_structure": [128, 128]},
                input_activations=ROWS | {"strategy": "group", "group_size": 128}),
-         BlockScaled, False),
-        (COMPRESSED | {"kv_cache_scheme": KV_CACHE}, ChannelScaled, True),
-        (BLOCKS, BlockScaled, False),
-        (BLOCKS | {"weight_block_size": None}, TensorScaled, False),
+         FP8BlockFormat, False),
+        (COMPRESSED | {"kv_cache_scheme": KV_CACHE}, FP8ChannelFormat, True),
+        (BLOCKS, FP8BlockFormat, False),
+        (BLOCKS | {"weight_block_size": None}, FP8TensorFormat, False),
         (BLOCKS | {"weight_block_size": None, "activation_scheme": "static"},
-         StaticTensorScaled, False),
-        (MODELOPT, StaticTensorScaled, True),
-        (MODELOPT | {"kv_cache_quant_algo": None}, StaticTensorScaled, False),
+         FP8StaticTensorFormat, False),
+        (MODELOPT, FP8StaticTensorFormat, True),
+        (MODELOPT | {"kv_cache_quant_algo": None}, FP8StaticTensorFormat, False),
     ],
 )  # fmt: skip
-def test_published_layouts(config: dict[str, Any], kept: type[Format], has_kv_scales: bool):
+def test_published_layouts(config: dict[str, Any], kept: type[WeightFormat], has_kv_scales: bool):
     model = read(config)
     assert model.quantization is not None
     assert model.quantization.has_kv_scales == has_kv_scales
@@ -113,14 +115,14 @@ def test_published_layouts(config: dict[str, Any], kept: type[Format], has_kv_sc
 
 def test_without_a_configuration_weights_are_as_they_are_unless_fp8_is_asked_for():
     assert formats(read(None)) == {}
-    assert set(formats(read(None, "fp8")).values()) == {Scaled}
+    assert set(formats(read(None, "fp8")).values()) == {FP8Format}
 
 
 def test_a_checkpoint_whose_cache_alone_has_scales():
     """compressed-tensors without groups; its weights may be brought to FP8 as others are."""
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
-    for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {Scaled})):
+    for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {FP8Format})):
         model = read(config, asked)
         assert set(formats(model).values()) == expected
         assert model.quantization is not None
@@ -187,7 +189,7 @@ def test_the_text_of_a_model_that_takes_images():
         config | {"quantization_config": COMPRESSED | {"ignore": ["re:vision_tower.*", name]}}
     )
     assert model.quantization is not None
-    assert model.quantization.plain == ("layers.0.mlp.down",)
+    assert model.quantization.unquantized_paths == ("layers.0.mlp.down",)
     with pytest.raises(ValueError, match="quantization_config"):
         read_model_config({**config, "text_config": text | {"quantization_config": COMPRESSED}})
 

@@ -14,18 +14,18 @@ from safetensors.numpy import save_file
 from jpaged.models import loader
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding
-from jpaged.models.loader import model_shapes, parameters_of, plan_model
+from jpaged.models.loader import make_abstract_model, model_parameters, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import (
-    AXIS,
-    Piece,
+    MESH_AXIS,
+    ShardSlice,
     all_max,
-    held_pieces,
     make_mesh,
-    own_shape,
-    split_axis,
+    per_device_shape,
+    shard_slices,
+    sharded_axis,
 )
-from jpaged.runtime.programs import Shapes
+from jpaged.runtime.programs import DeviceShapes
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, quantize_rows
 from tests.covering import covering
@@ -57,32 +57,42 @@ def config_of(case: str) -> ModelConfig:
 
 
 def test_an_array_is_cut_along_the_axis_that_differs():
-    assert held_pieces((6, 4), (6, 2), place=1, count=2) == [Piece((0, 2), (0, 0), (6, 2))]
-    assert held_pieces((6, 4), (6, 4), place=1, count=2) == [Piece((0, 0), (0, 0), (6, 4))]
-    assert split_axis((6, 4), (6, 2)) == 1
-    assert split_axis((6,), (6,)) is None
+    assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
+        ShardSlice((0, 2), (0, 0), (6, 2))
+    ]
+    assert shard_slices((6, 4), (6, 4), device_index=1, count=2) == [
+        ShardSlice((0, 0), (0, 0), (6, 4))
+    ]
+    assert sharded_axis((6, 4), (6, 2)) == 1
+    assert sharded_axis((6,), (6,)) is None
 
 
 def test_each_device_has_its_queries_keys_and_values_side_by_side():
     parts = [(4, 2), (2, 1), (2, 1)]
-    assert held_pieces((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
-        Piece((0, 2, 0), (0, 0, 0), (3, 2, 5)),
-        Piece((0, 5, 0), (0, 2, 0), (3, 1, 5)),
-        Piece((0, 7, 0), (0, 3, 0), (3, 1, 5)),
+    assert shard_slices((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
+        ShardSlice((0, 2, 0), (0, 0, 0), (3, 2, 5)),
+        ShardSlice((0, 5, 0), (0, 2, 0), (3, 1, 5)),
+        ShardSlice((0, 7, 0), (0, 3, 0), (3, 1, 5)),
     ]
 
 
 def test_devices_beyond_the_kv_heads_have_one_together():
     """Eight query heads over two KV heads, a query head a device: the first four have the first."""
     parts = [(8, 1), (2, 1), (2, 1)]
-    held = [[it.whole[0] for it in held_pieces((12,), (3,), place, 8, parts)] for place in range(8)]
+    held = [
+        [it.global_start[0] for it in shard_slices((12,), (3,), device_index, 8, parts)]
+        for device_index in range(8)
+    ]
     assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
 
 
 def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
     """Heads of 256 numbers are two blocks with a scale each: four query heads, two KV heads."""
     parts = [(8, 2), (4, 2), (4, 2)]
-    held = [[it.whole[0] for it in held_pieces((16,), (6,), place, 4, parts)] for place in range(4)]
+    held = [
+        [it.global_start[0] for it in shard_slices((16,), (6,), device_index, 4, parts)]
+        for device_index in range(4)
+    ]
     assert held == [[0, 8, 12], [2, 8, 12], [4, 10, 14], [6, 10, 14]]
 
 
@@ -96,15 +106,15 @@ def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
 )
 def test_heads_that_cannot_be_shared_are_named(case: str, count: int, field: str):
     with pytest.raises(ValueError, match=f"tensor_parallel_size={count} .*{field}"):
-        config_of(case).share(count)
+        config_of(case).shard(count)
 
 
 def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6}
     with pytest.raises(ValueError, match="num_key_value_heads=6; use 1 or 2 or 3 or 6"):
-        read_model_config(LLAMA | heads).share(4)
+        read_model_config(LLAMA | heads).shard(4)
     with pytest.raises(ValueError, match="intermediate_size=20; use 1 or 2 or 4"):
-        read_model_config(LLAMA | {"intermediate_size": 20}).share(8)
+        read_model_config(LLAMA | {"intermediate_size": 20}).shard(8)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -112,10 +122,10 @@ def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
 def test_no_device_has_more_than_its_share(case: str, count: int):
     """Of what is large: the tables too, where the vocabulary can be shared."""
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
-    whole = parameters_of(model_shapes(config, jnp.float32))
-    shared = parameters_of(model_shapes(config, jnp.float32, mesh))
+    whole = model_parameters(make_abstract_model(config, jnp.float32))
+    shared = model_parameters(make_abstract_model(config, jnp.float32, mesh))
     for path, spec in shared.items():
-        own, all_of_it = math.prod(own_shape(spec)), math.prod(whole[path].shape)
+        own, all_of_it = math.prod(per_device_shape(spec)), math.prod(whole[path].shape)
         projection = config.projections.get(path.removeprefix("layers.0.").rpartition(".")[0])
         is_cut = path.endswith("weight") and projection is not None and "layers" in path
         is_table = path in ("embed.weight", "lm_head.weight") and config.vocab_size % count == 0
@@ -123,7 +133,7 @@ def test_no_device_has_more_than_its_share(case: str, count: int):
             assert own * count == all_of_it, path
         elif is_cut:
             heads = config.num_heads + 2 * max(config.num_kv_heads, count)
-            assert own_shape(spec)[1] * count == heads, path
+            assert per_device_shape(spec)[1] * count == heads, path
         elif not path.endswith("bias"):
             assert own == all_of_it, path
 
@@ -132,10 +142,14 @@ def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, i
     """The array of a single device, from those of all; what two devices have must be the same."""
     found = np.full(whole, np.nan, np.float32)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
-    for place, shard in enumerate(shards):
-        for piece in held_pieces(whole, shard.data.shape, place, len(shards), parts):
-            there = tuple(slice(a, a + n) for a, n in zip(piece.whole, piece.shape, strict=True))
-            own = tuple(slice(a, a + n) for a, n in zip(piece.own, piece.shape, strict=True))
+    for device_index, shard in enumerate(shards):
+        for piece in shard_slices(whole, shard.data.shape, device_index, len(shards), parts):
+            there = tuple(
+                slice(a, a + n) for a, n in zip(piece.global_start, piece.shape, strict=True)
+            )
+            own = tuple(
+                slice(a, a + n) for a, n in zip(piece.local_start, piece.shape, strict=True)
+            )
             values, before = np.asarray(shard.data)[own], found[there]
             assert (np.isnan(before) | (before == values)).all()
             found[there] = values
@@ -145,7 +159,7 @@ def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, i
 def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]]:
     if "qkv" not in path:
         return []
-    own = config.share(count)
+    own = config.shard(count)
     kv = config.num_kv_heads, own.num_kv_heads
     return [(config.num_heads, own.num_heads), kv, kv]
 
@@ -154,8 +168,8 @@ def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]
 def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, count: int):
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     options: dict[str, Any] = {"dtype": jnp.float32, "load_format": "dummy", "seed": 5}
-    alone = parameters_of(plan_model("", config, **options).load())
-    shared = parameters_of(plan_model("", config, mesh=mesh, **options).load())
+    alone = model_parameters(plan_model("", config, **options).load())
+    shared = model_parameters(plan_model("", config, mesh=mesh, **options).load())
     for path, array in alone.items():
         parts = parts_of(config, count, path)
         got = assembled(shared[path], array.shape, parts)
@@ -170,7 +184,10 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
     by slab."""
     monkeypatch.setattr(loader, "SLAB_BYTES", 700)
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
-    specs, rng = parameters_of(model_shapes(config, jnp.float32)), np.random.default_rng(count)
+    specs, rng = (
+        model_parameters(make_abstract_model(config, jnp.float32)),
+        np.random.default_rng(count),
+    )
     tensors: dict[str, np.ndarray] = {}
     for rule in weight_rules(config).rules:
         if rule.target in specs:
@@ -179,8 +196,8 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
             size = [math.prod(shape[axis] for axis in own) for own in axes]
             tensors[rule.source] = rng.standard_normal(size).astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    alone = parameters_of(plan_model(tmp_path, config, dtype=jnp.float32).load())
-    shared = parameters_of(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
+    alone = model_parameters(plan_model(tmp_path, config, dtype=jnp.float32).load())
+    shared = model_parameters(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
     for path, array in alone.items():
         got = assembled(shared[path], array.shape, parts_of(config, count, path))
         np.testing.assert_array_equal(got, array, err_msg=path)
@@ -192,7 +209,7 @@ def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
     rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
 
     def read(own: jax.Array, ids: jax.Array) -> jax.Array:
-        table = Embedding(4, 1, dtype=jnp.float32, is_shared=True)
+        table = Embedding(4, 1, dtype=jnp.float32, is_sharded=True)
         table.weight[...] = own
         return table(ids)
 
@@ -204,11 +221,13 @@ def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
 
 def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
     config, mesh = config_of("heads"), make_mesh(jax.devices(), 2)
-    with pytest.raises(ValueError, match="num_shares=2: a share is not shared again"):
-        config.share(2).share(2)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2: shard the whole"):
+        config.shard(2).shard(2)
     limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
-    with pytest.raises(ValueError, match="num_shares=1 of the model is not the mesh's size"):
-        Shapes.of(config, limits, jnp.float32, mesh)
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=1 of the model is not the mesh's size"
+    ):
+        DeviceShapes.of(config, limits, jnp.float32, mesh)
 
 
 def test_devices_meet_in_every_turn_of_a_loop():
@@ -218,14 +237,14 @@ def test_devices_meet_in_every_turn_of_a_loop():
     assert mesh is not None
     table = Embedding(97, 4, dtype=jnp.float32)
 
-    def burst(ids: jax.Array, peers: jax.Array) -> jax.Array:
+    def burst(ids: jax.Array, peer_header: jax.Array) -> jax.Array:
         def turn(ids: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-            rows = table(ids, peers)
+            rows = table(ids, peer_header)
             return jnp.argmax(rows, axis=1).astype(jnp.int32), rows
 
         return jax.lax.scan(turn, ids, None, length=3)[1]
 
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec(AXIS)), "out_specs": PartitionSpec()}
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec(MESH_AXIS)), "out_specs": PartitionSpec()}
     run = jax.jit(jax.shard_map(burst, mesh=mesh, check_vma=False, **specs))
     text = run.lower(jnp.zeros(2, jnp.int32), jnp.zeros(20, jnp.int32)).compile().as_text()
     assert text is not None
@@ -241,9 +260,9 @@ def test_rows_over_two_devices_are_brought_to_fp8_as_whole_ones():
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 256)), jnp.float32)
 
     def each(part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return quantize_rows(part, across=all_max, backend=Backend.XLA)
+        return quantize_rows(part, reduce_max=all_max, backend=Backend.XLA)
 
-    parts = PartitionSpec(None, AXIS)
+    parts = PartitionSpec(None, MESH_AXIS)
     specs = {"in_specs": parts, "out_specs": (parts, PartitionSpec()), "check_vma": False}
     found = jax.jit(jax.shard_map(each, mesh=mesh, **specs))(rows)
     wanted = jax.jit(lambda x: quantize_rows(x, backend=Backend.XLA))(rows)

@@ -54,13 +54,13 @@ def plan(folder: Path, dtype: type = jnp.float32, load_format: str = "auto") -> 
 
 
 def num_bytes(planned: ModelPlan) -> int:
-    leaves = jax.tree.leaves(nnx.state(planned.shapes))
+    leaves = jax.tree.leaves(nnx.state(planned.abstract_model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def has_head(planned: ModelPlan) -> bool:
-    shapes: Any = planned.shapes
-    return shapes.lm_head is not None
+    abstract_model: Any = planned.abstract_model
+    return abstract_model.lm_head is not None
 
 
 def check_logits(folder: Path, planned: ModelPlan) -> None:
@@ -122,7 +122,7 @@ def test_a_head_is_compared_as_it_is_loaded(tmp_path: Path):
 
 def test_a_head_differs_also_in_its_last_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is compared in several slabs."""
-    monkeypatch.setattr("jpaged.models.loader.COMPARED_BYTES", 1000)
+    monkeypatch.setattr("jpaged.models.loader.COMPARE_CHUNK_BYTES", 1000)
     tensors = save(tmp_path, "llama")
     head = tensors[name_of_embedding(tensors)].copy()
     rewrite(tmp_path, tensors | {"lm_head.weight": head})

@@ -5,7 +5,7 @@ import pytest
 
 from jpaged.observe import pool_text
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
-from jpaged.observe.pool_text import LEGEND, BusyPool, describe, draw
+from jpaged.observe.pool_text import LEGEND, BusyPoolSampler, describe_report, draw_blocks
 from jpaged.observe.statistics import EngineStats
 
 FREE = BlockInfo(0, BlockState.FREE, 0, 0, (), False, None)
@@ -35,12 +35,12 @@ def pool_of(*infos: BlockInfo) -> dict[int, BlockInfo]:
 def test_each_kind_of_block_has_its_mark():
     shared, by_many = replace(PARTLY, ref_cnt=3), replace(FULL, ref_cnt=10)
     pinned = replace(FULL, ref_cnt=2, is_pinned=True)
-    lines = draw(pool_of(FULL, PARTLY, shared, by_many, pinned, CACHED, FREE), 4)
+    lines = draw_blocks(pool_of(FULL, PARTLY, shared, by_many, pinned, CACHED, FREE), 4)
     assert lines == [f"pool      {LEGEND}", "        1 #+3*Po."]
 
 
 def test_free_lines_are_counted():
-    lines = draw(pool_of(FULL, *[FREE] * 200, CACHED, *[FREE] * 100), 4)
+    lines = draw_blocks(pool_of(FULL, *[FREE] * 200, CACHED, *[FREE] * 100), 4)
     assert lines[1:] == [
         "        1 #" + "." * 63,
         "      ... 128 free",
@@ -50,15 +50,15 @@ def test_free_lines_are_counted():
 
 
 def test_an_idle_pool_is_one_line():
-    assert draw(pool_of(*[FREE] * 70_000), 4)[1:] == ["      ... 70,000 free"]
+    assert draw_blocks(pool_of(*[FREE] * 70_000), 4)[1:] == ["      ... 70,000 free"]
 
 
 def test_sixteen_lines_are_drawn_whole():
-    assert draw(pool_of(*[FULL] * 1024), 4)[-1] == "      961 " + "#" * 64
+    assert draw_blocks(pool_of(*[FULL] * 1024), 4)[-1] == "      961 " + "#" * 64
 
 
 def test_of_a_large_pool_the_rest_is_summed_up():
-    lines = draw(pool_of(*[FREE] * 640, *[FULL] * 1000, *[CACHED] * 30, FREE), 4)
+    lines = draw_blocks(pool_of(*[FREE] * 640, *[FULL] * 1000, *[CACHED] * 30, FREE), 4)
     assert len(lines) == 1 + 16
     assert lines[1:3] == ["      ... 640 free", "      641 " + "#" * 64]
     assert lines[-1] == "      ... 135 more: 1 free, 104 used, 30 cached"
@@ -66,14 +66,14 @@ def test_of_a_large_pool_the_rest_is_summed_up():
 
 
 def test_the_report_is_told_in_lines():
-    assert describe(REPORT) == [
+    assert describe_report(REPORT) == [
         "slots     1,007 with tokens, 3 reserved, 2 never filled, 40 cached, 2,948 free",
         "sharing   250 blocks serve as 400: 37.5% saved; 4 pinned",
     ]
-    assert describe(replace(REPORT, num_host_blocks=9, num_used_host_blocks=3))[2:] == [
+    assert describe_report(replace(REPORT, num_host_blocks=9, num_used_host_blocks=3))[2:] == [
         "host      3 of 9 blocks used"
     ]
-    of_one = describe(replace(REPORT, num_physical_blocks=1, num_host_blocks=1))
+    of_one = describe_report(replace(REPORT, num_physical_blocks=1, num_host_blocks=1))
     assert of_one[1].startswith("sharing   1 block serves as ")
     assert of_one[2] == "host      0 of 1 block used"
 
@@ -101,15 +101,15 @@ def stats(num_used: int) -> EngineStats:
 def test_the_last_busy_moment_is_kept(monkeypatch: pytest.MonkeyPatch):
     engine: Any = Engine()
     monkeypatch.setattr(pool_text.time, "perf_counter", lambda: engine.now)
-    pool = BusyPool(engine)
-    assert pool.lines() == []
-    pool.see(stats(2))
-    pool.see(stats(2))  # nothing changed
-    pool.see(stats(3))  # too early
-    assert (engine.num_maps, pool.seconds) == (1, 1.0)
-    assert pool.lines()[0].startswith("slots     3 with tokens")
-    assert pool.lines()[-1] == "        1 #+"
+    pool = BusyPoolSampler(engine)
+    assert pool.format_lines() == []
+    pool.record(stats(2))
+    pool.record(stats(2))  # nothing changed
+    pool.record(stats(3))  # too early
+    assert (engine.num_maps, pool.seconds_spent) == (1, 1.0)
+    assert pool.format_lines()[0].startswith("slots     3 with tokens")
+    assert pool.format_lines()[-1] == "        1 #+"
     engine.now += 10
-    pool.see(stats(3))
-    assert (engine.num_maps, pool.seconds) == (2, 2.0)
-    assert pool.lines()[-1] == "        1 #++"
+    pool.record(stats(3))
+    assert (engine.num_maps, pool.seconds_spent) == (2, 2.0)
+    assert pool.format_lines()[-1] == "        1 #++"

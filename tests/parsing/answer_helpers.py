@@ -9,7 +9,7 @@ from jpaged.parsing.stream import (
     CallEnd,
     CallStart,
     Content,
-    Event,
+    ParserEvent,
     Reasoning,
 )
 
@@ -23,7 +23,7 @@ def told(pieces: Iterable[str], **options: Any) -> Told:
     return joined(events + parser.end())
 
 
-def joined(events: list[Event]) -> Told:
+def joined(events: list[ParserEvent]) -> Told:
     """In words, without ids; and calls begin, go on and end in their order."""
     parts: Told = []
     open_call, num_calls, ids = None, 0, set[str]()

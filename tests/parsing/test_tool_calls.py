@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from jpaged.parsing.answer import AnswerParser
 from jpaged.parsing.reasoning import REASONING_FAMILIES
 from jpaged.parsing.stream import (
-    MAX_DEPTH,
-    MAX_HELD,
+    MAX_BUFFERED_CHARACTERS,
+    MAX_JSON_DEPTH,
     CallArguments,
     CallEnd,
     CallStart,
     Content,
 )
 from jpaged.parsing.tool_families import TOOL_CALL_FAMILIES
-from jpaged.parsing.tool_families.qwen3_xml import json_of
+from jpaged.parsing.tool_families.qwen3_xml import to_json_value
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -403,7 +403,11 @@ def test_values_without_quotes_are_the_text_that_they_are(value: str, size: int)
         ("any", "tell me", "tell me"),
         ("loop", "7", 7),
         ("unknown", "7", "7"),
-        ("lines", "[" + "1, " * MAX_HELD + "1]", "[" + "1, " * MAX_HELD + "1]"),
+        (
+            "lines",
+            "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]",
+            "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]",
+        ),
     ],
 )
 def test_values_have_the_types_of_their_parameters(parameter: str, text: str, value: Any):
@@ -416,7 +420,7 @@ def test_values_have_the_types_of_their_parameters(parameter: str, text: str, va
 
 
 def test_a_value_of_no_type_at_all_is_text():
-    assert json_of("7", frozenset()) == '"7"'
+    assert to_json_value("7", frozenset()) == '"7"'
 
 
 # As it streams.
@@ -452,17 +456,17 @@ def test_text_streams_and_what_is_held_is_bounded(family: str):
     }[family]
     events = parser.feed(start)
     assert events == []
-    for _ in range(MAX_HELD // 100 + 1):
+    for _ in range(MAX_BUFFERED_CHARACTERS // 100 + 1):
         events += parser.feed("x" * 100)
     num_told = sum(len(event.text) for event in events if isinstance(event, Content))
-    assert num_told >= MAX_HELD
+    assert num_told >= MAX_BUFFERED_CHARACTERS
     assert parser.feed("y") == [Content("y")]
 
 
 def test_the_bound_is_at_the_same_character_however_the_text_is_cut():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     start = '<tool_call>{"a": "'
-    most = MAX_HELD - len(start)
+    most = MAX_BUFFERED_CHARACTERS - len(start)
     for size in (most - 50, most - 1, most, most + 100):
         text = start + "x" * size + call
         whole = told([text], tool_calls="hermes")
@@ -497,7 +501,7 @@ def test_ids_are_such_as_the_models_templates_take():
 
 
 def test_depth_is_bounded():
-    deep = '{"a": ' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}"
+    deep = '{"a": ' + "[" * (MAX_JSON_DEPTH - 1) + "]" * (MAX_JSON_DEPTH - 1) + "}"
     text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
     assert told([text], tool_calls="hermes") == [("call", "f", deep)]
     deeper = deep.replace("[]", "[[]]")

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.scores.adjustments import (
-    ADJUSTS,
-    BIASED,
+    BELOW_MIN_TOKENS,
     COUNT_MASK,
-    EARLY,
+    HAS_BIASES,
     IN_PROMPT,
+    IS_ADJUSTED,
     IS_ENDING,
 )
 
@@ -165,13 +165,13 @@ def scaled_gemm(x, weight, x_scale, weight_scale):
     return (numbers * x_scale) @ (factors * weight_scale).T
 
 
-def fused_layer(attended, hidden, weights, *, eps, dtype=np.float64):
+def fused_layer(attention_output, hidden, weights, *, eps, dtype=np.float64):
     """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
     [T, Q]."""
-    attended, hidden = (np.asarray(x).astype(dtype) for x in (attended, hidden))
+    attention_output, hidden = (np.asarray(x).astype(dtype) for x in (attention_output, hidden))
     output, norm, gate_up, down, next_norm, qkv = (np.asarray(w).astype(dtype) for w in weights)
     streams, projected = [], []
-    for row, stream in zip(attended, hidden, strict=True):
+    for row, stream in zip(attention_output, hidden, strict=True):
         stream = stream + row @ output
         normed = _rms_norm(stream, norm, eps)
         gate, up = normed @ gate_up[:, 0], normed @ gate_up[:, 1]
@@ -213,15 +213,15 @@ def _kept(row, temperature, min_p, top_p, top_k):
     return kept
 
 
-def adjusted_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
+def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
     """One row, one token at a time; bits as in `scores/adjustments.py`."""
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
-        for v, word in enumerate(np.asarray(words)[row] if kind & ADJUSTS else ()):
+        for v, word in enumerate(np.asarray(words)[row] if kind & IS_ADJUSTED else ()):
             x, count = found[b, v], word & COUNT_MASK
-            x += biases[row][v] if kind & BIASED else 0
-            x = -np.inf if kind & EARLY and word & IS_ENDING else x
+            x += biases[row][v] if kind & HAS_BIASES else 0
+            x = -np.inf if kind & BELOW_MIN_TOKENS and word & IS_ENDING else x
             if word & (IN_PROMPT | COUNT_MASK):
                 x = x / repetition if x > 0 else x * repetition
             found[b, v] = x - presence * (count > 0) - frequency * count

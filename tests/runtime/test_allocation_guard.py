@@ -8,7 +8,12 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jpaged.runtime.allocation_guard import SIZES, find_places, make_places, pieces
+from jpaged.runtime.allocation_guard import (
+    FRAGMENT_SIZES,
+    buffer_sizes,
+    reserve_fragments,
+    select_buffers_to_free,
+)
 from jpaged.runtime.sampler import ROW_WIDTH
 
 TOTAL, VOCAB, TURNS = 8 * 2**30, 151_936, 60
@@ -40,9 +45,9 @@ class Memory:
         self.free[address] = size
 
     def give_places(self) -> list[tuple[int, int]]:
-        """As `make_places` does; address and size of each."""
-        made = [(self.allocate(size), size) for size in pieces()]
-        places = [made[i] for i in find_places(made)]
+        """As `reserve_fragments` does; address and size of each."""
+        made = [(self.allocate(size), size) for size in buffer_sizes()]
+        places = [made[i] for i in select_buffers_to_free(made)]
         for address, _ in places:
             self.release(address)
         return places
@@ -120,7 +125,7 @@ def test_with_places_nothing_that_attention_reads_moves(num_rows: int, seed: int
 def test_there_are_places_of_every_size_however_memory_looks(seed: int):
     memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
     places = memory.give_places()
-    for size in SIZES:
+    for size in FRAGMENT_SIZES:
         assert sum(own == size for _, own in places) >= 8
     assert all(memory.free[address] == size for address, size in places)  # joined with nothing
 
@@ -129,7 +134,7 @@ def test_a_place_serves_what_is_above_its_half_and_is_whole_again():
     memory = Memory(TOTAL)
     places = dict(memory.give_places())
     before = dict(memory.free)
-    for size in SIZES:
+    for size in FRAGMENT_SIZES:
         used = [memory.allocate(n) for n in (size, size // 2 + 1, size - 1) * 2]
         assert {places[address] for address in used} == {size}
         for address in used:
@@ -139,22 +144,24 @@ def test_a_place_serves_what_is_above_its_half_and_is_whole_again():
 
 def test_only_what_lies_between_two_that_stay_is_a_place():
     row = [(at, 256) for at in range(0, 256 * 6, 256)]
-    assert find_places(row) == {1, 3}
-    assert find_places(row[::-1]) == {4, 2}
+    assert select_buffers_to_free(row) == {1, 3}
+    assert select_buffers_to_free(row[::-1]) == {4, 2}
     apart = [(0, 256), (256, 256), (768, 256), (1024, 256), (1280, 512)]
-    assert find_places(apart) == {3}
-    assert find_places(row[:2]) == find_places([]) == set()
+    assert select_buffers_to_free(apart) == {3}
+    assert select_buffers_to_free(row[:2]) == select_buffers_to_free([]) == set()
 
 
 def test_each_device_has_places_of_its_own():
     devices = jax.local_devices()[:2]
-    assert {device for guard in make_places(devices) for device in guard.devices()} == {*devices}
+    assert {device for guard in reserve_fragments(devices) for device in guard.devices()} == {
+        *devices
+    }
 
 
 def test_the_guards_are_what_stays():
     """On a CPU, whose allocator is another: most pieces, at addresses of their own."""
-    guards = make_places(jax.local_devices()[:1])
-    assert len(pieces()) >= len(guards) >= len(pieces()) // 2
-    assert {guard.nbytes for guard in guards} == set(SIZES)
+    guards = reserve_fragments(jax.local_devices()[:1])
+    assert len(buffer_sizes()) >= len(guards) >= len(buffer_sizes()) // 2
+    assert {guard.nbytes for guard in guards} == set(FRAGMENT_SIZES)
     spans = sorted((guard.unsafe_buffer_pointer(), guard.nbytes) for guard in guards)
     assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))

@@ -4,7 +4,7 @@ import numpy as np
 from jpaged.core.plan import ScheduledSequence
 from jpaged.core.request import Sequence
 from jpaged.runtime.batch import (
-    LAST_TOKEN,
+    TOKEN_ON_DEVICE,
     device_order,
     pack_decode,
     pack_prefill,
@@ -33,13 +33,13 @@ def test_a_decode_batch_comes_out_as_it_went_in():
         max_blocks=M,
     )
     batch = unpack_decode(jnp.asarray(packed))
-    assert batch.tokens.tolist()[:3] == [7, LAST_TOKEN, 0]
+    assert batch.tokens.tolist()[:3] == [7, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [3, 0] + [R - 1] * 6
     assert batch.seq_lens.tolist() == [3, 5] + [0] * 6
     # No new block: an index past the table, which the device drops.
     assert batch.block_indices.tolist() == [M, 1] + [M] * 6
     assert batch.block_ids.tolist()[:2] == [0, 9]
-    assert batch.counted.tolist() == [True, True] + [False] * 6
+    assert batch.is_output.tolist() == [True, True] + [False] * 6
     assert np.array_equal(batch.sampling, SAMPLING[[3, 0] + [R - 1] * 6])
 
 
@@ -55,11 +55,11 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
         max_blocks=M,
     )
     batch = unpack_prefill(jnp.asarray(packed), num_tokens=16, batch_size=8)
-    assert batch.tokens.tolist()[:5] == [2, 3, 4, LAST_TOKEN, 0]
+    assert batch.tokens.tolist()[:5] == [2, 3, 4, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [1, 2] + [R - 1] * 6
     assert batch.query_lens.tolist() == [3, 1] + [0] * 6
     assert batch.seq_lens.tolist() == [4, 3] + [0] * 6
-    assert batch.counted.tolist() == [False, True] + [False] * 6
+    assert batch.is_output.tolist() == [False, True] + [False] * 6
     assert batch.block_tables.tolist()[:3] == [[7, 8, 0, 0], [4, 0, 0, 0], [0] * 4]
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
 

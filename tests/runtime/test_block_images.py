@@ -14,20 +14,20 @@ from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.runtime import swap
 from jpaged.runtime.kv_cache import KVState
-from jpaged.runtime.programs import Shapes, SplitModel, int32
+from jpaged.runtime.programs import DeviceShapes, SplitModel, int32_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import init_state
+from jpaged.runtime.sampler import init_sampling_state
 from jpaged.runtime.steps import fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,
-    BlockImages,
+    SwapEntries,
     chunk_sizes,
-    cut,
     gather_blocks_step,
     scatter_blocks_step,
+    split_into_chunks,
     staging_bytes,
 )
-from pallas_kernels import FP8, FP8_PAIR, Backend, LayerKV, fp8_pairs
+from pallas_kernels import FP8, FP8_PAIR_DTYPE, Backend, LayerKV, pack_fp8_pairs
 
 P, S, K, H, NUM_LAYERS = 100, 8, 2, 4, 3
 SIZES = (8, 16)
@@ -39,7 +39,7 @@ def make_state(dtype=jnp.float32) -> KVState:
 
     def array():
         numbers = jnp.asarray(rng.standard_normal((P, S, K, H)), dtype)
-        return fp8_pairs(numbers) if dtype == FP8 else numbers
+        return pack_fp8_pairs(numbers) if dtype == FP8 else numbers
 
     layers = tuple(LayerKV(array(), array()) for _ in range(NUM_LAYERS))
     return KVState(layers, jnp.zeros((4, 5), jnp.int32))
@@ -52,7 +52,9 @@ def contents(state: KVState) -> list[np.ndarray]:
 def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
     """Gather and scatter."""
     config = RuntimeConfig(S, P, 5 * S, 3, 64, 16, Backend.XLA)
-    shapes = Shapes(state, int32(4), jax.eval_shape(lambda: init_state(4, 16)), int32(8))
+    shapes = DeviceShapes(
+        state, int32_shape(4), jax.eval_shape(lambda: init_sampling_state(4, 16)), int32_shape(8)
+    )
     made = Recipes(SplitModel.of(nnx.Module()), shapes, config)
     return made["gather_blocks", size], made["scatter_blocks", size]
 
@@ -86,12 +88,12 @@ def pool(programs: dict[Any, Any]) -> Pool:
 
 
 @pytest.fixture
-def images(pool: Pool) -> BlockImages:
-    return BlockImages(pool.state.pool, SIZES[-1])
+def images(pool: Pool) -> SwapEntries:
+    return SwapEntries(pool.state.pool, SIZES[-1])
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
-def test_blocks_come_back_in_other_places(images: BlockImages, pool: Pool, num_blocks: int):
+def test_blocks_come_back_in_other_places(images: SwapEntries, pool: Pool, num_blocks: int):
     before = contents(pool.state)
     taken = np.random.default_rng(1).permutation(np.arange(1, P))
     source = taken[:num_blocks]
@@ -101,7 +103,7 @@ def test_blocks_come_back_in_other_places(images: BlockImages, pool: Pool, num_b
     pool.state = pool.state._replace(pool=spoiled)
     target = np.roll(source, 1)  # others of the freed blocks
     places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    images.place(pool.launch, images.fetch([SwapIn(5, places)]))
+    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(5, places)]))
     for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now[target], was[source])
         others = np.setdiff1d(np.arange(P), source)
@@ -114,19 +116,19 @@ def test_what_waits_for_devices_waits_for_chunks(pool: Pool, monkeypatch: pytest
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
     monkeypatch.setattr(swap, "to_host", lambda blocks: never)
-    images = BlockImages(pool.state.pool, SIZES[-1], wait=waited.append)
-    for image_id in range(MAX_STAGED_CHUNKS + 1):
-        images.swap_out(pool.launch, SwapOut(image_id, (3,)))
+    images = SwapEntries(pool.state.pool, SIZES[-1], wait=waited.append)
+    for swap_entry_id in range(MAX_STAGED_CHUNKS + 1):
+        images.swap_out(pool.launch, SwapOut(swap_entry_id, (3,)))
     assert waited == [never]
     images.wait()
     assert waited[1] == [never] * MAX_STAGED_CHUNKS
 
 
-def test_entries_that_nobody_wants_are_left_out(images: BlockImages, pool: Pool):
+def test_entries_that_nobody_wants_are_left_out(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
     images.swap_out(pool.launch, SwapOut(1, tuple(range(1, 31))))
     places = ((29, 50), (2, 51), (17, 52))  # entries of two chunks, in no order
-    images.place(pool.launch, images.fetch([SwapIn(1, places)]))
+    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(1, places)]))
     for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now[[50, 51, 52]], was[[30, 3, 18]])
         np.testing.assert_array_equal(
@@ -134,36 +136,36 @@ def test_entries_that_nobody_wants_are_left_out(images: BlockImages, pool: Pool)
         )
 
 
-def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: BlockImages, pool: Pool):
+def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: SwapEntries, pool: Pool):
     images.swap_out(pool.launch, SwapOut(1, (1, 2)))
-    assert not images.fetch([SwapIn(1, ())])
+    assert not images.start_swap_ins([SwapIn(1, ())])
     assert len(images) == 0
 
 
-def test_several_images_return_in_one_plan(images: BlockImages, pool: Pool):
+def test_several_images_return_in_one_plan(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
-    for image_id in range(1, 2 * MAX_STAGED_CHUNKS):
-        images.swap_out(pool.launch, SwapOut(image_id, (image_id,)))
+    for swap_entry_id in range(1, 2 * MAX_STAGED_CHUNKS):
+        images.swap_out(pool.launch, SwapOut(swap_entry_id, (swap_entry_id,)))
     orders = [SwapIn(i, ((0, 40 + i),)) for i in range(1, 2 * MAX_STAGED_CHUNKS)]
-    images.place(pool.launch, images.fetch(orders))
+    images.finish_swap_ins(pool.launch, images.start_swap_ins(orders))
     images.wait()
     for was, now in zip(before, contents(pool.state), strict=True):
         ids = np.arange(1, 2 * MAX_STAGED_CHUNKS)
         np.testing.assert_array_equal(now[40 + ids], was[ids])
 
 
-def test_a_dropped_image_is_gone(images: BlockImages, pool: Pool):
+def test_a_dropped_image_is_gone(images: SwapEntries, pool: Pool):
     images.swap_out(pool.launch, SwapOut(1, (3,)))
     images.drop(1)
     assert len(images) == 0
     with pytest.raises(KeyError):
-        images.fetch([SwapIn(1, ((0, 3),))])
+        images.start_swap_ins([SwapIn(1, ((0, 3),))])
     images.swap_out(pool.launch, SwapOut(1, (4,)))
     with pytest.raises(ValueError, match="image 1 exists"):
         images.swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_many_images_in_any_order(images: BlockImages, pool: Pool):
+def test_many_images_in_any_order(images: SwapEntries, pool: Pool):
     """Random traffic against arrays on the host; images come and go while others are out."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
@@ -175,15 +177,15 @@ def test_many_images_in_any_order(images: BlockImages, pool: Pool):
             images.swap_out(pool.launch, SwapOut(step, tuple(map(int, ids))))
             out[step] = [array[ids] for array in oracle]
             continue
-        image_id = int(rng.choice(list(out)))
-        blocks = out.pop(image_id)
+        swap_entry_id = int(rng.choice(list(out)))
+        blocks = out.pop(swap_entry_id)
         if action == "drop":
-            images.drop(image_id)
+            images.drop(swap_entry_id)
             continue
         count = min(len(ids), len(blocks[0]))
         entries = rng.permutation(len(blocks[0]))[:count]
         places = tuple((int(e), int(b)) for e, b in zip(entries, ids[:count], strict=True))
-        images.place(pool.launch, images.fetch([SwapIn(image_id, places)]))
+        images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(swap_entry_id, places)]))
         for array, image in zip(oracle, blocks, strict=True):
             array[ids[:count]] = image[entries]
     for now, expected in zip(contents(pool.state), oracle, strict=True):
@@ -193,10 +195,10 @@ def test_many_images_in_any_order(images: BlockImages, pool: Pool):
 
 def test_swapping_that_is_off_is_refused(pool: Pool):
     with pytest.raises(ValueError, match="image 1 has no place: num_host_blocks is 0"):
-        BlockImages(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
+        SwapEntries(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_images_lie_in_pinned_host_memory(images: BlockImages, pool: Pool):
+def test_images_lie_in_pinned_host_memory(images: SwapEntries, pool: Pool):
     def pinned() -> int:
         return sum(it.sharding.memory_kind == "pinned_host" for it in jax.live_arrays())
 
@@ -206,7 +208,7 @@ def test_images_lie_in_pinned_host_memory(images: BlockImages, pool: Pool):
     images.drop(1)
 
 
-def test_warm_up_leaves_the_pool_alone(images: BlockImages, pool: Pool):
+def test_warm_up_leaves_the_pool_alone(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
     images.warm_up(pool.launch)
     for was, now in zip(before, contents(pool.state), strict=True):
@@ -217,7 +219,7 @@ def test_warm_up_leaves_the_pool_alone(images: BlockImages, pool: Pool):
 def test_chunks_cover_blocks_with_little_padding():
     sizes = (8, 16, 32, 64)
     for num_blocks in range(1, 400):
-        chunks = list(cut(num_blocks, sizes))
+        chunks = list(split_into_chunks(num_blocks, sizes))
         assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
         padding = sum(chunks) - num_blocks
         assert 0 <= padding <= max(chunks[-1] / 4, 7)
@@ -261,14 +263,14 @@ def test_blocks_of_float8_come_back_bit_for_bit():
     array = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H)).view(np.uint16)
     layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
     state = KVState((layer,), jnp.zeros((4, 5), jnp.int32))
-    pool, images = Pool(compiled_swaps(state, 64), state), BlockImages(state.pool, 64)
+    pool, images = Pool(compiled_swaps(state, 64), state), SwapEntries(state.pool, 64)
     source = np.arange(1, 65)
     images.swap_out(pool.launch, SwapOut(5, tuple(map(int, source))))
     target = np.roll(source, 9)
     places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    images.place(pool.launch, images.fetch([SwapIn(5, places)]))
+    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(5, places)]))
     for now in contents(pool.state):
-        assert now.dtype == FP8_PAIR
+        assert now.dtype == FP8_PAIR_DTYPE
         np.testing.assert_array_equal(now[target], array[source])
 
 

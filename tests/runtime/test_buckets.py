@@ -1,27 +1,27 @@
 import pytest
 
-from jpaged.core.plan import Goal
+from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
 def test_decode_buckets_pad_by_half_at_most():
-    buckets = make_buckets(256, 8192).decode_seqs
+    buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 def test_logits_have_fewer_sizes_than_batches():
-    assert make_buckets(256, 8192).sample_seqs == (8, 16, 32, 64, 128, 256)
-    assert make_buckets(150, 8192).sample_seqs == (8, 16, 32, 64, 128, 192)
-    assert make_buckets(1, 64).sample_seqs == (8,)
+    assert make_buckets(256, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 256)
+    assert make_buckets(150, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 192)
+    assert make_buckets(1, 64).logits_row_sizes == (8,)
     more = make_buckets(400, 8192)
-    assert more.sample_seqs == (8, 16, 32, 64, 128, 256, 320, 384, 448)
-    assert [more.logits_rows(seqs) for seqs in (8, 48, 192, 320)] == [8, 64, 256, 320]
+    assert more.logits_row_sizes == (8, 16, 32, 64, 128, 256, 320, 384, 448)
+    assert [more.num_logits_rows(seqs) for seqs in (8, 48, 192, 320)] == [8, 64, 256, 320]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
 def test_prefills_and_bursts_have_sizes_that_can_be_sampled(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
-    assert {*buckets.prefill_seqs, *buckets.burst_seqs} <= {*buckets.sample_seqs}
+    assert {*buckets.prefill_batch_sizes, *buckets.burst_batch_sizes} <= {*buckets.logits_row_sizes}
 
 
 @pytest.mark.parametrize(
@@ -39,26 +39,26 @@ def test_prefills_and_bursts_have_sizes_that_can_be_sampled(max_num_seqs: int):
     ],
 )
 def test_bursts_have_few_sizes_and_not_too_many_rows(max_num_seqs, steps, sizes):
-    assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_seqs == sizes
+    assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
 def test_larger_bursts_are_for_whole_generations_and_not_padded():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
-    def has_burst(goal: Goal) -> list[int]:
+    def has_burst(goal: SchedulingGoal) -> list[int]:
         return [n for n in range(1, 257) if buckets.has_burst(n, goal)]
 
     few = [*range(1, 33)]
     more = [*range(49, 65), *range(97, 129), *range(193, 257)]
-    assert has_burst(Goal.LATENCY) == few
-    assert has_burst(Goal.THROUGHPUT) == few + more
-    assert not make_buckets(256, 8192).has_burst(1, Goal.THROUGHPUT)
+    assert has_burst(SchedulingGoal.LATENCY) == few
+    assert has_burst(SchedulingGoal.THROUGHPUT) == few + more
+    assert not make_buckets(256, 8192).has_burst(1, SchedulingGoal.THROUGHPUT)
 
 
 def test_token_buckets_pad_by_half_at_most():
-    assert make_buckets(16, 512).prefill_tokens == (64, 128, 256, 384, 512)
-    assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 384)
-    tokens = make_buckets(256, 8192).prefill_tokens
+    assert make_buckets(16, 512).prefill_token_sizes == (64, 128, 256, 384, 512)
+    assert make_buckets(8, 300).prefill_token_sizes == (64, 128, 256, 384)
+    tokens = make_buckets(256, 8192).prefill_token_sizes
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
@@ -94,16 +94,16 @@ def test_the_smallest_shape_is_taken(num_tokens: int, num_seqs: int, shape: tupl
 
 
 def test_few_shapes_where_compiling_is_slow():
-    assert make_buckets(16, 512, few=True).prefill_tokens == (64, 512)
+    assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
 def test_few_sequences_share_one_prefill_bucket():
-    assert make_buckets(16, 512).prefill_seqs == (16,)
-    assert make_buckets(256, 512).prefill_seqs == (8, 256)
+    assert make_buckets(16, 512).prefill_batch_sizes == (16,)
+    assert make_buckets(256, 512).prefill_batch_sizes == (8, 256)
 
 
 def test_no_batch_is_under_eight_rows():
-    assert make_buckets(1, 64).decode_seqs == (8,)
+    assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 31, 100, 256])
@@ -113,7 +113,7 @@ def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, bu
     shapes = buckets.prefill_shapes
     assert list(shapes) == sorted(set(shapes))
     for num_seqs in {1, max_num_seqs // 2 or 1, max_num_seqs}:
-        assert round_up(buckets.decode_seqs, num_seqs) >= num_seqs
+        assert round_up(buckets.decode_batch_sizes, num_seqs) >= num_seqs
         for num_tokens in {num_seqs, 65, budget} - set(range(num_seqs)):
             tokens, seqs = buckets.prefill_shape(num_tokens, num_seqs)
             assert tokens >= num_tokens

@@ -74,7 +74,9 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
         calls.append(options["backend"])
         return original(*arguments, **options)
 
-    monkeypatch.setattr(fused_layers, "new_exchange", lambda *_, **__: jnp.zeros(1, jnp.int32))
+    monkeypatch.setattr(
+        fused_layers, "new_exchange_memory", lambda *_, **__: jnp.zeros(1, jnp.int32)
+    )
     monkeypatch.setattr(fused_layers, "fused_layer", counted)
     got, got_pool = jax.jit(partial(step, definition))(state, pool)
     assert calls  # layers alike are traced once
@@ -98,7 +100,7 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
 def test_only_plain_gated_layers_are_linked(family, changes, linked):
     definition, state, _ = make_model(family, **changes)
     first, second = nnx.merge(definition, state).layers[:2]
-    assert (fused_layers.weights_between(first, second) is not None) == linked
+    assert (fused_layers.fused_layer_weights(first, second) is not None) == linked
 
 
 def test_a_chain_is_one_kernel_a_link():

@@ -19,12 +19,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from bench.common import SHAPES
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
-from jpaged.compile.workers import share_of
+from jpaged.compile.workers import select_worker_recipes
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import model_shapes
+from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
-from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY, SamplerLevel
 from pallas_kernels import Backend
@@ -54,16 +54,16 @@ def all_recipes(
     num_devices: int = 1,
     kv_cache_dtype: str | None = None,
     *,
-    peer_memory: bool = False,
+    has_peer_memory: bool = False,
 ) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
-    return recipes_of(config, num_devices, peer_memory=peer_memory)
+    return recipes_of(config, num_devices, has_peer_memory=has_peer_memory)
 
 
 def recipes_of(
-    config: ModelConfig, num_devices: int, *, peer_memory: bool = False
+    config: ModelConfig, num_devices: int, *, has_peer_memory: bool = False
 ) -> dict[Any, Recipe]:
     """The same of a model."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
@@ -75,11 +75,11 @@ def recipes_of(
         config.vocab_size,
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
-        peer_memory=peer_memory,
+        has_peer_memory=has_peer_memory,
     )
     mesh = make_mesh(jax.devices(), num_devices)
-    split = SplitModel.of(model_shapes(config, jnp.bfloat16, mesh))
-    shapes = Shapes.of(config.share(num_devices), runtime, jnp.dtype(jnp.bfloat16), mesh)
+    split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
+    shapes = DeviceShapes.of(config.shard(num_devices), runtime, jnp.dtype(jnp.bfloat16), mesh)
     return {recipe.name: recipe for recipe in Recipes(split, shapes, runtime)}
 
 
@@ -88,7 +88,7 @@ def step(shape: str, *name: Any) -> str:
     """Its text as lowered for CUDA."""
     recipe = all_recipes(shape, NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        return lowered(recipe, recipe.step)
+        return lowered(recipe, recipe.jitted_step)
 
 
 def lowered(recipe: Recipe, step: Any) -> str:
@@ -158,7 +158,7 @@ def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
     """And once for the token embeddings; its layers are not fused, all else has its kernels."""
     recipe = all_recipes("qwen3-0.6b", 2, num_devices=2)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = lowered(recipe, recipe.step)
+        text = lowered(recipe, recipe.jitted_step)
     assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
     assert launches(text)[KERNEL] >= 2 * 3
 
@@ -175,8 +175,8 @@ def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
 def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     """XLA's sum is the first one, in which the devices meet; layers take turns of the memory."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, peer_memory=True)[name]
-        text = lowered(recipe, recipe.step)
+        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[name]
+        text = lowered(recipe, recipe.jitted_step)
         exported = recipe.exported(("cuda",))
     # A kernel's text has its name twice.
     kernel = "device_sum" if name[0] == "prefill" else "device_sum_norm"
@@ -184,8 +184,8 @@ def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     counted = launches(text, '"stablehlo.all_reduce"', *turns)
     assert counted['"stablehlo.all_reduce"'] == 1
     assert [counted[turn] for turn in turns] == [2 * 2, 2 * 2]
-    assert recipe.keywords["peers"].shape == (2 * 10,)
-    assert not any("peers" in it for it in recipe.donate)
+    assert recipe.keywords["peer_header"].shape == (2 * 10,)
+    assert not any("peer_header" in it for it in recipe.donate)
     export.deserialize(bytearray(exported.serialize()))
 
 
@@ -199,7 +199,7 @@ def test_a_shared_steps_logits_are_gathered_by_what_needs_them_whole():
 
     def gathered(*name: Any) -> list[str]:
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-            text = lowered(made[name], made[name].step)
+            text = lowered(made[name], made[name].jitted_step)
         return re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
 
     best, whole = ["2x64x1x2xi32"], ["2x64x75968xf32"]
@@ -244,8 +244,8 @@ def test_sums_of_every_family_take_turns(family: str, name: tuple):
     elif family.startswith("opt"):
         del fields["intermediate_size"]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        recipe = recipes_of(read_model_config(fields), num_devices=2, peer_memory=True)[name]
-        order = sums_in_order(lowered(recipe, recipe.step))
+        recipe = recipes_of(read_model_config(fields), num_devices=2, has_peer_memory=True)[name]
+        order = sums_in_order(lowered(recipe, recipe.jitted_step))
     meets = order.index("all_reduce")
     assert order[meets + 1 :] == ["0", "0", "1", "1"] * 3  # a kernel's text has its name twice
     assert name != BURST or "while" in order[:meets]
@@ -275,8 +275,10 @@ def sums_in_order(text: str) -> list[str]:
 def test_a_long_prompts_rows_are_summed_by_xla():
     """They are more than peer memory takes."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, peer_memory=True)["prefill", (8192, 8)]
-        text = lowered(recipe, recipe.step)
+        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[
+            "prefill", (8192, 8)
+        ]
+        text = lowered(recipe, recipe.jitted_step)
     assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
 
 
@@ -293,10 +295,12 @@ def test_a_kept_step_is_the_same(name: tuple):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         exported = recipe.exported(("cuda",))
     loaded = export.deserialize(bytearray(exported.serialize()))
-    cold, warm = (lowered(recipe, recipe.call(program)) for program in (exported, loaded))
+    cold, warm = (
+        lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
+    )
     assert warm == cold  # so that JAX's cache takes one for the other
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        direct = lowered(recipe, recipe.step)
+        direct = lowered(recipe, recipe.jitted_step)
     assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
     assert launches(warm) == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
@@ -311,9 +315,11 @@ def test_a_kept_step_from_attention_to_attention_is_the_same(name: tuple):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         exported = recipe.exported(("cuda",))
-        direct = lowered(recipe, recipe.step)
+        direct = lowered(recipe, recipe.jitted_step)
     loaded = export.deserialize(bytearray(exported.serialize()))
-    cold, warm = (lowered(recipe, recipe.call(program)) for program in (exported, loaded))
+    cold, warm = (
+        lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
+    )
     assert warm == cold
     counted = launches(warm)
     num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
@@ -362,7 +368,7 @@ def test_a_step_over_a_float8_pool_launches_what_it_does_over_another(shape: str
     that has no room. Every layer takes its scales as they lie."""
     recipe = all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = lowered(recipe, recipe.step)
+        text = lowered(recipe, recipe.jitted_step)
     narrow, wide = launches(text), launches(step(shape, *name))
     more = 2 * NUM_LAYERS if name[0] == "prefill" else 0
     assert narrow[KERNEL] == wide[KERNEL] + more
@@ -392,7 +398,7 @@ def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
     def kernels(seqs: int) -> set[str]:
         recipe = all_recipes("qwen3-0.6b", 1)["prefill", (512, seqs)]
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-            return set(re.findall(r"kernel_hash = (\".+?\"),", lowered(recipe, recipe.step)))
+            return set(re.findall(r"kernel_hash = (\".+?\"),", lowered(recipe, recipe.jitted_step)))
 
     assert len(kernels(8)) == 1
     assert kernels(8) == kernels(256)
@@ -413,7 +419,7 @@ def test_prefills_of_as_many_tokens_share_it(monkeypatch: pytest.MonkeyPatch):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for seqs in (8, 256):
             recipe = made["prefill", (512, seqs)]
-            texts.append(lowered(recipe, recipe.step))
+            texts.append(lowered(recipe, recipe.jitted_step))
     assert len(seen) == 1
     assert [launches(text)[HOPPER_KERNEL] for text in texts] == [NUM_LAYERS] * 2
 
@@ -435,8 +441,8 @@ def test_what_needs_no_pool_has_the_same_shares_by_itself():
     kinds = {"mask", "sample", "prompt_logprobs", "load_rows", "load_bias"}
     assert {recipe.name[0] for recipe in poolless} == kinds
     for share in range(8):
-        alone = share_of(poolless, share, 8)
-        assert share_of(made, share, 8)[: len(alone)] == alone
+        alone = select_worker_recipes(poolless, share, 8)
+        assert select_worker_recipes(made, share, 8)[: len(alone)] == alone
 
 
 def test_no_more_programs_than_recorded():
@@ -446,7 +452,7 @@ def test_no_more_programs_than_recorded():
 def test_each_worker_has_something_to_begin_with_and_no_two_bursts():
     """Shares of the workers that compile for a start; a size of bursts takes longest."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
-    shares = [share_of(made, i, 8) for i in range(8)]
+    shares = [select_worker_recipes(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
     assert not any(share[0].needs_pool for share in shares)
     for kind, most in (("decode_burst", 1), ("prefill", 2), ("sample", 1)):

@@ -13,14 +13,14 @@ from jpaged.compile.recipes import Recipes
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
-from jpaged.models.loader import model_shapes, plan_model
+from jpaged.models.loader import make_abstract_model, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime import batch, model_runner
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.preemption_timing import measure_preemption_costs
+from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.results import StepResult
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.timing import measure_costs
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
@@ -60,7 +60,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder = tmp_path_factory.mktemp("none")
     loaded = plan_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3).load()
     split = SplitModel.of(loaded)
-    shapes = Shapes.of(model, CONFIG, jax.numpy.float32)
+    shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
     # Loaded, as every engine but the first has them: without a tree nothing can be traced.
     for traced in (split, replace(split, treedef=None)):
@@ -75,7 +75,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 class Driver:
     """Plays the scheduler: makes plans of sequences whose blocks a test has chosen."""
 
-    seq_ids = itertools.count()
+    seq_id_counter = itertools.count()
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
@@ -89,7 +89,7 @@ class Driver:
             "r",
             list(prompt),
             stop,
-            seq_ids=self.seq_ids,
+            seq_id_counter=self.seq_id_counter,
             num_samples=num_samples,
             seed=params.seed or 0,
         )
@@ -101,7 +101,7 @@ class Driver:
         plan = StepPlan(step_id=0, scheduled=scheduled, **orders)
         self.present.update(s.sequence.seq_id for s in scheduled)
         self.present.update(child.seq_id for _, child in plan.row_forks)
-        self.present.difference_update(plan.released)
+        self.present.difference_update(plan.released_seq_ids)
         handle = self.runner.launch(plan, self.sampling.__getitem__)
         self.faults, result = handle.faults, handle.read()
         logprobs = result.logprobs and result.logprobs.logprobs
@@ -138,7 +138,7 @@ class Driver:
 def driver(shared_runner: ModelRunner):
     made = Driver(shared_runner)
     yield made
-    made.run(released=tuple(made.present))
+    made.run(released_seq_ids=tuple(made.present))
 
 
 def outputs_alone(driver: Driver, params: SamplingParams, prompt: Sized[int], n: int) -> np.ndarray:
@@ -205,7 +205,7 @@ def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
     prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
     tables = [1, 2], [3], [8], [5, 6, 7]
     alone = [outputs_alone(driver, params, prompt, 3) for prompt in prompts]
-    driver.run(released=tuple(driver.present))
+    driver.run(released_seq_ids=tuple(driver.present))
     a, b, c, d = (driver.request(params, prompt).sequences[0] for prompt in prompts)
     for sequence, table in zip((a, b, c, d), tables, strict=True):
         sequence.block_table = table
@@ -316,7 +316,7 @@ def test_a_swapped_out_sequence_goes_on_where_it_was(driver: Driver):
     other.block_table = [1, 2, 5]
     seen = driver.run(
         ScheduledSequence(other, 0, 20, True, ((0, 1), (1, 2), (2, 5))),
-        released=(victim.seq_id,),
+        released_seq_ids=(victim.seq_id,),
         swap_outs=(SwapOut(7, (1, 2)),),
         block_copies=((6, 2),),
     )
@@ -342,12 +342,12 @@ def test_a_plan_of_nothing_but_swaps(driver: Driver):
     assert result.token_ids.shape == (0,)
     assert result.logprobs is None
     assert result.prompt_logprobs == {}
-    driver.run(dropped=(2,), swap_ins=(SwapIn(1, ((0, 3), (1, 4))),))
+    driver.run(dropped_swap_entry_ids=(2,), swap_ins=(SwapIn(1, ((0, 3), (1, 4))),))
     sequence.block_table = [3, 4]
     seen = driver.run(ScheduledSequence(sequence, 11, 1, True, ((0, 3), (1, 4))))
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
     driver.run(swap_outs=(SwapOut(1, (1,)), SwapOut(2, (1,))))  # both are gone
-    driver.run(dropped=(1, 2))
+    driver.run(dropped_swap_entry_ids=(1, 2))
 
 
 def test_nothing_compiles_after_the_warm_up(driver: Driver):
@@ -378,17 +378,17 @@ def test_costs_are_measured(driver: Driver):
     """In the null block, whatever others have computed, and with rows that are given back."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
-    costs = measure_costs(driver.runner, CONFIG)
+    costs = measure_preemption_costs(driver.runner, CONFIG)
     assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
     assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
     assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
-    roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100))
+    roomy = measure_preemption_costs(driver.runner, replace(CONFIG, num_host_blocks=100))
     assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
     for block in range(3, 2 + CONFIG.max_num_seqs):
         driver.prefill(driver.request(GREEDY, [block]).sequences[0], [block])
     assert len(driver.present) == CONFIG.max_num_seqs  # rows for a whole batch
     seen = driver.decode(sequence)
-    driver.run(released=tuple(driver.present))
+    driver.run(released_seq_ids=tuple(driver.present))
     driver.present.clear()
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
 
@@ -398,14 +398,14 @@ def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
 ):
     well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
     expected = outputs_alone(driver, GREEDY, [1, 2, 3], 1)
-    encode = batch.encode_row
+    encode = batch.pack_params
 
     def fails_for_one(params: SamplingParams, seed: int) -> np.ndarray:
         if params is STRANGE:
             raise KeyError("injected")
         return encode(params, seed)
 
-    monkeypatch.setattr(batch, "encode_row", fails_for_one)
+    monkeypatch.setattr(batch, "pack_params", fails_for_one)
     scheduled = []
     for block, (sequence,) in enumerate((ill.sequences, well.sequences), start=1):
         sequence.block_table, num_tokens = [block], len(sequence.token_ids)
@@ -436,9 +436,14 @@ def test_only_on_a_gpu_small_buffers_have_places(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []
-    monkeypatch.setattr(model_runner, "make_places", lambda devices: made.append(backend) or made)
+    monkeypatch.setattr(
+        model_runner, "reserve_fragments", lambda devices: made.append(backend) or made
+    )
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
-    split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
-    shapes = Shapes.of(model, config, dtype)
+    split, config = (
+        SplitModel.of(make_abstract_model(model, dtype)),
+        replace(CONFIG, backend=backend),
+    )
+    shapes = DeviceShapes.of(model, config, dtype)
     ModelRunner(split, shapes, config, shared_runner.programs)
     assert len(made) == held

@@ -12,9 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstra
 
 from jpaged.core.plan import ScheduledSequence
 from jpaged.core.request import Request, StopCriteria
-from jpaged.models.sharding import AXIS, make_mesh, sharding_of
+from jpaged.models.sharding import MESH_AXIS, axis_sharding, make_mesh
 from jpaged.runtime import peer_memory
-from jpaged.runtime.peer_memory import await_devices, can_exchange
+from jpaged.runtime.peer_memory import can_use_peer_memory, wait_for_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.results import score_prompts
 from jpaged.sampling_params import SamplingParams
@@ -23,9 +23,9 @@ from jpaged.sampling_params import SamplingParams
 def test_what_is_computed_is_waited_for():
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
-    sharding = sharding_of(mesh, 0)
+    sharding = axis_sharding(mesh, 0)
     arrays = [jax.device_put(np.arange(8), sharding), jnp.ones(3)]
-    await_devices(arrays)
+    wait_for_devices(arrays)
     assert all(it.is_ready() for it in arrays)
 
 
@@ -35,7 +35,7 @@ def test_what_could_not_be_computed_is_an_error():
     def fail(x: np.ndarray) -> np.ndarray:
         raise ValueError("the device has failed")
 
-    mesh, parts = make_mesh(jax.devices(), 2), PartitionSpec(AXIS)
+    mesh, parts = make_mesh(jax.devices(), 2), PartitionSpec(MESH_AXIS)
 
     def run(x: jax.Array) -> jax.Array:
         return jax.pure_callback(fail, x, x)
@@ -43,13 +43,13 @@ def test_what_could_not_be_computed_is_an_error():
     # The processor's devices run what several of them have behind the caller.
     found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts))(jnp.ones(4))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the device has failed"):
-        await_devices(found)
+        wait_for_devices(found)
 
 
 def test_what_never_ends_is_not_waited_for_longer_than_a_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peer_memory, "LONGEST_STEP", 0.05)
+    monkeypatch.setattr(peer_memory, "MAX_STEP_S", 0.05)
     with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* process by force"):
-        await_devices([SimpleNamespace(is_ready=lambda: False)])
+        wait_for_devices([SimpleNamespace(is_ready=lambda: False)])
 
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -61,7 +61,7 @@ def exchanges(num_devices: int, dtype: Any, device_kind: str = "NVIDIA H200") ->
         for place in range(num_devices)
     ]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        return can_exchange(devices, dtype)
+        return can_use_peer_memory(devices, dtype)
 
 
 class FakeDriver:
@@ -106,7 +106,7 @@ def test_few_scores_of_a_prompt_are_launched_ahead(is_shared: bool):
     """For a device that hangs would stop the thread in a launch, where nothing ends its wait."""
     length = 20 * PROMPT_LOGPROBS_CHUNK
     stop = StopCriteria(max_tokens=1)
-    request = Request.from_prompt("a", [*range(length + 1)], stop, seq_ids=iter([7]))
+    request = Request.from_prompt("a", [*range(length + 1)], stop, seq_id_counter=iter([7]))
     scored: list[jax.Array] = []
     waited: list[tuple[Any, int]] = []
 
@@ -117,7 +117,7 @@ def test_few_scores_of_a_prompt_are_launched_ahead(is_shared: bool):
     def wait(array: jax.Array) -> None:
         waited.append((int(array), len(scored)))
 
-    scheduled = (ScheduledSequence(request.sequences[0], 0, length, samples=False),)
+    scheduled = (ScheduledSequence(request.sequences[0], 0, length, is_sampled=False),)
     params = SamplingParams(prompt_logprobs=0)
     found = score_prompts(scheduled, lambda _: params, score, wait if is_shared else None)
     assert found == {7: (length, scored)}

@@ -10,7 +10,7 @@ def test_the_padding_row_is_never_handed_out():
     table = RowTable(3)
     rows = {table.assign(seq_id) for seq_id in (10, 11)}
     assert rows == {0, 1}
-    assert np.array_equal(table.sampling[2], PADDING_PARAMS)
+    assert np.array_equal(table.sampling_table[2], PADDING_PARAMS)
 
 
 def test_a_released_row_serves_again():
@@ -32,7 +32,7 @@ def test_a_batch_samples_at_its_highest_level():
     table = RowTable(4)
     greedy = table.assign(1)
     random = table.assign(2)
-    table.sample(random, SamplingParams(temperature=0.5), seed=0)
+    table.set_sampling(random, SamplingParams(temperature=0.5), seed=0)
     assert table.level(np.array([greedy])) == SamplerLevel.GREEDY
     assert table.level(np.array([greedy, random])) == SamplerLevel.RANDOM
     table.release(2)

@@ -8,29 +8,29 @@ import pytest
 from jpaged.core.plan import NO_TOKEN
 from jpaged.runtime.results import TokenScores
 from jpaged.runtime.sampler import (
-    EVERYTHING,
-    LOADED_ROWS,
-    LOADED_TOKENS,
+    FULL_LEVEL,
     PADDING_PARAMS,
     ROW_WIDTH,
+    ROWS_PER_LOAD,
     SCORED_GREEDY,
+    TOKENS_PER_LOAD,
     RowMarks,
     SamplerLevel,
-    adjustments_of,
     bias_row,
-    decode_rows,
-    encode_row,
-    init_state,
+    init_sampling_state,
     load_bias,
     load_rows,
+    make_adjustments,
     pack_marks,
+    pack_params,
     record_tokens,
     required_level,
     sample,
+    unpack_params,
 )
 from jpaged.runtime.steps import SampleInputs, sample_step
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import Backend, adjusted_logits
+from pallas_kernels import Backend, adjust_logits
 from pallas_kernels.scores.adjustments import COUNT_MASK, IN_PROMPT, IS_ENDING
 
 V = 40
@@ -40,7 +40,7 @@ _record = jax.jit(record_tokens)
 
 LEVELS = [
     *(SamplerLevel.GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, SamplerLevel.ADJUSTED),
-    *(SamplerLevel.LOGPROBS, SCORED_GREEDY, EVERYTHING),
+    *(SamplerLevel.LOGPROBS, SCORED_GREEDY, FULL_LEVEL),
 ]
 
 _PARAMS = [
@@ -61,8 +61,8 @@ def _params_at(level):
 
 
 def _rows(params, seeds, positions):
-    packed = np.stack([encode_row(one, seed) for one, seed in zip(params, seeds, strict=True)])
-    return decode_rows(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
+    packed = np.stack([pack_params(one, seed) for one, seed in zip(params, seeds, strict=True)])
+    return unpack_params(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
 
 
 def _tokens(logits, rows, level, state=None, row_ids=None):
@@ -72,13 +72,13 @@ def _tokens(logits, rows, level, state=None, row_ids=None):
 
 def _load(state, rows, vocab_size=V):
     """The state with rows, each `RowMarks`, started anew."""
-    for packed in pack_marks(rows, state.words.shape[0] - 1, vocab_size):
+    for packed in pack_marks(rows, state.token_state.shape[0] - 1, vocab_size):
         state = _load_rows(state, jnp.asarray(packed))
     return state
 
 
 def _counts(state):
-    return np.asarray(state.words) & COUNT_MASK
+    return np.asarray(state.token_state) & COUNT_MASK
 
 
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
@@ -86,8 +86,8 @@ def _draws(row, count, params=None, *, seeds=(11,), positions=None):
     params = params or SamplingParams()
     words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
     positions = np.arange(count) if positions is None else np.array(positions)
-    packed = np.broadcast_to(encode_row(params, 0), (count, ROW_WIDTH))
-    rows = decode_rows(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
+    packed = np.broadcast_to(pack_params(params, 0), (count, ROW_WIDTH))
+    rows = unpack_params(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
     rows = rows._replace(seed=jnp.asarray(np.broadcast_to(words, (count, 2))))
     logits = np.broadcast_to(np.asarray(row, np.float32), (count, len(row)))
     return _tokens(logits, rows, required_level(params))
@@ -112,19 +112,19 @@ def test_a_row_survives_packing():
         min_tokens=3,
     )
     rows = _rows([params, SamplingParams(top_k=-1)], [2**63 + 5, -1], [17, 0])
-    assert encode_row(params, 0).shape == (ROW_WIDTH,) == PADDING_PARAMS.shape
+    assert pack_params(params, 0).shape == (ROW_WIDTH,) == PADDING_PARAMS.shape
     wanted = {
         "temperature": [0.3, 1.0],
         "top_p": [0.9, 1.0],
         "top_k": [7, 0],
         "min_p": [0.125, 0.0],
-        "repetition": [1.5, 1.0],
-        "presence": [-0.5, 0.0],
-        "frequency": [0.25, 0.0],
+        "repetition_penalty": [1.5, 1.0],
+        "presence_penalty": [-0.5, 0.0],
+        "frequency_penalty": [0.25, 0.0],
         "min_tokens": [3, 0],
-        "adjusts": [True, False],
-        "biased": [False, False],
-        "scored": [False, False],
+        "is_adjusted": [True, False],
+        "is_biased": [False, False],
+        "is_scored": [False, False],
         "position": [17, 0],
         "seed": [[2**31, 5], [2**32 - 1, 2**32 - 1]],
     }
@@ -137,7 +137,7 @@ def test_extreme_parameters_stay_usable():
     params = SamplingParams(temperature=1e-60, repetition_penalty=1e-60, top_k=2**40)
     rows = _rows([params], [0], [0])
     assert float(rows.temperature[0]) > 0
-    assert float(rows.repetition[0]) > 0
+    assert float(rows.repetition_penalty[0]) > 0
     assert int(rows.top_k[0]) == 2**31 - 1
 
 
@@ -160,7 +160,7 @@ def test_extreme_parameters_stay_usable():
         (SamplingParams(allowed_token_ids=[1]), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
         (SamplingParams(temperature=0.0, logprobs=0), SamplerLevel.LOGPROBS),
         (SamplingParams(temperature=0.0, prompt_logprobs=2), SamplerLevel.GREEDY),
-        (SamplingParams(top_k=1, logprobs=2, min_tokens=1), EVERYTHING),
+        (SamplingParams(top_k=1, logprobs=2, min_tokens=1), FULL_LEVEL),
         (SamplingParams(n=2, best_of=3), SamplerLevel.RANDOM | SamplerLevel.LOGPROBS),
     ],
 )
@@ -175,7 +175,7 @@ def test_greedy_rows_take_the_first_maximum_beside_random_ones():
     logits = _logits(8)
     logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
     for level in LEVELS:
-        state = init_state(9, V)
+        state = init_sampling_state(9, V)
         tokens = _tokens(logits, _rows(_params_at(level), range(8), range(8)), level, state)
         assert tokens[0] == 4
         assert tokens[7] == 2
@@ -183,7 +183,7 @@ def test_greedy_rows_take_the_first_maximum_beside_random_ones():
 
 def test_a_level_above_the_needed_one_changes_no_token():
     logits = _logits(8, seed=3)
-    rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_state(9, V)
+    rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_sampling_state(9, V)
     by_level = {level: _tokens(logits, rows, level, state) for level in LEVELS}
     for index, params in enumerate(_PARAMS):
         needed = required_level(params)
@@ -194,7 +194,7 @@ def test_a_level_above_the_needed_one_changes_no_token():
 
 def test_a_token_depends_on_its_own_row_alone():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
-    state, level = init_state(9, V), EVERYTHING
+    state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
         _tokens(logits[i : i + 1], _rows([_PARAMS[i]], [seeds[i]], [positions[i]]), level, state)[0]
         for i in range(8)
@@ -221,13 +221,13 @@ def test_seeded_tokens_are_pinned():
 
 def test_padding_disturbs_no_row():
     params, seeds, positions = [SamplingParams(top_p=0.9)] * 8, range(8), range(8)
-    state, dummy, level = init_state(9, V), 8, EVERYTHING
+    state, dummy, level = init_sampling_state(9, V), 8, FULL_LEVEL
     logits = _logits(8)
     full = _tokens(logits, _rows(params, seeds, positions), level, state)
     logits[2:] = np.nan
-    packed = [encode_row(one, seed) for one, seed in zip(params[:2], seeds, strict=False)]
+    packed = [pack_params(one, seed) for one, seed in zip(params[:2], seeds, strict=False)]
     packed = np.stack(packed + [PADDING_PARAMS] * 6)
-    rows = decode_rows(jnp.asarray(packed), jnp.asarray([0, 1] + [0] * 6, jnp.int32))
+    rows = unpack_params(jnp.asarray(packed), jnp.asarray([0, 1] + [0] * 6, jnp.int32))
     row_ids = jnp.asarray([0, 1] + [dummy] * 6, jnp.int32)
     padded = _tokens(logits, rows, level, state, row_ids)
     np.testing.assert_array_equal(padded[:2], full[:2])
@@ -239,7 +239,7 @@ def test_numbers_of_numpy_are_packed_as_pythons():
     values = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "repetition_penalty": 1.5}
     numpys = {"temperature": np.float16(0.5), "top_p": np.float32(0.75), "top_k": np.int8(3)}
     numpys["repetition_penalty"] = np.float64(1.5)
-    packed, expected = (encode_row(SamplingParams(**each), 5) for each in (numpys, values))
+    packed, expected = (pack_params(SamplingParams(**each), 5) for each in (numpys, values))
     np.testing.assert_array_equal(packed, expected)
 
 
@@ -339,7 +339,7 @@ _SICK = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sick", _SICK)
 def test_a_row_without_a_finite_maximum_has_no_token_and_spoils_no_other(sick, level):
-    logits, state = _logits(8, seed=5), init_state(9, V)
+    logits, state = _logits(8, seed=5), init_sampling_state(9, V)
     rows = _rows(_params_at(level), range(8), range(8))
     expected = _tokens(logits, rows, level, state)
     for row in range(8):
@@ -356,22 +356,22 @@ def test_a_forbidden_token_may_be_anything_in_the_others():
     logits[:, 4] = -1e38
     for level in LEVELS:
         rows = _rows(_params_at(level), range(8), range(8))
-        found = _tokens(logits, rows, level, init_state(9, V))
+        found = _tokens(logits, rows, level, init_sampling_state(9, V))
         assert found.min() >= 0
 
 
 def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_next_step():
     inputs = SampleInputs(
         rows=jnp.arange(3, dtype=jnp.int32),
-        counted=jnp.ones(3, jnp.bool_),
-        encoded=jnp.asarray(np.stack([encode_row(SamplingParams(temperature=0.0), 0)] * 3)),
+        is_output=jnp.ones(3, jnp.bool_),
+        packed_params=jnp.asarray(np.stack([pack_params(SamplingParams(temperature=0.0), 0)] * 3)),
         positions=jnp.zeros(3, jnp.int32),
     )
     logits = _logits(3)
     logits[1] = np.nan
     last_tokens = jnp.full(4, V - 1, jnp.int32)
-    options = {"level": EVERYTHING, "backend": Backend.XLA, "max_logprobs": 2}
-    state = init_state(4, V)
+    options = {"level": FULL_LEVEL, "backend": Backend.XLA, "max_logprobs": 2}
+    state = init_sampling_state(4, V)
     sampled, last_tokens, counted = sample_step(
         jnp.asarray(logits), inputs, last_tokens, state, **options
     )
@@ -432,7 +432,7 @@ _ADJUSTING = [
 def test_adjustments_are_those_made_by_hand():
     prompt, output, eos = [1, 2, 2, 7, 0], [7, 8, 8, 39], (11,)
     logits = _logits(8, seed=6)
-    state = init_state(10, V)
+    state = init_sampling_state(10, V)
     row_ids = jnp.asarray([4, 8, 0, 2, 3, 1, 7, 5], jnp.int32)
     marks = {}
     for params, row in zip(_ADJUSTING, row_ids.tolist(), strict=True):
@@ -443,15 +443,15 @@ def test_adjustments_are_those_made_by_hand():
     for token in output[2:]:
         state = _record(state, row_ids, jnp.full(8, token, jnp.int32), jnp.ones(8, jnp.bool_))
     rows = _rows(_ADJUSTING, range(8), [len(prompt) + len(output)] * 8)
-    adjustments = adjustments_of(rows, state, row_ids)
-    found = adjusted_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
+    adjustments = make_adjustments(rows, state, row_ids)
+    found = adjust_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
     for row, params, adjusted in zip(logits, _ADJUSTING, np.asarray(found), strict=True):
         expected = _adjust_by_hand(row, params, prompt, output, eos)
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_only_counted_tokens_are_recorded():
-    state = init_state(3, V)
+    state = init_sampling_state(3, V)
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     state = _record(state, row_ids, tokens, jnp.asarray([True, False]))
     counts = _counts(state)
@@ -460,34 +460,34 @@ def test_only_counted_tokens_are_recorded():
 
 
 def test_loading_a_row_again_forgets_what_it_held():
-    state = init_state(3, V)
+    state = init_sampling_state(3, V)
     state = _record(state, jnp.asarray([0, 1]), jnp.asarray([4, 4]), jnp.ones(2, jnp.bool_))
     state = _load(state, {0: RowMarks.of([1, 9], 1, [2, 9])})
-    words = np.asarray(state.words)
-    assert {token: words[0, token] for token in np.flatnonzero(words[0])} == {
+    token_state = np.asarray(state.token_state)
+    assert {token: token_state[0, token] for token in np.flatnonzero(token_state[0])} == {
         1: IN_PROMPT,
         2: IS_ENDING,
         9: IS_ENDING + 1,
     }
-    assert np.flatnonzero(words[1]).tolist() == [4]
+    assert np.flatnonzero(token_state[1]).tolist() == [4]
     assert np.asarray(state.prompt_lens).tolist() == [1, 0, 0]
 
 
 def test_rows_of_any_length_and_number_are_loaded():
     """More tokens than one launch takes, prompts that outputs repeat, more rows than one takes."""
     width, rng = 50, np.random.default_rng(0)
-    lengths = [LOADED_TOKENS + 700, 3, 1, 2 * LOADED_TOKENS, *[5] * LOADED_ROWS]
+    lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]
     prompts = [max(1, len(own) - 400) for own in sequences]
     rows = {
         row: RowMarks.of(own.tolist(), num_prompt, [7])
         for row, (own, num_prompt) in enumerate(zip(sequences, prompts, strict=True))
     }
-    state = init_state(len(rows) + 1, width)
-    state = state._replace(words=jnp.full_like(state.words, 3))
+    state = init_sampling_state(len(rows) + 1, width)
+    state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
-    words = np.asarray(state.words)
-    for own, num_prompt, found in zip(sequences, prompts, words[:-1], strict=True):
+    token_state = np.asarray(state.token_state)
+    for own, num_prompt, found in zip(sequences, prompts, token_state[:-1], strict=True):
         expected = np.bincount(own[num_prompt:], minlength=width)
         expected[np.unique(own[:num_prompt])] |= IN_PROMPT
         expected[7] |= IS_ENDING
@@ -497,29 +497,30 @@ def test_rows_of_any_length_and_number_are_loaded():
 
 def test_a_row_that_adjusts_nothing_does_not_see_what_another_left():
     logits = jnp.asarray(_logits(8))
-    garbage = init_state(9, V)._replace(
-        logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32), words=jnp.full((9, V), -1, jnp.int32)
+    garbage = init_sampling_state(9, V)._replace(
+        logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
+        token_state=jnp.full((9, V), -1, jnp.int32),
     )
     rows, row_ids = _rows(_PARAMS, range(8), range(8)), jnp.arange(8, dtype=jnp.int32)
-    adjustments = adjustments_of(rows, garbage, row_ids)
-    adjusted = adjusted_logits(logits, adjustments, backend=Backend.XLA)
+    adjustments = make_adjustments(rows, garbage, row_ids)
+    adjusted = adjust_logits(logits, adjustments, backend=Backend.XLA)
     np.testing.assert_array_equal(np.asarray(adjusted), np.asarray(logits))
 
 
 def test_a_row_without_biases_does_not_see_anothers():
     """They stay where they are until a sequence with its own comes."""
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
-    state = init_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
-    adjustments = adjustments_of(_rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
+    state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
+    adjustments = make_adjustments(_rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
     logits = _logits(2)
-    found = adjusted_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
+    found = adjust_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
     np.testing.assert_array_equal(np.asarray(found[0]), logits[0])
     np.testing.assert_array_equal(np.asarray(found[1]), logits[1] - np.float32(7))
 
 
 def test_reloading_after_preemption_restores_the_counts():
     prompt, output = [3, 4, 3], [5, 5, 6]
-    recorded = _load(init_state(3, V), {1: RowMarks.of(prompt, 3)})
+    recorded = _load(init_sampling_state(3, V), {1: RowMarks.of(prompt, 3)})
     for token in output:
         recorded = _record(recorded, jnp.int32([1]), jnp.int32([token]), jnp.ones(1, jnp.bool_))
     reloaded = _load(recorded, {1: RowMarks.of(prompt + output, 3)})
@@ -529,9 +530,9 @@ def test_reloading_after_preemption_restores_the_counts():
 
 def test_forbidden_tokens_are_never_drawn():
     params = SamplingParams(temperature=1e6, allowed_token_ids=[3, 30])
-    state = _load(init_state(9, V), {0: RowMarks.of([0], 1)})
+    state = _load(init_sampling_state(9, V), {0: RowMarks.of([0], 1)})
     state = _load_bias(state, jnp.int32(0), jnp.asarray(bias_row(params, V)))
-    level, row_ids, drawn = EVERYTHING, jnp.zeros(8, jnp.int32), set()
+    level, row_ids, drawn = FULL_LEVEL, jnp.zeros(8, jnp.int32), set()
     for seed in range(8):
         rows = _rows([params] * 8, [seed] * 8, range(8))
         drawn |= set(_tokens(_logits(8), rows, level, state, row_ids).tolist())
@@ -546,11 +547,11 @@ def test_adjusting_without_a_state_is_refused():
 # --- log-probabilities -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [SCORED_GREEDY, EVERYTHING])
+@pytest.mark.parametrize("level", [SCORED_GREEDY, FULL_LEVEL])
 def test_logprobs_are_those_of_the_unchanged_logits(level):
     params = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=3)
     logits = _logits(1)
-    state = _load_bias(init_state(2, V), jnp.int32(0), jnp.asarray(bias_row(params, V)))
+    state = _load_bias(init_sampling_state(2, V), jnp.int32(0), jnp.asarray(bias_row(params, V)))
     rows, row_ids = _rows([params], [0], [0]), jnp.zeros(1, jnp.int32)
     out = _sample(jnp.asarray(logits), rows, state, row_ids, level=level, max_logprobs=3)
     assert out.token_ids.tolist() == [5]
@@ -568,7 +569,7 @@ def test_scores_are_of_rows_that_want_them_and_tokens_of_all():
     logits, row_ids = _logits(8), jnp.arange(8, dtype=jnp.int32)
     rows = _rows(params, range(8), range(8))
     options = {"level": SCORED_GREEDY, "max_logprobs": V + 5}
-    out = _sample(jnp.asarray(logits), rows, init_state(9, V), row_ids, **options)
+    out = _sample(jnp.asarray(logits), rows, init_sampling_state(9, V), row_ids, **options)
     scores = TokenScores(np.asarray(out.scores))
     assert scores.packed[:, 0].tolist() == out.token_ids.tolist() == logits.argmax(axis=1).tolist()
     assert scores.top_token_ids.shape == (8, V)

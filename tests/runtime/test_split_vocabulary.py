@@ -15,18 +15,18 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpaged.core.plan import NO_TOKEN
-from jpaged.models.sharding import AXIS, make_mesh
+from jpaged.models.sharding import MESH_AXIS, make_mesh
 from jpaged.runtime.sampler import (
-    EVERYTHING,
+    FULL_LEVEL,
     SCORED_GREEDY,
-    Sampled,
+    SampledTokens,
     SamplerLevel,
     bias_row,
-    decode_rows,
-    encode_row,
-    init_state,
+    init_sampling_state,
     load_bias,
+    pack_params,
     sample,
+    unpack_params,
 )
 from jpaged.runtime.steps import mask_step
 from jpaged.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu2
 COUNTS = (2, 4, 8)
 B, V = 6, 40
 EXCHANGING = SamplerLevel.GREEDY, SamplerLevel.RANDOM
-GATHERING = SamplerLevel.TRUNCATED, SCORED_GREEDY, EVERYTHING
+GATHERING = SamplerLevel.TRUNCATED, SCORED_GREEDY, FULL_LEVEL
 PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -63,14 +63,14 @@ def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     mesh = make_mesh(jax.devices(), count)
-    lie = PartitionSpec(None, AXIS)
+    lie = PartitionSpec(None, MESH_AXIS)
 
     def each(logits: jax.Array, others: tuple) -> Any:
         found = function(logits, *others)
         return found if logits_out else jax.tree.map(lambda it: it[None], found)
 
     specs: dict[str, Any] = {"in_specs": (lie, PartitionSpec()), "check_vma": False}
-    specs["out_specs"] = lie if logits_out else PartitionSpec(AXIS)
+    specs["out_specs"] = lie if logits_out else PartitionSpec(MESH_AXIS)
     run = jax.jit(jax.shard_map(each, mesh=mesh, **specs))
     return lambda logits, *others: run(logits, others)
 
@@ -81,23 +81,23 @@ def sampler(count: int, level: SamplerLevel) -> Callable:
     options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
     if count == 1:
         return jax.jit(partial(sample, **options))
-    return on_all(partial(sample, is_split=True, **options), count)
+    return on_all(partial(sample, is_vocab_sharded=True, **options), count)
 
 
 def rows_of(params: list[SamplingParams]) -> tuple:
     """The rows' parameters, seeds and places, the state of those that have biases, and its rows."""
-    packed = np.stack([encode_row(one, 2**33 * i - 7) for i, one in enumerate(params)])
+    packed = np.stack([pack_params(one, 2**33 * i - 7) for i, one in enumerate(params)])
     positions = jnp.arange(len(params), dtype=jnp.int32) * 5
-    state, ids = init_state(len(params) + 1, V), jnp.arange(len(params), dtype=jnp.int32)
+    state, ids = init_sampling_state(len(params) + 1, V), jnp.arange(len(params), dtype=jnp.int32)
     for row, one in enumerate(params):
         if one.biases_logits:
             state = load_bias(state, jnp.int32(row), jnp.asarray(bias_row(one, V)))
-    return decode_rows(jnp.asarray(packed), positions), state, ids
+    return unpack_params(jnp.asarray(packed), positions), state, ids
 
 
 def both(
     logits: np.ndarray, level: SamplerLevel, count: int, params: list[SamplingParams]
-) -> tuple[Sampled, Sampled]:
+) -> tuple[SampledTokens, SampledTokens]:
     """What one device samples, and what all do, each the same."""
     one, shared = (sampler(n, level)(jnp.asarray(logits), *rows_of(params)) for n in (1, count))
     first = jax.tree.map(lambda it: np.asarray(it)[0], shared)
@@ -182,7 +182,7 @@ def test_where_a_level_needs_whole_rows_all_that_is_said_of_tokens_is_that_of_on
     level: SamplerLevel, count: int
 ):
     """To the bit: the devices compute what one does."""
-    params = ASKING if level == EVERYTHING else PARAMS
+    params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = both(random_logits(2), level, count, params)
     for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(one), strict=True):
@@ -195,7 +195,9 @@ def test_masks_forbid_on_each_device_its_own_tokens(count: int):
     logits = jnp.asarray(random_logits(3))
     words = np.random.RandomState(4).randint(-(2**31), 2**31, (B, 2), np.int64)
     allowed = jnp.asarray(words.astype(np.int32))
-    shared = on_all(partial(mask_step, is_split=True), count, logits_out=True)(logits, allowed)
+    shared = on_all(partial(mask_step, is_vocab_sharded=True), count, logits_out=True)(
+        logits, allowed
+    )
     np.testing.assert_array_equal(shared, mask_step(logits, allowed))
     assert 0 < np.isinf(np.asarray(shared)).sum() < B * V
 
@@ -204,9 +206,9 @@ def test_masks_forbid_on_each_device_its_own_tokens(count: int):
 def test_no_more_is_exchanged_than_a_level_needs(level: SamplerLevel):
     """Two numbers a row and device, and the highest logit of each row before noise is drawn."""
 
-    def run(logits: jax.Array, *others: Any) -> Sampled:
+    def run(logits: jax.Array, *others: Any) -> SampledTokens:
         options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
-        return sample(logits, *others, is_split=True, **options)
+        return sample(logits, *others, is_vocab_sharded=True, **options)
 
     call = partial(on_all(run, 2), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
     text = jax.jit(call).lower().as_text()

@@ -17,13 +17,13 @@ import httpx
 from starlette.types import ASGIApp
 
 from jpaged import Engine
-from jpaged.processes import Link
+from jpaged.processes import MessageSocket
 from jpaged.serve.engine.client import EngineClient
 from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
-from jpaged.serve.engine.worker import Worker
+from jpaged.serve.engine.worker import EngineWorker
 from jpaged.serve.http.app import make_app
 from jpaged.serve.http.lifecycle import start_serving
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import Limits, ServeConfig
 
 SMALL: dict[str, Any] = {
@@ -40,7 +40,7 @@ class Server:
     """A server without a socket for HTTP: requests go straight to its application."""
 
     engine: Engine
-    serving: Serving
+    serving: ServerState
     app: ASGIApp
     http: httpx.AsyncClient
     worker: threading.Thread
@@ -93,7 +93,7 @@ class Servers:
 
     async def start(self, engine: Engine, **config: Any) -> Server:
         limits = Limits(**config.pop("limits", {}))
-        serving = Serving(replace(ServeConfig(limits=limits), **config))
+        serving = ServerState(replace(ServeConfig(limits=limits), **config))
         ours, theirs = socket.socketpair()
         worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
         worker.start()
@@ -108,7 +108,7 @@ class Servers:
 
     async def end(self) -> None:
         for server in self.started:
-            alive = server.serving.engine.death is None
+            alive = server.serving.engine.close_reason is None
             if alive:
                 await server.idle()
             await server.http.aclose()
@@ -129,7 +129,7 @@ def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
 def run_worker(engine: Engine, sock: socket.socket) -> None:
     """A worker in a thread; what it raises, its client is told."""
     with contextlib.suppress(RuntimeError):
-        Worker(engine, Link(sock)).run()
+        EngineWorker(engine, MessageSocket(sock)).run()
 
 
 Scenario = Callable[[Server], Coroutine[Any, Any, None]]

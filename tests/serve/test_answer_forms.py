@@ -16,8 +16,8 @@ from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
 
 from jpaged import Engine, GrammarTrial
-from jpaged.serve.engine.tokenizing import Tokenizing
-from jpaged.serve.errors import bad_field
+from jpaged.serve.engine.tokenizing import TokenizingService
+from jpaged.serve.errors import field_error
 from jpaged.structured_outputs import bounds
 
 Run = Callable[..., None]
@@ -148,10 +148,13 @@ def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
 ):
     """Without a bound it takes all time or memory, or overruns the stack."""
     form, bound, _ = HOSTILE[name]
-    monkeypatch.setattr(bounds, "SOURCE", bounds.SOURCE._replace(most=10**9))
-    monkeypatch.setattr(bounds, "MULTIPLE", 10**9)
-    for each in {bound, "SCHEMAS", "RULES", "MERGED", "PATTERNS"} - {"MULTIPLE"}:
-        monkeypatch.setattr(bounds, each, getattr(bounds, each)._replace(most=10**9))
+    monkeypatch.setattr(bounds, "SOURCE_LENGTH", bounds.SOURCE_LENGTH._replace(limit=10**9))
+    monkeypatch.setattr(bounds, "MAX_MULTIPLE_OF", 10**9)
+    bounded = {bound, "SCHEMAS", "GRAMMAR_RULES", "SCHEMAS_PER_VALUE", "PATTERNS_PER_VALUE"} - {
+        "MAX_MULTIPLE_OF"
+    }
+    for each in bounded:
+        monkeypatch.setattr(bounds, each, getattr(bounds, each)._replace(limit=10**9))
     form = {
         "references": {"json": json.dumps(references(12_000))},
         "rules": {"grammar": rules(25_000)},
@@ -299,10 +302,10 @@ def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may
 ):
     tried: list[str] = []
 
-    async def check_form(self: Tokenizing, form: object, path: str, client: str) -> None:
+    async def check_spec(self: TokenizingService, form: object, path: str, client: str) -> None:
         tried.append(path)
         await asyncio.sleep(5 * (path != "tools"))
-        raise bad_field(path, "cannot be enforced")
+        raise field_error(path, "cannot be enforced")
 
     async def scenario(server: Server) -> None:
         body = {"messages": [USER], "tools": [TOOL, NOW], "tool_choice": "required"}
@@ -311,7 +314,7 @@ def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may
         assert tried == ["tools", "tools[0].function.parameters"]
 
     monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
-    monkeypatch.setattr(Tokenizing, "check_form", check_form)
+    monkeypatch.setattr(TokenizingService, "check_spec", check_spec)
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 

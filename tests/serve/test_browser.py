@@ -532,7 +532,7 @@ def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..
     sampler = PoolSampler(engine, clock=lambda: 0.0, work_clock=lambda: 0.0)
     first = sampler.fetch().snapshot
     assert first is not None
-    frames, held = [first], [{}]
+    diffs, held = [first], [{}]
     for i in range(6):
         kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
         params = SamplingParams(max_tokens=60, ignore_eos=True, **kinds[i % 3])  # pyright: ignore
@@ -543,13 +543,13 @@ def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..
         rounds += 1
         if rounds == 30:
             engine.abort("r2")
-        frames += sampler.fetch().frames
-        held += [engine.block_map()] * (len(frames) - len(held))
+        diffs += sampler.fetch().diffs
+        held += [engine.block_map()] * (len(diffs) - len(held))
     assert engine.stats().num_swapped_out_blocks > 0
     page = opened(pages)
-    seen = page.evaluate(REPLAY, [msgspec.to_builtins(frame, str_keys=True) for frame in frames])
-    assert len(seen) == len(frames) > 40
-    for frame, infos, shown in zip(frames, held, seen, strict=True):
+    seen = page.evaluate(REPLAY, [msgspec.to_builtins(frame, str_keys=True) for frame in diffs])
+    assert len(seen) == len(diffs) > 40
+    for frame, infos, shown in zip(diffs, held, seen, strict=True):
         replica.take(frame.changes)
         assert shown["counts"] == [replica.counts.get(i, 0) for i in range(21)]
         assert shown["hashes"] == [replica.hashes.get(i, 0) for i in range(21)]

@@ -189,7 +189,7 @@ def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Eng
 
 
 def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD", 20)
+    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD_TOKENS", 20)
 
     async def scenario(server: Server) -> None:
         before = server.engine.stats().num_generated_tokens
@@ -208,7 +208,7 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
 
 def test_answers_that_come_whole_are_no_unread_ones(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """Of a `best_of` or of beams nobody can have read anything before."""
-    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD", 20)
+    monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD_TOKENS", 20)
 
     async def scenario(server: Server) -> None:
         for asked in ({"best_of": 3, "n": 2, "logprobs": 1}, {"beam_width": 3, "n": 3}):
@@ -223,16 +223,16 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """One that ended by itself before, too: what was not read of both is one piece of news."""
-    monkeypatch.setattr("jpaged.serve.engine.client._SEPARATE", 5)
+    monkeypatch.setattr("jpaged.serve.engine.client._MIN_SEPARATE_UPDATES", 5)
     scripted = ScriptedEngine(engine)
     scripted.say("a" * 2000, "b" * 100_000, size=1)
-    put, sizes = engine_client.Run.put, list[int]()
+    put, sizes = engine_client.UpdateStream.put, list[int]()
 
-    def noted(self: engine_client.Run, delta: RequestDelta) -> None:
+    def noted(self: engine_client.UpdateStream, delta: RequestDelta) -> None:
         put(self, delta)
         sizes.append(len(delta.deltas))
 
-    monkeypatch.setattr(engine_client.Run, "put", noted)
+    monkeypatch.setattr(engine_client.UpdateStream, "put", noted)
 
     async def scenario(server: Server) -> None:
         asked = {"prompt": "Hello", "n": 2, "max_tokens": 200}
@@ -241,8 +241,8 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
         reader.reading.clear()
         await until(lambda: 1 in sizes)  # of one answer alone
         (run,) = set(server.serving.engine.runs.values())
-        monkeypatch.setattr(run, "most_news", 0)  # the cut is merged with what is unread
-        run.cut()
+        monkeypatch.setattr(run, "max_separate_updates", 0)  # the cut is merged with what is unread
+        run.abort()
         reader.reading.set()
         await reader.task
         reasons: dict[int, str | None] = {}
@@ -257,15 +257,15 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
 
 def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """As fewer events, of many tokens in a thread; of each answer nothing is lost."""
-    monkeypatch.setattr("jpaged.serve.engine.client._SEPARATE", 5)
-    monkeypatch.setattr(generation, "MANY_TOKENS", 1)
-    in_thread, encode = list[Any](), generation.large_json
+    monkeypatch.setattr("jpaged.serve.engine.client._MIN_SEPARATE_UPDATES", 5)
+    monkeypatch.setattr(generation, "MAX_INLINE_LOGPROBS", 1)
+    in_thread, encode = list[Any](), generation.encode_large_json
 
     def noted(value: Any) -> bytes:
         in_thread.append(value)
         return encode(value)
 
-    monkeypatch.setattr(generation, "large_json", noted)
+    monkeypatch.setattr(generation, "encode_large_json", noted)
 
     async def scenario(server: Server) -> None:
         asked = {"prompt": ["Hello", QUESTION], "n": 2, "seed": 1, "logprobs": 1, **LONG}

@@ -11,7 +11,7 @@ from jpaged import RequestDelta
 from jpaged.serve.api import generation
 from jpaged.serve.engine import client as engine_client
 from jpaged.serve.engine import worker
-from jpaged.serve.engine.tokenizing import Tokenizing
+from jpaged.serve.engine.tokenizing import TokenizingService
 
 Run = Callable[..., None]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
@@ -207,12 +207,12 @@ def test_places_in_a_text_are_counted_in_characters(serve: Run):
 def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    prompt_ids = Tokenizing.prompt_ids
+    prompt_ids = TokenizingService.prompt_ids
 
-    async def begun(self: Tokenizing, *about: Any) -> list[int]:
+    async def begun(self: TokenizingService, *about: Any) -> list[int]:
         return [min(self.special_ids.values()), *await prompt_ids(self, *about)]
 
-    monkeypatch.setattr(Tokenizing, "prompt_ids", begun)
+    monkeypatch.setattr(TokenizingService, "prompt_ids", begun)
 
     async def scenario(server: Server) -> None:
         fields = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -226,7 +226,7 @@ def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
 
 def test_an_answer_begins_where_its_prompt_ends(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """Also where the tokenizer does not tell how long each token is."""
-    monkeypatch.setattr(Tokenizing, "num_characters", lambda self, token_id: 0)
+    monkeypatch.setattr(TokenizingService, "num_characters", lambda self, token_id: 0)
 
     async def scenario(server: Server) -> None:
         fields = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -240,15 +240,15 @@ def test_an_answer_that_is_cut_before_its_prompt_is_scored(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     """It is told as one that was cut short, as others are."""
-    monkeypatch.setattr(worker, "PART", 2)
-    put = engine_client.Run.put
+    monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 2)
+    put = engine_client.UpdateStream.put
 
-    def cut_after(self: engine_client.Run, delta: RequestDelta) -> None:
+    def cut_after(self: engine_client.UpdateStream, delta: RequestDelta) -> None:
         put(self, delta)
         if delta.prompt_logprobs:
-            self.cut()
+            self.abort()
 
-    monkeypatch.setattr(engine_client.Run, "put", cut_after)
+    monkeypatch.setattr(engine_client.UpdateStream, "put", cut_after)
 
     async def scenario(server: Server) -> None:
         fields = {"prompt": "abcdef", "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -267,9 +267,11 @@ def test_large_answers_are_the_same_written_beside_the_event_loop(
 
     async def scenario(server: Server) -> None:
         made = []
-        for bound, part in ((generation.MANY_TOKENS, 7), (10**9, 10**9)):
-            monkeypatch.setattr(generation, "MANY_TOKENS", bound)
-            monkeypatch.setattr(worker, "PART", part)  # prompt tokens that are told of at a time
+        for bound, part in ((generation.MAX_INLINE_LOGPROBS, 7), (10**9, 10**9)):
+            monkeypatch.setattr(generation, "MAX_INLINE_LOGPROBS", bound)
+            monkeypatch.setattr(
+                worker, "LOGPROBS_CHUNK_SIZE", part
+            )  # prompt tokens that are told of at a time
             whole = await server.complete(**asked, prompt_logprobs=2, return_token_ids=True)
             chunks = await stream(server, **asked, return_token_ids=True)
             assert len(whole["choices"][0]["logprobs"]["tokens"]) > 150

@@ -20,10 +20,10 @@ from server_process import STUB, ServerProcess
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve.http import connections
-from jpaged.serve.http.access import OPEN_PATHS
-from jpaged.serve.http.connections import SurplusGuard, bounded_by
-from jpaged.serve.http.exchange import while_connected
-from jpaged.serve.http.lifecycle import Complaints, HttpServer, allow_connections, listen
+from jpaged.serve.http.access import UNAUTHENTICATED_PATHS
+from jpaged.serve.http.connections import SurplusGuard, make_bounded_protocol
+from jpaged.serve.http.exchange import run_while_connected
+from jpaged.serve.http.lifecycle import HttpServer, LoopExceptionHandler, listen, raise_file_limit
 from jpaged.serve.options import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
@@ -38,7 +38,7 @@ async def server(
     """The port of a server that says yes."""
     config = uvicorn.Config(
         app or PlainTextResponse("yes"),
-        http=bounded_by(limits, num_spare),
+        http=make_bounded_protocol(limits, num_spare),
         lifespan="off",
         log_level="error",
         timeout_graceful_shutdown=1,
@@ -69,7 +69,7 @@ async def answer_to(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
 
 
 def test_a_whole_request_also_slowly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 2.0)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 2.0)
 
     async def scenario() -> None:
         async with server() as port:
@@ -87,7 +87,7 @@ def test_a_whole_request_also_slowly(monkeypatch: pytest.MonkeyPatch):
 def test_headers_that_do_not_come_in_time(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
         async with server(timeout_keep_alive=60) as port:
@@ -118,7 +118,7 @@ def test_too_many_connections():
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after" in answer
             assert b'"type":"server_error"' in answer
-            for path in OPEN_PATHS:  # and then it hangs up
+            for path in UNAUTHENTICATED_PATHS:  # and then it hangs up
                 answer = await answer_to(
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
@@ -167,14 +167,14 @@ def test_files_for_all_connections(
     hard = 4000
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (min(400, hard), hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    assert allow_connections(100) == (100, connections.NUM_SPARE)
+    assert raise_file_limit(100) == (100, connections.NUM_SPARE_CONNECTIONS)
     assert asked == []
-    assert allow_connections(1000) == (1000, connections.NUM_SPARE)
+    assert raise_file_limit(1000) == (1000, connections.NUM_SPARE_CONNECTIONS)
     ((soft, most),) = asked
-    assert 1000 + connections.NUM_SPARE < soft < 4000 == most
+    assert 1000 + connections.NUM_SPARE_CONNECTIONS < soft < 4000 == most
     assert capsys.readouterr().err == ""
     for hard, fewer, spare in ((4000, 3808, 64), (256, 128, 64), (128, 48, 48), (30, 1, 1)):
-        assert allow_connections(5000) == (fewer, spare)
+        assert raise_file_limit(5000) == (fewer, spare)
         assert asked[-1] == (hard, hard) or hard < 400
         said = capsys.readouterr().err
         assert f"--max-connections is {fewer}, not 5000" in said
@@ -187,7 +187,7 @@ def test_out_of_files_new_connections_wait(caplog: pytest.LogCaptureFixture, cap
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(Complaints().hear)
+        loop.set_exception_handler(LoopExceptionHandler().handle)
 
         def fail() -> NoReturn:
             attempts.append(loop.time())
@@ -230,7 +230,7 @@ class Maker(asyncio.Protocol):
 def test_other_complaints_go_to_the_log(caplog: pytest.LogCaptureFixture):
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(Complaints().hear)
+        loop.set_exception_handler(LoopExceptionHandler().handle)
         loop.call_exception_handler({"message": "it broke", "exception": OSError(1, "x")})
 
     asyncio.run(scenario())
@@ -274,7 +274,7 @@ def test_few_files(compilation_cache: Path):
         where = urlsplit(server.url)
         address = (where.hostname, where.port)
         silent = [socket.create_connection(address) for _ in range(300)]
-        for path in sorted(OPEN_PATHS) * 3:
+        for path in sorted(UNAUTHENTICATED_PATHS) * 3:
             assert httpx.get(server.url + path, timeout=5).status_code == 200
         for sock in silent:
             sock.close()
@@ -315,7 +315,7 @@ DRIPPING = POST + b"Content-Length: 100000\r\n\r\n"
 
 
 def test_a_body_that_drips_after_its_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "LINGER_TIME", 0.3)
+    monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
 
     async def scenario() -> None:
         async with server() as port:
@@ -335,7 +335,7 @@ def test_a_body_that_drips_after_its_answer(monkeypatch: pytest.MonkeyPatch):
 def test_one_clock_from_the_connection_to_the_end_of_the_body(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.4)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)
     ends = []
 
     async def read_all(scope: Any, receive: Any, send: Any) -> None:
@@ -366,7 +366,7 @@ def test_one_clock_from_the_connection_to_the_end_of_the_body(
 def test_a_body_that_drips_after_a_refusal(
     serve: Any, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
 ):
-    monkeypatch.setattr(connections, "LINGER_TIME", 0.3)
+    monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
     key = b"Authorization: Bearer k\r\n" if status != 401 else b""
 
     async def scenario(own: Server) -> None:
@@ -503,7 +503,7 @@ class Slow:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_asked += 1
-        await while_connected(receive, self._answer(scope, receive, send))
+        await run_while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -526,7 +526,7 @@ async def half_closed(port: int, asked: bytes) -> bytes:
 def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         app = Slow(0.3)
-        monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 5.0)
+        monkeypatch.setattr(connections, "PROBE_DELAY_S", 5.0)
         async with server(app) as port:
             asked = REQUEST + b"\r\n"
             for request in (asked, asked.replace(b"1.1", b"1.0")):
@@ -535,7 +535,7 @@ def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
                 assert answer.endswith(b"yes")
             assert (await half_closed(port, asked * 3)).count(b"200 OK") == 3
             assert await half_closed(port, DRIPPING) == b""  # what is not whole gets none
-            monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 0.05)
+            monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.05)
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
             assert app.num_gone == 1
@@ -548,7 +548,7 @@ def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_a_client_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, version: bytes):
-    monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 0.1)
+    monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.1)
 
     async def scenario() -> None:
         app = Slow(30)

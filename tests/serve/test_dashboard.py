@@ -14,7 +14,7 @@ from serve_helpers import basic
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard.broadcast import PAGE_PATHS
 from jpaged.serve.http.app import make_app
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import ServeConfig
 
 STATIC = files("jpaged.serve.dashboard").joinpath("static")
@@ -24,7 +24,7 @@ def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Res
     """The answer of a server whose engine is not there yet."""
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(Serving(ServeConfig(**config))))
+        transport = httpx.ASGITransport(make_app(ServerState(ServeConfig(**config))))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get(path, headers=headers)
 

@@ -12,7 +12,7 @@ import pytest
 from serve_helpers import Server
 
 from jpaged import Engine
-from jpaged.terminal.tools_demo import CALCULATOR, calculate, run_call
+from jpaged.terminal.tools_demo import CALCULATOR, calculate, run_tool_call
 
 Run = Callable[..., None]
 CHAT = "/v1/chat/completions"
@@ -49,7 +49,7 @@ async def round_trip(server: Server, question: str, **fields: Any) -> tuple[str,
     function = call["function"]
     assert function["name"] == "calculator"
     jsonschema.validate(json.loads(function["arguments"]), CALCULATOR["function"]["parameters"])
-    result = run_call(function["name"], function["arguments"])
+    result = run_tool_call(function["name"], function["arguments"])
     messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
     fields = {name: value for name, value in fields.items() if name != "tool_choice"}
     choice = await ask(server, messages, tools=[CALCULATOR], **fields)
@@ -127,7 +127,7 @@ def test_openais_client_streams_a_round_trip(talk: Run):
             messages.append(choice.message)
             for call in choice.message.tool_calls or ():
                 own = call.function
-                content = run_call(own.name, own.arguments)
+                content = run_tool_call(own.name, own.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         assert choice.message.content == "48273 * 9164 = 442373772"
         assert [m["role"] if isinstance(m, dict) else m.role for m in messages] == [

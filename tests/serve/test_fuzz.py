@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from schema_strategies import ANYTHING, values_of
 from serve_helpers import Server
 
-from jpaged.serve.http.app import openapi
+from jpaged.serve.http.app import build_openapi
 from tests.covering import num_examples
 
 Run = Callable[..., None]
-DOCUMENT = json.loads(json.dumps(openapi()))
+DOCUMENT = json.loads(json.dumps(build_openapi()))
 POSTS = {
     path: methods["post"]
     for path, methods in DOCUMENT["paths"].items()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 from serve_helpers import QUESTION, Server
 
-from jpaged.serve.http.lifecycle import hosts_served
-from jpaged.serve.options import host_name, read_flags
+from jpaged.serve.http.lifecycle import served_hosts
+from jpaged.serve.options import normalize_host, read_flags
 
 Run = Callable[..., None]
 OWN = (
@@ -74,9 +74,9 @@ def test_any(serve: Run, allowed: tuple[str, ...] | None):
     ],
 )
 def test_where_it_matters(argv: tuple[str, ...], address: str, expected: tuple[str, ...] | None):
-    assert hosts_served(read_flags([*argv]), address) == expected
+    assert served_hosts(read_flags([*argv]), address) == expected
 
 
 def test_names_are_compared_without_ports_and_brackets():
-    assert host_name(" Example.com.:80 ") == "example.com"
-    assert host_name("[::1]:80") == host_name("::1") == "::1"
+    assert normalize_host(" Example.com.:80 ") == "example.com"
+    assert normalize_host("[::1]:80") == normalize_host("::1") == "::1"

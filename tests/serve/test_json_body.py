@@ -14,7 +14,7 @@ from schema_strategies import ANYTHING
 
 from jpaged.serve.errors import ApiError
 from jpaged.serve.http.bodies import parse_json
-from jpaged.serve.http.exchange import large_json
+from jpaged.serve.http.exchange import encode_large_json
 
 PIECE = 256 * 1024
 """Bytes that are counted in one go: what is cut between two pieces must not matter."""
@@ -150,7 +150,7 @@ def test_long_numbers():
 @settings(max_examples=100, deadline=None)
 @given(ANYTHING)
 def test_large_answers_are_the_same_json(value: Any):
-    assert large_json(value) == msgspec.json.encode(value)
+    assert encode_large_json(value) == msgspec.json.encode(value)
 
 
 def test_large_answers_of_many_pieces():
@@ -161,7 +161,7 @@ def test_large_answers_of_many_pieces():
         "tokens": list(range(10_000)),
         "empty": [[], {}, "", ()],
     }
-    assert large_json(value) == msgspec.json.encode(value)
+    assert encode_large_json(value) == msgspec.json.encode(value)
 
 
 @pytest.mark.parametrize("size", [0, 20_000])

@@ -21,7 +21,7 @@ from server_process import ARGUMENTS, STUB, ServerProcess
 from stub.stub_engine import BLOCKED_IN, BLOCKED_WHILE, START_SECONDS
 
 from jpaged.processes import child_command
-from jpaged.serve.engine.worker import why_not
+from jpaged.serve.engine.worker import describe_start_error
 from jpaged.serve.http.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
 
@@ -277,8 +277,8 @@ def test_the_application_ends_an_engine_that_hangs(
         async with serving_app(read_flags([*ARGUMENTS, *flags])) as (_, serving):
             (engine,) = engines_of(os.getpid())
             os.kill(int(engine), signal.SIGSTOP)
-            await asyncio.wait_for(serving.engine.died.wait(), 20)
-            assert "stood still for 1 s (--hang-timeout)" in str(serving.engine.death)
+            await asyncio.wait_for(serving.engine.closed.wait(), 20)
+            assert "stood still for 1 s (--hang-timeout)" in str(serving.engine.close_reason)
 
     asyncio.run(use())
     assert not engines_of(os.getpid())
@@ -361,7 +361,7 @@ def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.CaptureFixture[str]):
-    assert words in why_not(error)
+    assert words in describe_start_error(error)
     assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
 
 

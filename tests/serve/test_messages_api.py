@@ -17,7 +17,7 @@ from test_tools import CALL, HERMES
 from jpaged import Engine, RequestDelta
 from jpaged.serve.engine import client as engine_client
 from jpaged.serve.http.app import make_app
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import Limits, ServeConfig
 
 Run = Callable[..., None]
@@ -364,7 +364,7 @@ def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
 
 def test_refusal_of_a_surplus_connection_has_anthropics_form():
     async def scenario() -> None:
-        app = make_app(Serving(ServeConfig()))
+        app = make_app(ServerState(ServeConfig()))
         async with server(app, Limits(max_connections=1)) as port:
             _, first = await asyncio.open_connection("127.0.0.1", port)
             answer = await answer_to(port, b"POST /v1/messages HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -408,14 +408,14 @@ def test_what_cannot_change_the_answer_is_taken(serve: Run):
 
 def test_an_answer_that_is_cut_short_is_an_error(serve: Run, monkeypatch: pytest.MonkeyPatch):
     """Anthropic's API has no reason for it; its clients send such requests again."""
-    put = engine_client.Run.put
+    put = engine_client.UpdateStream.put
 
-    def cut_after(self: engine_client.Run, delta: RequestDelta) -> None:
+    def cut_after(self: engine_client.UpdateStream, delta: RequestDelta) -> None:
         put(self, delta)
         if not delta.finished:
-            self.cut()
+            self.abort()
 
-    monkeypatch.setattr(engine_client.Run, "put", cut_after)
+    monkeypatch.setattr(engine_client.UpdateStream, "put", cut_after)
 
     async def scenario(server: Server) -> None:
         asked = {"model": "jpaged-tiny", "max_tokens": 100, "messages": [USER]}

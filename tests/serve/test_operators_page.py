@@ -8,8 +8,8 @@ from bench.serving import build_parser as bench_parser
 from jpaged import EngineStats, SamplingParams
 from jpaged.serve.dashboard.broadcast import MAX_VIEWERS
 from jpaged.serve.engine.messages import EngineRequest
-from jpaged.serve.http.access import OPEN_PATHS
-from jpaged.serve.http.connections import NUM_SPARE
+from jpaged.serve.http.access import UNAUTHENTICATED_PATHS
+from jpaged.serve.http.connections import NUM_SPARE_CONNECTIONS
 from jpaged.serve.http.metrics import Metrics
 from jpaged.serve.options import build_parser
 
@@ -37,7 +37,7 @@ def test_every_flag_is_told_of_and_exists():
 def test_every_metric_exists():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    metrics.ended(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
+    metrics.record_request(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     text = metrics.text(stats).decode()
     told = set(re.findall(r"`((?:vllm|jpaged):\w+)`", PAGE))
     assert len(told) > 15
@@ -47,5 +47,5 @@ def test_every_metric_exists():
 
 def test_facts():
     assert f"{MAX_VIEWERS} pages" in PAGE
-    assert f"beyond {NUM_SPARE} more" in PAGE
-    assert all(f"`{path}`" in PAGE for path in OPEN_PATHS)
+    assert f"beyond {NUM_SPARE_CONNECTIONS} more" in PAGE
+    assert all(f"`{path}`" in PAGE for path in UNAUTHENTICATED_PATHS)

@@ -16,10 +16,16 @@ from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard import sampler as sampler_module
-from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Place, Viewer
-from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
-from jpaged.serve.engine.messages import PoolFrame, PoolFrames, encode, report_of
-from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.dashboard.broadcast import (
+    MAX_UNREAD_BYTES,
+    MAX_VIEWERS,
+    Broadcast,
+    Viewer,
+    ViewerState,
+)
+from jpaged.serve.dashboard.sampler import FETCH_TIMEOUT_S, MAX_DIFFS, PoolSampler
+from jpaged.serve.engine.messages import PoolDiff, PoolDiffs, decode_report, encode
+from jpaged.serve.errors import ApiError, unavailable_error
 
 # Frames
 
@@ -39,8 +45,8 @@ def test_frames_travel_between_the_processes():
         {1: [65, 66]},
         {2: 1},
     )
-    sent = PoolFrames(1, [PoolFrame(3, changes)], EngineStats(16, 8, 8, 0), PoolFrame(3, changes))
-    assert report_of(encode(sent)) == sent
+    sent = PoolDiffs(1, [PoolDiff(3, changes)], EngineStats(16, 8, 8, 0), PoolDiff(3, changes))
+    assert decode_report(encode(sent)) == sent
 
 
 def test_a_large_pool_is_cheap():
@@ -53,11 +59,11 @@ def test_a_large_pool_is_cheap():
         [table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390]) for s in range(256)],
     )
     start = time.thread_time()
-    size = len(msgspec.json.encode(PoolFrame(0, changes)))
+    size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
     assert size < 2_800_000  # 28 bytes a block: four numbers
     blocks = ChangedBlocks([5], [2], [0])
-    one = PoolFrame(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
+    one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
     assert len(msgspec.json.encode(one)) < 4_000
 
 
@@ -79,10 +85,10 @@ def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9",
         sampler.after_step()
 
 
-def replayed(told: PoolFrames, replica: PoolReplica) -> list[int]:
+def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
     """The numbers of used blocks after each frame."""
     num_used = []
-    for frame in told.frames:
+    for frame in told.diffs:
         replica.take(frame.changes)
         num_used.append(replica.num_used_blocks)
     return num_used
@@ -91,7 +97,7 @@ def replayed(told: PoolFrames, replica: PoolReplica) -> list[int]:
 def begin(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
     """What the first fetch tells, which is a snapshot."""
     replica, told = PoolReplica(), sampler.fetch(tokens=tokens)
-    assert told.frames == []
+    assert told.diffs == []
     assert told.snapshot is not None
     replica.take(told.snapshot.changes)
     return replica
@@ -102,7 +108,7 @@ def test_a_sampler_shows_every_step(engine: Engine):
     replica = begin(sampler, tokens=True)
     run(engine, sampler, max_tokens=24, ignore_eos=True)
     told = sampler.fetch()
-    assert len(told.frames) > 24
+    assert len(told.diffs) > 24
     assert set(replayed(told, replica)) == {0, 2, 3}
     infos = engine.block_map()
     cached = {i for i, info in infos.items() if info.state == "cached"}
@@ -152,7 +158,7 @@ def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
     replica, before = begin(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
     num_copies = 0
-    for frame in sampler.fetch().frames:
+    for frame in sampler.fetch().diffs:
         replica.take(frame.changes)
         num_copies += len(frame.changes.copies)
         assert all(replica.counts[target] >= 1 for target in frame.changes.copies)
@@ -160,7 +166,7 @@ def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
 
 
 def test_a_frame_tells_so_many_tokens_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 64)
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 64)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     run(engine, sampler, prompt=str([*range(50)]), max_tokens=1)
     replica = begin(sampler, tokens=True)
@@ -198,7 +204,7 @@ def test_a_sampler_takes_a_small_share_of_the_time(engine: Engine):
     sampler = PoolSampler(engine, clock=clock, work_clock=Looks(1.0))
     sampler.fetch()
     run(engine, sampler, prompt="A prompt of its own fills a block", max_tokens=8)
-    assert len(sampler.fetch().frames) == 1  # all the rest waits for the next question
+    assert len(sampler.fetch().diffs) == 1  # all the rest waits for the next question
 
 
 def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
@@ -212,7 +218,7 @@ def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself
         engine.step()
         sampler.after_step()
         clock.now += 0.01
-    steps = [frame.step for frame in sampler.fetch().frames]
+    steps = [frame.step for frame in sampler.fetch().diffs]
     assert steps[:20] == list(range(steps[0], steps[0] + 20))
     assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
@@ -227,7 +233,7 @@ def test_fetches_do_not_blind_the_sampler(engine: Engine):
         sampler.fetch()
     clock.now += 1.1
     run(engine, sampler, max_tokens=8, ignore_eos=True)
-    assert len(sampler.fetch().frames) > 1
+    assert len(sampler.fetch().diffs) > 1
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
@@ -235,7 +241,7 @@ def test_unfetched_frames_are_merged(engine: Engine):
     sampler.fetch()
     for _ in range(4):
         run(engine, sampler, max_tokens=90, ignore_eos=True)
-    assert len(sampler.fetch().frames) == MAX_FRAMES + 1
+    assert len(sampler.fetch().diffs) == MAX_DIFFS + 1
 
 
 def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
@@ -248,7 +254,7 @@ def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
         run(engine, sampler, max_tokens=2)
     assert "ZeroDivisionError" in capsys.readouterr().err
     told = sampler.fetch()
-    assert (told.failed, told.frames, told.snapshot) == (True, [], None)
+    assert (told.failed, told.diffs, told.snapshot) == (True, [], None)
     anew = sampler.fetch()
     assert (anew.failed, anew.epoch) == (False, told.epoch + 1)
     assert anew.snapshot is not None
@@ -258,7 +264,7 @@ def test_a_sampler_stops_when_nobody_asks(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=clock)
     first = sampler.fetch()
-    clock.now += PATIENCE + 1
+    clock.now += FETCH_TIMEOUT_S + 1
     run(engine, sampler, max_tokens=2)
     again = sampler.fetch()
     assert again.epoch == first.epoch + 1  # anew, with all there is
@@ -270,37 +276,37 @@ def test_a_sampler_stops_when_nobody_asks(engine: Engine):
 # The hub
 
 
-def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolFrames:
+def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
     stats = EngineStats(16, 8, 8, 0, num_steps=steps)
-    return PoolFrames(epoch, [PoolFrame(i, change) for i, change in enumerate(changes)], stats)
+    return PoolDiffs(epoch, [PoolDiff(i, change) for i, change in enumerate(changes)], stats)
 
 
 class Source:
     """Gives what it was given, one a question, and then nothing new; or fails. Snapshots are what
     the frames of an epoch add up to."""
 
-    def __init__(self, *answers: PoolFrames, fails: bool = False):
+    def __init__(self, *answers: PoolDiffs, fails: bool = False):
         self.answers = list(answers)
         self.fails = fails
         self.num_asked = self.epoch = 0
         self.is_over = False
         self.replica = PoolReplica()
 
-    async def fetch(self, snapshot: bool) -> PoolFrames:
+    async def fetch(self, snapshot: bool) -> PoolDiffs:
         self.num_asked += 1
-        told = replace(self.answers[0], frames=[])
+        told = replace(self.answers[0], diffs=[])
         if len(self.answers) > 1:
             told = self.answers.pop(0)
         elif self.fails:
-            raise not_serving("the engine is not running")
+            raise unavailable_error("the engine is not running")
         if told.epoch != self.epoch:
             self.epoch, self.replica, snapshot = told.epoch, PoolReplica(), True
-        for frame in told.frames:
+        for frame in told.diffs:
             self.replica.take(frame.changes)
         if snapshot:
             held = [block for block, count in self.replica.counts.items() if count]
             blocks = ChangedBlocks(held, [1] * len(held), [0] * len(held))
-            told = replace(told, snapshot=PoolFrame(0, PoolChanges(blocks)))
+            told = replace(told, snapshot=PoolDiff(0, PoolChanges(blocks)))
         return told
 
 
@@ -327,7 +333,7 @@ def test_a_viewer_gets_a_snapshot_and_then_frames():
     async def watch() -> None:
         source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
         hub = hub_of(source)
-        async with aclosing(hub.watch()) as events, aclosing(hub.watch()) as late:
+        async with aclosing(hub.stream_events()) as events, aclosing(hub.stream_events()) as late:
             assert source.num_asked == 0  # without viewers
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
@@ -344,12 +350,12 @@ def test_streams_end_when_the_server_does():
     async def watch() -> None:
         source = Source(shots(BLOCK))
         hub = hub_of(source)
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             source.is_over = True
             assert [event async for event in events] == []
         with pytest.raises(ApiError, match="shutting down"):
-            await anext(hub.watch())
+            await anext(hub.stream_events())
 
     asyncio.run(watch())
 
@@ -357,7 +363,7 @@ def test_streams_end_when_the_server_does():
 def test_streams_fail_with_the_engine():
     async def watch() -> None:
         hub = hub_of(Source(shots(BLOCK), shots(), fails=True))
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             with pytest.raises(ApiError, match="not running"):
                 await anext(events)
@@ -368,13 +374,13 @@ def test_streams_fail_with_the_engine():
 
 def test_streams_fail_with_the_sampler():
     async def watch() -> None:
-        bad = PoolFrames(1, [], EngineStats(16, 8, 8, 0), failed=True)
+        bad = PoolDiffs(1, [], EngineStats(16, 8, 8, 0), failed=True)
         hub = hub_of(Source(shots(BLOCK), bad, shots(epoch=2)))
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             with pytest.raises(ApiError, match="log"):
                 await anext(events)
-        async with aclosing(hub.watch()) as events:  # a viewer that comes again sees it all
+        async with aclosing(hub.stream_events()) as events:  # a viewer that comes again sees it all
             assert parse(await anext(events))[0] == "snapshot"
 
     asyncio.run(watch())
@@ -384,25 +390,25 @@ def test_nobody_is_asked_when_nobody_watches():
     async def watch() -> None:
         source = Source(shots(BLOCK), shots())
         hub = hub_of(source)
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
         await asyncio.sleep(0.02)
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
-        async with aclosing(hub.watch()) as events:  # and again when somebody does
+        async with aclosing(hub.stream_events()) as events:  # and again when somebody does
             assert held_blocks(parse(await anext(events))[1]) == [3]
 
     asyncio.run(watch())
 
 
 def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
-    big = PoolChanges(images=[("x" * (MAX_UNREAD // 3), 1)])
+    big = PoolChanges(images=[("x" * (MAX_UNREAD_BYTES // 3), 1)])
 
     async def watch() -> None:
         answers = [shots(big, steps=i) for i in range(8)]
         hub = hub_of(Source(shots(), *answers, shots(BLOCK, steps=9), shots(steps=9)))
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             await asyncio.sleep(0.1)  # it does not read
             name, snapshot = parse(await anext(events))
@@ -412,30 +418,30 @@ def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
 
 
 def test_what_is_kept_for_a_viewer_is_bounded():
-    viewer, part = Viewer(), bytes(MAX_UNREAD // 3)
-    viewer.offer(part)
-    assert viewer.take() == b""  # not before the snapshot
-    viewer.begin(bytes(2 * MAX_UNREAD))
-    viewer.offer(part)
-    assert [len(viewer.take()) for _ in range(3)] == [2 * MAX_UNREAD, len(part), 0]
-    for place in [Place.FOLLOWING] * 3 + [Place.BEHIND] * 2:
-        viewer.offer(part)
-        assert viewer.place is place
-    assert (viewer.take(), viewer.place) == (b"", Place.WAITING)
+    viewer, part = Viewer(), bytes(MAX_UNREAD_BYTES // 3)
+    viewer.add_unread(part)
+    assert viewer.take_unread() == b""  # not before the snapshot
+    viewer.start_from(bytes(2 * MAX_UNREAD_BYTES))
+    viewer.add_unread(part)
+    assert [len(viewer.take_unread()) for _ in range(3)] == [2 * MAX_UNREAD_BYTES, len(part), 0]
+    for state in [ViewerState.FOLLOWING] * 3 + [ViewerState.BEHIND] * 2:
+        viewer.add_unread(part)
+        assert viewer.state is state
+    assert (viewer.take_unread(), viewer.state) == (b"", ViewerState.WAITING)
 
 
 def test_text_of_any_length_takes_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """Each snapshot begins to tell all text anew: if that led to another, there would be no end."""
-    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 50 * 16)
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
     assert engine.stats().num_cached_blocks > 100  # two frames' text, and more than that
     given: list[bool] = []
 
-    async def fetch(snapshot: bool) -> PoolFrames:
+    async def fetch(snapshot: bool) -> PoolDiffs:
         for _ in range(10):  # until the viewers have read, however slow the machine is
             await asyncio.sleep(0)
         told = sampler.fetch(snapshot, tokens=True)
@@ -443,7 +449,7 @@ def test_text_of_any_length_takes_no_further_snapshots(
         return told
 
     async def read(hub: Broadcast, told: dict[str, list[str]]) -> None:
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             async for message in events:
                 for event in message.split(b"\n\n")[:-1]:
                     name, content = parse(event)
@@ -471,7 +477,7 @@ def test_text_of_any_length_takes_no_further_snapshots(
 def test_a_sampler_that_began_anew_gives_a_snapshot():
     async def watch() -> None:
         hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             names = [parse(await anext(events))[0] for _ in range(2)]
         assert names == ["snapshot", "snapshot"]
 
@@ -482,8 +488,8 @@ def test_an_empty_pool_that_began_anew_is_shown_too():
     """Nothing is held, and the figures are the same: there is nothing to tell but that."""
 
     async def watch() -> None:
-        hub = hub_of(Source(shots(BLOCK), shots(), PoolFrames(2, [], shots().stats)))
-        async with aclosing(hub.watch()) as events:
+        hub = hub_of(Source(shots(BLOCK), shots(), PoolDiffs(2, [], shots().stats)))
+        async with aclosing(hub.stream_events()) as events:
             assert held_blocks(parse(await anext(events))[1]) == [3]
             name, snapshot = parse(await asyncio.wait_for(anext(events), 1))
         assert (name, held_blocks(snapshot)) == ("snapshot", [])
@@ -495,7 +501,7 @@ def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
     """The frames it was about to take are lost: what comes after them does not fit."""
     asked = []
 
-    async def fetch(snapshot: bool) -> PoolFrames:
+    async def fetch(snapshot: bool) -> PoolDiffs:
         asked.append(snapshot)
         return shots(PoolChanges(tokens={1: [0]}), steps=len(asked))
 
@@ -503,7 +509,7 @@ def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
         hub = Broadcast(fetch, {"num_blocks": 9}, lambda token: str(1 // token), interval=0.001)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                await anext(hub.watch())
+                await anext(hub.stream_events())
         assert asked == [True, True]
 
     asyncio.run(watch())
@@ -516,7 +522,7 @@ def test_a_fault_in_the_hub_ends_the_stream_of_one_who_reads_late():
 
     async def watch() -> None:
         hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
-        async with aclosing(hub.watch()) as slow, aclosing(hub.watch()) as late:
+        async with aclosing(hub.stream_events()) as slow, aclosing(hub.stream_events()) as late:
             await anext(slow)
             while source.num_asked < 2:  # of which the second brings the fault
                 await asyncio.sleep(0.001)
@@ -533,7 +539,7 @@ def test_text_is_left_out_unless_wanted():
     async def watch(word: Callable[[int], str] | None) -> list[dict]:
         source = Source(shots(), shots(PoolChanges(tokens={1: [65, 66]})), shots())
         hub = Broadcast(source.fetch, {}, word, interval=0.001)
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             return parse(await anext(events))[1]["frames"]
 
@@ -544,12 +550,12 @@ def test_text_is_left_out_unless_wanted():
 
 def test_what_only_a_snapshot_tells_is_told_to_all():
     """The frames that follow it tell no more of its text."""
-    told = PoolFrame(7, PoolChanges(ChangedBlocks([1], [1], [0]), tokens={1: [65, 66]}))
+    told = PoolDiff(7, PoolChanges(ChangedBlocks([1], [1], [0]), tokens={1: [65, 66]}))
 
     async def watch() -> None:
         source = Source(shots(BLOCK), replace(shots(), snapshot=told), shots())
         hub = Broadcast(source.fetch, {}, chr, interval=0.001)
-        async with aclosing(hub.watch()) as events:
+        async with aclosing(hub.stream_events()) as events:
             await anext(events)
             _, news = parse(await anext(events))
         [frame] = news["frames"]
@@ -563,18 +569,18 @@ def test_too_many_viewers_are_refused():
         hub = hub_of(Source(shots()))
         async with AsyncExitStack() as stack:
             for _ in range(MAX_VIEWERS):
-                await anext(await stack.enter_async_context(aclosing(hub.watch())))
+                await anext(await stack.enter_async_context(aclosing(hub.stream_events())))
             with pytest.raises(ApiError, match=f"{MAX_VIEWERS} watch"):
-                await anext(hub.watch())
+                await anext(hub.stream_events())
 
     asyncio.run(watch())
 
 
 def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(broadcast, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(broadcast, "HEARTBEAT_S", 0.01)
 
     async def watch() -> None:
-        async with aclosing(hub_of(Source(shots())).watch()) as events:
+        async with aclosing(hub_of(Source(shots())).stream_events()) as events:
             await anext(events)
             assert (await anext(events)).startswith(b":")
 

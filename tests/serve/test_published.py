@@ -21,9 +21,9 @@ from serve_helpers import bearer
 from jpaged import EngineStats, SamplingParams
 from jpaged.__main__ import build_parser as generate
 from jpaged.serve.engine.messages import EngineRequest
-from jpaged.serve.http.app import make_app, openapi
+from jpaged.serve.http.app import build_openapi, make_app
 from jpaged.serve.http.metrics import Metrics
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import ServeConfig
 from jpaged.serve.options import build_parser as serve
 
@@ -33,7 +33,7 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")
 
 def schema() -> str:
     """`/openapi.json`, without jpaged's version."""
-    document = openapi()
+    document = build_openapi()
     document["info"].pop("version")
     return json.dumps(document, indent=1, sort_keys=True)
 
@@ -41,7 +41,7 @@ def schema() -> str:
 def metrics() -> str:
     """Names, meanings, labels and buckets of `/metrics`, without the values."""
     figures = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    figures.ended(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
+    figures.record_request(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     lines = figures.text(EngineStats(16, 8, 8, 0)).decode().splitlines()
     return "\n".join(line if line[0] == "#" else line.rpartition(" ")[0] for line in lines)
 
@@ -71,7 +71,7 @@ def test_published_methods_and_no_others_are_answered():
 
     async def scenario() -> None:
         async with client() as http:
-            for path, published in openapi()["paths"].items():
+            for path, published in build_openapi()["paths"].items():
                 for method in METHODS:
                     url = path.format(name="m")
                     answer = await http.request(method, url, headers=bearer("one"))
@@ -83,7 +83,7 @@ def test_published_methods_and_no_others_are_answered():
 
 def test_errors_have_the_form_that_is_published_for_their_path():
     async def scenario() -> None:
-        document = openapi()
+        document = build_openapi()
         async with client() as http:
             for path, published in document["paths"].items():
                 for method in published.keys() & {"get", "post"}:
@@ -100,7 +100,7 @@ def test_errors_have_the_form_that_is_published_for_their_path():
 def client() -> httpx.AsyncClient:
     """Of a server with a key and hosts, whose engine is not there yet."""
     config = ServeConfig(api_keys=("one",), allowed_hosts=("jpaged",))
-    transport = httpx.ASGITransport(make_app(Serving(config)))
+    transport = httpx.ASGITransport(make_app(ServerState(config)))
     return httpx.AsyncClient(transport=transport, base_url="http://jpaged")
 
 

@@ -51,13 +51,13 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 
 
 FAULTS = {
-    "tokenising": (TokenizingWorkers, "do", 0),
+    "tokenising": (TokenizingWorkers, "run_job", 0),
     "queueing": (Scheduler, "add", 0),
     "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),
-    "sampling": (batch, "encode_row", 0),
-    "detokenising at first": (RequestState, "accept", 0),
-    "detokenising later": (RequestState, "accept", 5),
+    "sampling": (batch, "pack_params", 0),
+    "detokenising at first": (RequestState, "accept_token", 0),
+    "detokenising later": (RequestState, "accept_token", 5),
     "telling": (RequestState, "take_delta", 3),
 }
 
@@ -140,7 +140,7 @@ def test_a_device_fault_is_told_to_everybody(
         answer = await server.http.post(PATH, json=asked)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
-        assert server.serving.engine.death == (
+        assert server.serving.engine.close_reason == (
             "RuntimeError: the device is lost at /secret/path"  # for the log alone
         )
 

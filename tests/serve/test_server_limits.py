@@ -13,8 +13,8 @@ from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
 from jpaged.serve.errors import ApiError
-from jpaged.serve.http.access import InFlight
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.access import InFlightLimiter
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import Limits, ServeConfig
 
 Run = Callable[..., None]
@@ -120,7 +120,7 @@ def test_who_shares_all_that_is_cached(serve: Run, salts: list[str | None], conf
 
 def test_a_restart_leaves_no_salt_to_be_guessed():
     config = ServeConfig(api_keys=("one",))
-    salts = {Serving(config).cache_salt("client", None) for _ in range(2)}
+    salts = {ServerState(config).cache_salt("client", None) for _ in range(2)}
     assert len(salts) == 2
 
 
@@ -251,7 +251,7 @@ def test_nobody_waits_where_there_is_no_queue(serve: Run):
 
 
 def test_ended_request_returns_the_places_of_all_its_sequences():
-    in_flight = InFlight(Limits(max_num_queued_reqs=0), max_num_seqs=8)
+    in_flight = InFlightLimiter(Limits(max_num_queued_reqs=0), max_num_seqs=8)
     for _ in range(3):
         with (
             in_flight.admit("client", 8),
@@ -325,7 +325,7 @@ def test_draining(serve: Run):
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
         assert (await running)["choices"][0]["finish_reason"] == "stop"
-        server.serving.engine.cut_all()
+        server.serving.engine.abort_all()
         reasons = [choice["finish_reason"] for choice in (await cut)["choices"]]
         assert reasons == ["abort", "abort"]
         await streamed.task
@@ -345,9 +345,9 @@ def test_a_priority_where_the_server_looks_at_them(serve: Run, engines: Any):
 def test_a_door_that_was_closed_before_it_was_opened(serve: Run):
     async def scenario(server: Server) -> None:
         serving = server.serving
-        late = Serving(serving.config)
+        late = ServerState(serving.config)
         late.stop_admitting()
-        info = await serving.engine.ready()
+        info = await serving.engine.wait_ready()
         late.open(serving.engine, serving.tokenizing, info)
         assert not late.is_ready
         with pytest.raises(ApiError, match="shutting down"), late.admit("a", 1):

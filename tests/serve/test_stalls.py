@@ -28,7 +28,7 @@ from jpaged.serve.api.fields import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    read,
+    parse_body,
 )
 from jpaged.serve.errors import ApiError
 from jpaged.serve.http.bodies import BodyReader
@@ -257,9 +257,9 @@ async def take_in(path: str, body: bytes) -> None:
 
     headers = [(b"content-type", b"application/json")]
     reader, scope = BodyReader(Limits()), {"type": "http", "headers": headers}
-    with reader.held_for(scope), contextlib.suppress(ApiError):
+    with reader.track_buffered_bytes(scope), contextlib.suppress(ApiError):
         request, most = Request(scope, receive), Limits().max_body_values
-        await reader.read(request, lambda value: read(RECORDS[path], value), most)
+        await reader.read(request, lambda value: parse_body(RECORDS[path], value), most)
 
 
 def longest_hold(path: str, body: bytes) -> float:

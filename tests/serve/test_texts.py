@@ -18,11 +18,11 @@ from serve_helpers import RawRequest, Server, bearer, kept_tokenizing_process
 import jpaged
 from jpaged import processes
 from jpaged.serve.engine import tokenizing
-from jpaged.serve.engine.tokenizing import MAX_SHORT, TokenizingWorkers
+from jpaged.serve.engine.tokenizing import MAX_SHORT_JOB_BYTES, TokenizingWorkers
 from jpaged.serve.engine.tokenizing_process import (
-    Done,
-    Order,
-    OrderRunner,
+    TokenizeJob,
+    TokenizeJobRunner,
+    TokenizeResult,
     TokenizingProcess,
     TokenizingSettings,
 )
@@ -99,7 +99,7 @@ def test_nobody_waits_while_templates_compute(serve: Run):
             request.leave()
         await asyncio.gather(*(request.task for request in busy))
         async with asyncio.timeout(10):  # a long one is next
-            answer = await server.http.post(CHAT, json=chat("fine " * MAX_SHORT))
+            answer = await server.http.post(CHAT, json=chat("fine " * MAX_SHORT_JOB_BYTES))
         assert answer.status_code == 400
         assert "too many for this model's maximum context" in answer.json()["error"]["message"]
 
@@ -121,7 +121,9 @@ def test_what_is_only_counted_is_dropped_with_its_client_too(serve: Run):
         await asyncio.gather(*(request.task for request in busy))
         assert server.serving.num_requests == 0
         async with asyncio.timeout(10):
-            answer = await server.http.post("/tokenize", json={"prompt": "fine " * MAX_SHORT})
+            answer = await server.http.post(
+                "/tokenize", json={"prompt": "fine " * MAX_SHORT_JOB_BYTES}
+            )
         assert answer.status_code in (200, 400)
 
     limits = {"text_timeout": 600, "max_num_client_reqs": 2}
@@ -209,14 +211,14 @@ def test_orders_that_a_killed_process_had_are_done_by_the_next():
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
         pool = TokenizingWorkers(process, 60)
         try:
-            await pool.do(Order("warm"))
+            await pool.run_job(TokenizeJob("warm"))
             for _ in range(2):
                 texts = ["a" * 4 * 10**5, *("b" * size for size in range(1, 200))]
-                orders = [asyncio.create_task(pool.do(Order(text))) for text in texts]
+                orders = [asyncio.create_task(pool.run_job(TokenizeJob(text))) for text in texts]
                 await asyncio.sleep(0.02)
                 os.killpg(process.pid, signal.SIGKILL)
-                for text, done in zip(texts, await asyncio.gather(*orders), strict=True):
-                    assert (done.refused, len(done.token_ids)) == (None, len(text))
+                for text, result in zip(texts, await asyncio.gather(*orders), strict=True):
+                    assert (result.job_error, len(result.token_ids)) == (None, len(text))
         finally:
             pool.close()
             process.close()
@@ -232,8 +234,11 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
         pool = TokenizingWorkers(process, 60)
         try:
-            await pool.do(Order("warm"))
-            orders = [asyncio.create_task(pool.do(Order(letter * 4 * 10**5))) for letter in "ab"]
+            await pool.run_job(TokenizeJob("warm"))
+            orders = [
+                asyncio.create_task(pool.run_job(TokenizeJob(letter * 4 * 10**5)))
+                for letter in "ab"
+            ]
             await asyncio.sleep(0.05)
             os.kill(process.pid, signal.SIGSTOP)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -241,8 +246,8 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
                 os.kill(int(pid), signal.SIGKILL)
             await asyncio.sleep(0.1)
             os.killpg(process.pid, signal.SIGKILL)
-            for done in await asyncio.gather(*orders):
-                assert (done.refused, len(done.token_ids)) == (None, 4 * 10**5)
+            for result in await asyncio.gather(*orders):
+                assert (result.job_error, len(result.token_ids)) == (None, 4 * 10**5)
             assert process.num_starts == 2
         finally:
             pool.close()
@@ -255,18 +260,18 @@ def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
 
-        read = processes.read
+        read_message = processes.read_message
 
         async def misread(reader: asyncio.StreamReader) -> bytes:
-            await read(reader)
+            await read_message(reader)
             return msgspec.msgpack.encode(1)
 
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "read", misread)
+            patch.setattr(processes, "read_message", misread)
             with pytest.raises(msgspec.ValidationError):
-                await pool.do(Order("a"))
+                await pool.run_job(TokenizeJob("a"))
         async with asyncio.timeout(20):
-            assert len((await pool.do(Order("abc"))).token_ids) == 3
+            assert len((await pool.run_job(TokenizeJob("abc"))).token_ids) == 3
         pool.close()
 
     asyncio.run(scenario())
@@ -280,7 +285,7 @@ def test_short_texts_first_and_long_ones_in_turn():
         done = list[str]()
 
         async def tokenise(text: str) -> None:
-            answer = await pool.do(Order(text))
+            answer = await pool.run_job(TokenizeJob(text))
             assert len(answer.token_ids) == len(text)
             done.append(text[0])
 
@@ -306,9 +311,9 @@ from jpaged.serve.engine.tokenizing_process import *
 process = TokenizingProcess(TokenizingSettings(sys.argv[1], chat_template="{{ 10 ** 10 ** 9 }}"))
 process.wait_ready()
 (_, idle), (_, busy) = process.fork(), process.fork()
-order = Order(messages=[{"role": "user", "content": "a"}])
-send(busy, msgspec.msgpack.encode(order))
-send(idle, msgspec.msgpack.encode(Order("hello")))
+job = TokenizeJob(messages=[{"role": "user", "content": "a"}])
+send(busy, msgspec.msgpack.encode(job))
+send(idle, msgspec.msgpack.encode(TokenizeJob("hello")))
 receive(idle)
 print(process.pid, flush=True)
 time.sleep(600)
@@ -345,10 +350,10 @@ def test_what_goes_wrong_in_a_fork_is_told(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any, **options: Any) -> None:
         raise KeyError("vocabulary")
 
-    worker = OrderRunner(TokenizingSettings(str(TINY)))
+    worker = TokenizeJobRunner(TokenizingSettings(str(TINY)))
     monkeypatch.setattr(jpaged.Tokenizer, "encode", fail)
-    assert worker.do(Order("a")).failed == "KeyError('vocabulary')"
-    assert worker.do(Order(token_ids=[97])).text == "a"
+    assert worker.run_job(TokenizeJob("a")).internal_error == "KeyError('vocabulary')"
+    assert worker.run_job(TokenizeJob(token_ids=[97])).text == "a"
 
 
 def test_form_that_nests_too_deep_is_refused_without_speaking_of_templates(
@@ -357,11 +362,11 @@ def test_form_that_nests_too_deep_is_refused_without_speaking_of_templates(
     def recurse(*_: Any) -> None:
         raise RecursionError
 
-    worker = OrderRunner(TokenizingSettings(str(TINY)))
+    worker = TokenizeJobRunner(TokenizingSettings(str(TINY)))
     monkeypatch.setattr(jpaged.GrammarTrial, "run", recurse)
-    refused = worker.do(Order(form=jpaged.StructuredOutputs(json={}))).refused
-    assert refused is not None
-    assert str(refused).startswith("structured_outputs.json nests too deep: ")
+    job_error = worker.run_job(TokenizeJob(spec=jpaged.StructuredOutputs(json={}))).job_error
+    assert job_error is not None
+    assert str(job_error).startswith("structured_outputs.json nests too deep: ")
 
 
 def test_no_tokenizer(tmp_path: Path):
@@ -448,15 +453,15 @@ def test_trials_of_one_client_delay_neither_texts_nor_trials_of_others(serve: Ru
 
 def test_trial_of_a_form_is_not_repeated(serve: Run, monkeypatch: pytest.MonkeyPatch):
     tried: list[Any] = []
-    do = TokenizingWorkers.do
+    run_job = TokenizingWorkers.run_job
 
-    async def count(self: TokenizingWorkers, order: Order, *args: Any) -> Any:
-        if order.form is not None:
-            tried.append(order.form.regex)
-        return await do(self, order, *args)
+    async def count(self: TokenizingWorkers, job: TokenizeJob, *args: Any) -> Any:
+        if job.spec is not None:
+            tried.append(job.spec.regex)
+        return await run_job(self, job, *args)
 
-    monkeypatch.setattr(TokenizingWorkers, "do", count)
-    monkeypatch.setattr(tokenizing, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(TokenizingWorkers, "run_job", count)
+    monkeypatch.setattr(tokenizing, "MAX_TRIAL_RESULTS", 2)
 
     async def scenario(server: Server) -> None:
         async def statuses(regex: str, number: int) -> list[int]:
@@ -480,11 +485,13 @@ def test_idle_fork_killed_from_outside_is_replaced():
         process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
         pool = TokenizingWorkers(process, 60)
         try:
-            await asyncio.gather(*(pool.do(Order("warm")) for _ in range(4)))  # both forks
+            await asyncio.gather(
+                *(pool.run_job(TokenizeJob("warm")) for _ in range(4))
+            )  # both forks
             for pid in forks_of(process):
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
-            done = await asyncio.gather(*(pool.do(Order("abc")) for _ in range(4)))
+            done = await asyncio.gather(*(pool.run_job(TokenizeJob("abc")) for _ in range(4)))
             assert [len(it.token_ids) for it in done] == [3] * 4
         finally:
             pool.close()
@@ -495,20 +502,20 @@ def test_idle_fork_killed_from_outside_is_replaced():
 def test_trial_that_took_too_much_is_repeated_after_a_minute(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    results = [Done(), Done(spent="too much")]
-    do = TokenizingWorkers.do
+    results = [TokenizeResult(), TokenizeResult(exceeded_limit="too much")]
+    run_job = TokenizingWorkers.run_job
 
-    async def give(self: TokenizingWorkers, order: Order, *args: Any) -> Any:
-        return await do(self, order, *args) if order.form is None else results.pop()
+    async def give(self: TokenizingWorkers, job: TokenizeJob, *args: Any) -> Any:
+        return await run_job(self, job, *args) if job.spec is None else results.pop()
 
-    monkeypatch.setattr(TokenizingWorkers, "do", give)
+    monkeypatch.setattr(TokenizingWorkers, "run_job", give)
 
     async def scenario(server: Server) -> None:
         form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
         for _ in range(2):  # the second one is remembered
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 400
-        monkeypatch.setattr(tokenizing, "SPENT_SECONDS", 0.0)
+        monkeypatch.setattr(tokenizing, "LIMIT_ERROR_TTL_S", 0.0)
         for _ in range(2):  # that a form passes is remembered for ever
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 200, answer.text
@@ -523,9 +530,9 @@ def test_fork_that_exits_in_the_middle_of_an_order_is_answered_with_503():
         broken: Any = "no number"  # the fork exits when it reads this
         try:
             with pytest.raises(ApiError, match="ended with code 0: retry") as caught:
-                await pool.do(Order("a", last=broken))
+                await pool.run_job(TokenizeJob("a", last=broken))
             assert caught.value.status == 503
-            assert len((await pool.do(Order("abc"))).token_ids) == 3
+            assert len((await pool.run_job(TokenizeJob("abc"))).token_ids) == 3
         finally:
             pool.close()
 

@@ -13,7 +13,7 @@ from serve_helpers import Server, events_of, kept_tokenizing_process
 from jpaged import Engine
 from jpaged.errors import ErrorInfo, ErrorKind
 from jpaged.serve.http.lifecycle import start_serving
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import ServeConfig
 
 Run = Callable[..., None]
@@ -357,7 +357,7 @@ def test_a_template_must_write_tools(talk: Run):
         await server.serving.tokenizing.check_tools()
 
     async def lacking(server: Server) -> None:
-        again = Serving(replace(server.serving.config, enable_auto_tool_choice=True))
+        again = ServerState(replace(server.serving.config, enable_auto_tool_choice=True))
         with pytest.raises(ValueError, match="writes no tools"):
             await start_serving(again, server.serving.engine, kept_tokenizing_process)
 

@@ -13,20 +13,20 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine, SamplingParams
-from jpaged.processes import Link, framed, receive, send
+from jpaged.processes import MessageSocket, frame_message, receive, send
 from jpaged.serve.engine import worker
 from jpaged.serve.engine.client import EngineClient
 from jpaged.serve.engine.messages import (
-    Abort,
+    AbortRequests,
     Command,
+    EngineInfo,
     EngineRequest,
-    Ready,
-    Refused,
+    EngineUpdate,
     Report,
-    Stop,
-    Turn,
+    RequestRefused,
+    StopEngine,
+    decode_report,
     encode,
-    report_of,
 )
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
@@ -45,13 +45,13 @@ class Line:
     def receive(self) -> Report:
         message = receive(self.sock)
         assert message is not None
-        return report_of(message)
+        return decode_report(message)
 
     def deltas(self, request_id: str) -> Iterator[Any]:
         """The deltas of a request, to its end."""
         while True:
             report = self.receive()
-            for delta in report.news if isinstance(report, Turn) else ():
+            for delta in report.deltas if isinstance(report, EngineUpdate) else ():
                 if delta.request_id == request_id:
                     yield delta
                     if delta.finished:
@@ -67,7 +67,7 @@ def line(engine: Engine) -> Iterator[Line]:
     worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
     worker.start()
     line = Line(ours)
-    assert isinstance(line.receive(), Ready)
+    assert isinstance(line.receive(), EngineInfo)
     yield line
     line.close()
     worker.join(10)
@@ -94,7 +94,7 @@ def test_a_request(line: Line):
 
 
 def test_idle_turns_are_told_of(line: Line):
-    assert all(isinstance(line.receive(), Turn) for _ in range(3))
+    assert all(isinstance(line.receive(), EngineUpdate) for _ in range(3))
 
 
 def test_a_refusal(line: Line):
@@ -104,7 +104,7 @@ def test_a_refusal(line: Line):
     refused = {}
     while len(refused) < 2:
         report = line.receive()
-        if isinstance(report, Refused):
+        if isinstance(report, RequestRefused):
             refused[report.request_id] = str(report.error)
     assert "n=9" in refused["a"]
     assert "beam_width=99" in refused["b"]
@@ -124,7 +124,7 @@ def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engi
     counts: dict[str, list[int]] = {}
     while len(counts) < 8 or not all(sum(each) == 240 for each in counts.values()):
         report = line.receive()
-        for delta in report.news if isinstance(report, Turn) else ():
+        for delta in report.deltas if isinstance(report, EngineUpdate) else ():
             num_tokens = sum(len(each.token_ids) for each in delta.deltas)
             counts.setdefault(delta.request_id, []).append(num_tokens)
     assert min(map(len, counts.values())) < 200  # many tokens came in one delta
@@ -157,7 +157,7 @@ def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
     """Neither side takes long over one of them, and others' tokens go in between."""
     prompt = "ab" * 100
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "PART", 16)
+        patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 16)
         for name in ("a", "b"):
             line.send(add(name, prompt, max_tokens=20, ignore_eos=True, prompt_logprobs=3))
         deltas = list(line.deltas("a"))
@@ -168,13 +168,13 @@ def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
     assert sum(len(d.token_ids) for each in deltas for d in each.deltas) == 20
     assert [each.finished for each in deltas] == [False] * (len(deltas) - 1) + [True]
     line.send(add("c", prompt, max_tokens=1, prompt_logprobs=3))
-    line.send(Abort(["a", "b", "c"]))
+    line.send(AbortRequests(["a", "b", "c"]))
 
 
 def test_long_prompts_are_told_of_in_turn(line: Line):
     """One that is scored is not behind all of a longer one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "PART", 4)
+        patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 4)
         line.send(add("long", "ab" * 120, max_tokens=1, prompt_logprobs=0))
         line.send(add("short", "ab" * 10, max_tokens=1, prompt_logprobs=0))
         list(line.deltas("short"))
@@ -185,21 +185,21 @@ def test_long_prompts_are_told_of_in_turn(line: Line):
 def test_an_abort_and_a_stop(line: Line, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     next(line.deltas("a"))
-    line.send(Abort(["a", "unknown"]))
+    line.send(AbortRequests(["a", "unknown"]))
     line.send(add("b"))
     assert text_of(list(line.deltas("b"))) == ANSWER
     line.send(add("c", "Hello", max_tokens=200, ignore_eos=True))
-    line.send(Stop())
+    line.send(StopEngine())
 
 
 def test_a_line_that_breaks_in_the_middle_of_a_command(line: Line, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
-    line.sock.sendall(framed(encode(add("b")))[:10])
+    line.sock.sendall(frame_message(encode(add("b")))[:10])
 
 
 def test_a_message_of_nonsense_ends_the_worker():
     ours, theirs = socket.socketpair()
-    link = Link(theirs)
+    link = MessageSocket(theirs)
     ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(EOFError, match="not jpaged"):
         link.receive(1)
@@ -224,8 +224,8 @@ def test_words_that_cannot_be_understood_end_all_that_waits():
             client = await EngineClient.connect(ours)
             send(theirs, b"\xc1")  # MessagePack has no such byte
             with pytest.raises(RuntimeError, match="cannot be understood"):
-                await asyncio.wait_for(client.ready(), 5)
+                await asyncio.wait_for(client.wait_ready(), 5)
             await client.stop()
-            return client.death
+            return client.close_reason
 
     assert "cannot be understood" in (asyncio.run(scenario()) or "")

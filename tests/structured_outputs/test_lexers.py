@@ -18,20 +18,20 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE
 
 from jpaged import StructuredOutputs
 from jpaged.structured_outputs import bounds
-from jpaged.structured_outputs.compiler import Grammars
-from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
+from jpaged.structured_outputs.compiler import GrammarCompiler
+from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMemory
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WIDTH = -(-VOCAB_SIZE // 32)
 MIB = 2**20
 
 
-def new_grammars() -> Grammars:
-    return Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+def new_grammars() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
 
 
 def limit_states(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setitem(bounds.LIMITS, "max_lexer_states", number)
+    monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "max_lexer_states", number)
 
 
 def mixed_text(length: int, seed: int = 0, characters: str = "aé漢😀кß中𝄞x ") -> str:
@@ -48,7 +48,7 @@ def write(matcher: Matcher, tokens: Iterable[int]) -> None:
     mask = np.zeros((1, WIDTH), np.int32)
     words = mask.view(np.uint32)[0]
     for token in tokens:
-        if (error := matcher.fill(mask, 0)) is not None:
+        if (error := matcher.fill_mask(mask, 0)) is not None:
             raise error
         assert words[token // 32] >> np.uint32(token % 32) & 1
         matcher.accept(token)
@@ -56,7 +56,7 @@ def write(matcher: Matcher, tokens: Iterable[int]) -> None:
 
 def mask_of(matcher: Matcher) -> list[int]:
     mask = np.zeros((1, WIDTH), np.int32)
-    assert matcher.fill(mask, 0) is None
+    assert matcher.fill_mask(mask, 0) is None
     return mask[0].tolist()
 
 
@@ -104,7 +104,7 @@ def test_a_long_answer_does_not_fail_another_that_shares_its_lexer(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
-    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)  # as if it took long to compile
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)  # as if it took long to compile
     grammars, form = new_grammars(), StructuredOutputs(regex=r"[^x!]{1,400}!")
     short = [grammars.submit(form, ENDING).result(20)[0] for _ in range(2)]
     (long,) = grammars.submit(form, ENDING).result(20)
@@ -124,7 +124,7 @@ def test_a_long_answer_does_not_fail_another_that_shares_its_lexer(
 
 def test_answers_that_fill_a_shared_lexer_together_all_end(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 2000)
-    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = new_grammars()
     form = StructuredOutputs(regex=r"[^x!]{1,250}!|a[^y!]{1,250}!|b[^z!]{1,250}!")
     matchers = grammars.submit(form, ENDING, 3).result(20)
@@ -149,7 +149,7 @@ def test_masks_are_the_same_behind_a_replaced_lexer(monkeypatch: pytest.MonkeyPa
     (plain,) = new_grammars().submit(form, ENDING).result(20)
     limit_states(monkeypatch, 700)
     # Enough to compile the grammar, and too little for the tokens that are consumed again.
-    monkeypatch.setitem(bounds.LIMITS, "initial_lexer_fuel", 1500)
+    monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
     (replaced,) = new_grammars().submit(form, ENDING).result(20)
     start = replaced.inner
     for token in tokens:
@@ -175,21 +175,21 @@ class Maker:
     def __init__(self, form: StructuredOutputs, ending: frozenset[int]):
         self.memory = MaskMemory(2, WIDTH)
         self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
-        self.memory.states[1] = State.PENDING
-        self.maker.begin([1], new_grammars().submit(form, ending))
+        self.memory.states[1] = AnswerState.PENDING
+        self.maker.add_answers([1], new_grammars().submit(form, ending))
 
-    def settled(self) -> State:
+    def settled(self) -> AnswerState:
         until = time.monotonic() + 20
-        while self.memory.states[1] == State.PENDING:
+        while self.memory.states[1] == AnswerState.PENDING:
             assert time.monotonic() < until
             time.sleep(0.0002)
-        return State(self.memory.states[1])
+        return AnswerState(self.memory.states[1])
 
     def allows(self, token: int) -> bool:
         return bool(self.memory.masks[1].view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
 
     def take(self, token: int) -> None:
-        self.maker.take(np.array([1], np.int32), np.array([token], np.int32))
+        self.maker.match_tokens(np.array([1], np.int32), np.array([token], np.int32))
 
 
 @pytest.mark.parametrize("num_chars", range(62, 68))
@@ -200,16 +200,18 @@ def test_the_mask_process_replaces_a_full_lexer(
     limit_states(monkeypatch, 500)
     made = Maker(StructuredOutputs(regex=r"[^x!]{1,80}!"), ending)
     for token in tokens_of(mixed_text(num_chars).replace("x", "y") + "!"):
-        assert made.settled() == State.MADE
+        assert made.settled() == AnswerState.READY
         assert made.allows(token)
         made.take(token)
-    if made.settled() == State.MADE:  # the last token was matched by a full lexer
+    if made.settled() == AnswerState.READY:  # the last token was matched by a full lexer
         assert made.allows(EOS)
         made.take(EOS)
-    assert made.settled() == (State.MADE if ending and made.allows(EOS) else State.STOPPED)
+    assert made.settled() == (
+        AnswerState.READY if ending and made.allows(EOS) else AnswerState.STOPPED
+    )
 
 
-def busy_answers(grammars: Grammars, count: int, length: int) -> Sequence[Matcher]:
+def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence[Matcher]:
     """Answers of as many schemas, each after a long text; they are written at the same time."""
     found: list[Matcher] = []
     for i in range(count):
@@ -237,12 +239,12 @@ def resident_bytes() -> int:
 
 def measured_growth() -> dict[str, int]:
     """Bytes that lexers take with a bound, without, and after a while without answers."""
-    bounds.IDLE_SECONDS = 0.5
+    bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()
-    grammars.begin(StructuredOutputs(choice=["a"]), ENDING)
+    grammars.try_random_answer(StructuredOutputs(choice=["a"]), ENDING)
     growth, before = dict[str, int](), resident_bytes()
     for name, most in (("bounded", 10 * MIB), ("unbounded", 512 * MIB)):
-        bounds.LEXER_MEMORY = most
+        bounds.MAX_LEXER_BYTES = most
         answers = busy_answers(grammars, 8, 500)
         growth[name] = resident_bytes() - before
         for matcher in answers:
@@ -269,11 +271,11 @@ def test_the_memory_of_lexers_is_bounded_and_released():
 def test_an_answer_with_more_than_its_part_of_the_memory_is_told_to_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(bounds, "LEXER_MEMORY", -(2**40))  # however little this process takes
+    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))  # however little this process takes
     grammars = new_grammars()
     with pytest.raises(GrammarError, match=r"^structured_outputs: .* MiB .*: retry$"):
         busy_answers(grammars, 1, 100)
-    monkeypatch.setattr(bounds, "LEXER_MEMORY", 2**40)
+    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", 2**40)
     short = StructuredOutputs(json={"type": "string", "maxLength": 1000})
     (matcher,) = grammars.submit(short, ENDING).result(20)
     write(matcher, tokens_of('"short"'))
@@ -301,11 +303,15 @@ def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run()
     assert max(np.diff(turns)) < (turns[-1] - turns[0]) / 2
 
 
-def count_compiled(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, form: Any) -> list[None]:
+def count_compiled(
+    monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler, form: Any
+) -> list[None]:
     """Return a list that grows by an item for each lexer that is compiled from now on."""
     lexers, compiled = grammars.compile(form).lexers, list[None]()
-    make = lexers.make
-    monkeypatch.setattr(lexers, "make", lambda: (compiled.append(None), make())[1])
+    compile_matcher = lexers.compile_matcher
+    monkeypatch.setattr(
+        lexers, "compile_matcher", lambda: (compiled.append(None), compile_matcher())[1]
+    )
     return compiled
 
 
@@ -314,14 +320,14 @@ def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
     monkeypatch: pytest.MonkeyPatch, is_short: bool
 ):
     monkeypatch.setattr(
-        "jpaged.structured_outputs.lexers._RESIDENT_SECONDS", 0.0
+        "jpaged.structured_outputs.lexers._RESIDENT_INTERVAL_S", 0.0
     )  # measure each time
-    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars, form = new_grammars(), StructuredOutputs(regex="a*")
     compiled = count_compiled(monkeypatch, grammars, form)
     matchers = grammars.submit(form, ENDING, 4).result(20)
     if is_short:
-        monkeypatch.setattr(bounds, "LEXER_MEMORY", -(2**40))
+        monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))
     for _ in range(3):
         for matcher in matchers:
             write(matcher, tokens_of("a") * 70)
@@ -334,20 +340,20 @@ def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
 def test_a_slow_compilation_of_a_known_grammar_holds_no_other_answer_up(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars, goes_on = new_grammars(), threading.Event()
     slow, other = StructuredOutputs(regex="a*"), StructuredOutputs(regex="b*")
     lexers = grammars.compile(slow).lexers
     grammars.compile(other)
-    lexer, use = lexers.take()
-    lexers.give(lexer, use, [])
+    lexer, use = lexers.acquire()
+    lexers.release(lexer, use, [])
     lexers.note_broken(lexer, 0)
-    make = lexers.make
-    monkeypatch.setattr(lexers, "make", lambda: (goes_on.wait(5), make())[1])
+    compile_matcher = lexers.compile_matcher
+    monkeypatch.setattr(lexers, "compile_matcher", lambda: (goes_on.wait(5), compile_matcher())[1])
     compiling = grammars.submit(slow, ENDING)
     try:
         assert len(grammars.submit(other, ENDING).result(2)) == 1
-        leaving = threading.Thread(target=lexers.note_left, args=(lexer,), daemon=True)
+        leaving = threading.Thread(target=lexers.retire, args=(lexer,), daemon=True)
         leaving.start()
         leaving.join(2)
         assert not leaving.is_alive()

@@ -23,7 +23,7 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE, matcher_of
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.structured_outputs import mask_client
-from jpaged.structured_outputs.mask_client import Answer, MaskProcess
+from jpaged.structured_outputs.mask_client import Answer, MaskWorkerClient
 from jpaged.structured_outputs.matcher import GrammarError
 
 FOLDER = Path(EMBEDDED_MODEL)
@@ -33,12 +33,14 @@ A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 
 @pytest.fixture(scope="module")
-def process() -> MaskProcess:
+def process() -> MaskWorkerClient:
     """One for all tests, which takes a second to start. Steps wait for it on a busy machine too."""
-    return MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=20.0)
+    return MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
 
 
-def begun(process: MaskProcess, form: StructuredOutputs = WORDS, count: int = 1) -> list[Answer]:
+def begun(
+    process: MaskWorkerClient, form: StructuredOutputs = WORDS, count: int = 1
+) -> list[Answer]:
     constraint = process.submit(form, ENDING, count)
     constraint.check()
     return constraint.answers
@@ -48,68 +50,68 @@ def mask_of(form: StructuredOutputs, *tokens: int) -> list[int]:
     matcher, masks = matcher_of(form), np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
     for token in tokens:
         matcher.accept(token)
-    assert matcher.fill(masks, 0) is None
+    assert matcher.fill_mask(masks, 0) is None
     return masks[0].tolist()
 
 
 def step(
-    process: MaskProcess,
+    process: MaskWorkerClient,
     answers: dict[int, Answer],
     tokens: Sequence[int],
     *,
-    ahead: bool = True,
+    send_now: bool = True,
 ) -> np.ndarray:
     """Masks of a step with answers in some rows; then its tokens are read. They are copied."""
     items = [(answer, row) for row, answer in answers.items()]
-    masks, failed, late = process.gather(items, len(tokens))
+    masks, failed, late = process.gather_masks(items, len(tokens))
     assert (failed, late) == ([], [])
     masks = masks.copy()
-    process.start((), lambda: np.array(tokens, np.int32), ahead=ahead)
-    assert process.await_taken() == set()
+    process.request_masks((), lambda: np.array(tokens, np.int32), send_now=send_now)
+    assert process.await_tokens_received() == set()
     return masks
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_rows_have_the_masks_of_their_answers(process: MaskProcess, ahead: bool):
+@pytest.mark.parametrize("send_now", [True, False])
+def test_rows_have_the_masks_of_their_answers(process: MaskWorkerClient, send_now: bool):
     """They may move, and others come in between."""
     form = StructuredOutputs(regex="(a[ab]|b[x])+")
     first, second, third = begun(process, form, 3)
     start, everything = mask_of(form), [-1] * -(-VOCAB_SIZE // 32)
-    masks = step(process, {0: first, 1: second, 2: third}, [A, B, A], ahead=ahead)
+    masks = step(process, {0: first, 1: second, 2: third}, [A, B, A], send_now=send_now)
     assert masks.tolist() == [start] * 3
-    masks = step(process, {3: first, 0: second}, [X, 5, 5, B], ahead=ahead)
+    masks = step(process, {3: first, 0: second}, [X, 5, 5, B], send_now=send_now)
     assert masks.tolist() == [mask_of(form, B), everything, everything, mask_of(form, A)]
     (fourth,) = begun(process)
-    masks = step(process, {1: second, 0: third, 2: fourth}, [B, A, A], ahead=ahead)
+    masks = step(process, {1: second, 0: third, 2: fourth}, [B, A, A], send_now=send_now)
     assert masks.tolist() == [mask_of(form, A), mask_of(form, B, X), mask_of(WORDS)]
-    masks = step(process, {0: first, 1: fourth, 2: third}, [A, A, A], ahead=ahead)
+    masks = step(process, {0: first, 1: fourth, 2: third}, [A, A, A], send_now=send_now)
     assert masks.tolist() == [mask_of(form, A, B), mask_of(WORDS, A), mask_of(form, A, B)]
 
 
-def test_what_a_token_ends_is_told_when_it_is_read(process: MaskProcess):
+def test_what_a_token_ends_is_told_when_it_is_read(process: MaskWorkerClient):
     stopped, failed, other = (*begun(process, StructuredOutputs(choice=["a"]), 2), *begun(process))
-    process.gather([(stopped, 2), (failed, 0), (other, 1)], 3)
-    process.start((), lambda: np.array([B, A, A], np.int32), ahead=True)
-    assert process.await_taken() == {stopped, failed}
+    process.gather_masks([(stopped, 2), (failed, 0), (other, 1)], 3)
+    process.request_masks((), lambda: np.array([B, A, A], np.int32), send_now=True)
+    assert process.await_tokens_received() == {stopped, failed}
     assert (stopped.is_stopped, stopped.error) == (True, None)
     assert isinstance(failed.error, GrammarError)
     assert "structured_outputs.choice cannot be enforced" in str(failed.error)
     assert not other.is_over
-    masks, ((i, error),), _ = process.gather([(other, 0), (failed, 1)], 2)
+    masks, ((i, error),), _ = process.gather_masks([(other, 0), (failed, 1)], 2)
     assert (i, str(error)) == (1, str(failed.error))
     assert masks[0].tolist() == mask_of(WORDS, A)
 
 
-def test_those_that_were_left_take_no_token(process: MaskProcess):
+def test_those_that_were_left_take_no_token(process: MaskWorkerClient):
     one, other = begun(process, WORDS, 2)
-    process.gather([(one, 0), (other, 1)], 2)
-    process.start({0}, lambda: np.array([A, B], np.int32), ahead=True)
-    process.await_taken()
-    masks, _, _ = process.gather([(one, 0), (other, 1)], 2)
+    process.gather_masks([(one, 0), (other, 1)], 2)
+    process.request_masks({0}, lambda: np.array([A, B], np.int32), send_now=True)
+    process.await_tokens_received()
+    masks, _, _ = process.gather_masks([(one, 0), (other, 1)], 2)
     assert masks.tolist() == [mask_of(WORDS), mask_of(WORDS, B)]
 
 
-def test_late_ones_are_left_when_the_step_would(process: MaskProcess):
+def test_late_ones_are_left_when_the_step_would(process: MaskWorkerClient):
     (quick,) = begun(process)
     pid = process.pid
     assert pid is not None
@@ -118,59 +120,59 @@ def test_late_ones_are_left_when_the_step_would(process: MaskProcess):
     items = [(quick, 1), (late, 0)]
     asked: list[list[int]] = []
 
-    def may_leave(places: Sequence[int], heavy: Collection[int]) -> bool:
+    def should_stop_waiting(places: Sequence[int], heavy: Collection[int]) -> bool:
         asked.append([*places, *heavy])
         return len(asked) == 3
 
-    masks, failed, left = process.gather(items, 2, may_leave)
+    masks, failed, left = process.gather_masks(items, 2, should_stop_waiting)
     assert (failed, left, asked) == ([], [1], [[1]] * 3)
     assert masks[1].tolist() == mask_of(WORDS)
     threading.Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
-    masks, failed, left = process.gather(items, 2)
+    masks, failed, left = process.gather_masks(items, 2)
     assert (failed, left) == ([], [])
     assert masks.tolist() == [mask_of(WORDS)] * 2
 
 
 @pytest.mark.parametrize("left", [set(), {0}])
-def test_a_step_that_fails_gives_no_tokens(process: MaskProcess, left: set[int]):
+def test_a_step_that_fails_gives_no_tokens(process: MaskWorkerClient, left: set[int]):
     (answer,) = begun(process)
 
     def fail() -> np.ndarray:
         raise RuntimeError("the device is lost")
 
-    process.gather([(answer, 0)], 1)
-    process.start(left, fail, ahead=True)
-    assert process.await_taken() == set()
+    process.gather_masks([(answer, 0)], 1)
+    process.request_masks(left, fail, send_now=True)
+    assert process.await_tokens_received() == set()
     step(process, {0: answer}, [-1])
-    assert process.gather([(answer, 0)], 1)[0][0].tolist() == mask_of(WORDS)
+    assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(WORDS)
 
 
-def test_a_step_s_arrays_are_not_kept(process: MaskProcess):
+def test_a_step_s_arrays_are_not_kept(process: MaskWorkerClient):
     (answer,) = begun(process)
-    process.gather([(answer, 0)], 1)
+    process.gather_masks([(answer, 0)], 1)
     tokens = partial(np.array, [A], np.int32)
     kept = weakref.ref(tokens), weakref.ref(answer)
-    process.start((), tokens, ahead=True)
-    process.await_taken()
+    process.request_masks((), tokens, send_now=True)
+    process.await_tokens_received()
     del tokens, answer
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_places_are_used_again(process: MaskProcess):
+def test_places_are_used_again(process: MaskWorkerClient):
     kept = begun(process, WORDS, 2)
     for _ in range(20):
         answers = begun(process, WORDS, 5)
         step(process, dict(enumerate(answers)), [A] * 5)
-        places = {it.place for it in answers}
+        places = {it.memory_index for it in answers}
     del answers
     assert max(places) <= 2 + 2 * 5  # the process may not have said yet that some are free
     step(process, dict(enumerate(kept)), [A, B])
-    masks, _, _ = process.gather([(it, i) for i, it in enumerate(kept)], 2)
+    masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
 
 
 def test_more_answers_than_there_are_places_are_refused():
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), places=4)
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     kept = begun(process, WORDS, 2)
     with pytest.raises(RuntimeError, match="structured_outputs: there are 3 answers at most"):
         process.submit(WORDS, ENDING, 2)
@@ -186,7 +188,7 @@ def test_more_answers_than_there_are_places_are_refused():
             time.sleep(0.01)
 
 
-def test_forms_come_through_as_they_are(process: MaskProcess):
+def test_forms_come_through_as_they_are(process: MaskWorkerClient):
     forms = [
         StructuredOutputs(choice=["ä", 'b"\n']),
         StructuredOutputs(json={"type": "integer"}),
@@ -195,7 +197,7 @@ def test_forms_come_through_as_they_are(process: MaskProcess):
     ]
     for form in forms:
         (answer,) = begun(process, form)
-        assert process.gather([(answer, 0)], 1)[0][0].tolist() == mask_of(form)
+        assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(form)
 
 
 # Its life
@@ -217,9 +219,9 @@ def wait_until(is_done: Callable[[], bool]) -> None:
 
 
 def test_none_is_started_before_the_first_grammar_and_it_ends_with_its_owner():
-    made = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    made = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     assert made.pid is None
-    assert made.await_taken() == set()
+    assert made.await_tokens_received() == set()
     begun(made)
     pid = made.pid
     assert pid is not None
@@ -234,8 +236,8 @@ from pathlib import Path
 from typing import Any
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.structured_outputs.mask_client import MaskProcess
-made = MaskProcess(Path(EMBEDDED_MODEL), {size}, frozenset({{{eos}}}))
+from jpaged.structured_outputs.mask_client import MaskWorkerClient
+made = MaskWorkerClient(Path(EMBEDDED_MODEL), {size}, frozenset({{{eos}}}))
 made.submit(StructuredOutputs(regex="a"), frozenset()).check()
 print(made.pid, flush=True)
 {end}
@@ -257,7 +259,7 @@ def test_it_ends_with_a_parent_that_is_killed_or_exits(end: str):
 
 @pytest.mark.parametrize("when", ["waiting", "between", "compiling"])
 def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
-    process: MaskProcess, when: str
+    process: MaskWorkerClient, when: str
 ):
     answers = begun(process, WORDS, 2)
     items = [(it, i) for i, it in enumerate(answers)]
@@ -265,11 +267,11 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
     pid = process.pid
     assert pid is not None
     if when == "waiting":
-        process.gather(items, 2)
+        process.gather_masks(items, 2)
         os.kill(pid, signal.SIGSTOP)
-        process.start((), lambda: np.array([A, B], np.int32), ahead=True)
+        process.request_masks((), lambda: np.array([A, B], np.int32), send_now=True)
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
-        assert process.await_taken() == {*answers}
+        assert process.await_tokens_received() == {*answers}
         assert all("retry" in str(it.error) for it in answers)
     elif when == "compiling":
         os.kill(pid, signal.SIGSTOP)
@@ -283,19 +285,19 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     after = begun(process)
     assert process.pid != pid
-    _, failed, late = process.gather([*items, (after[0], 2)], 3)
+    _, failed, late = process.gather_masks([*items, (after[0], 2)], 3)
     assert ([i for i, _ in failed], late) == ([0, 1], [])
     assert all("structured_outputs" in str(error) for _, error in failed)
-    process.start({0, 1}, lambda: np.array([A, A, B], np.int32), ahead=True)
-    assert process.await_taken() == set()
+    process.request_masks({0, 1}, lambda: np.array([A, A, B], np.int32), send_now=True)
+    assert process.await_tokens_received() == set()
     del answers, items, failed
-    places = {it.place for it in begun(process, WORDS, 2)}
+    places = {it.memory_index for it in begun(process, WORDS, 2)}
     assert len(places) == 2
-    assert process.gather([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
+    assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
 def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), places=4)
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     answers = begun(process, WORDS, 3)
     pid = process.pid
     assert pid is not None
@@ -305,12 +307,12 @@ def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
         process.submit(WORDS, ENDING)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert len({it.place for it in begun(process, WORDS, 3)}) == 3
+    assert len({it.memory_index for it in begun(process, WORDS, 3)}) == 3
 
 
 def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
-    """Rows wait `longest_wait` in all, and have their right masks when it has gone on."""
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.1)
+    """Rows wait `max_wait_s` in all, and have their right masks when it has gone on."""
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=0.1)
     first, second = begun(process, WORDS, 2)
     items = [(first, 0), (second, 1)]
     pid = process.pid
@@ -319,57 +321,57 @@ def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
     def no_time(late: Sequence[int], heavy: Collection[int]) -> bool:
         return process.seconds_left == 0
 
-    process.gather(items, 2)
+    process.gather_masks(items, 2)
     os.kill(pid, signal.SIGSTOP)
-    process.start({1}, lambda: np.array([A, A], np.int32), ahead=True)
-    assert process.await_taken() == set()
+    process.request_masks({1}, lambda: np.array([A, A], np.int32), send_now=True)
+    assert process.await_tokens_received() == set()
     assert process.seconds_waited >= 0.1
     for _ in range(3):  # not with the mask that it had
-        masks, over, late = process.gather(items, 2, no_time)
+        masks, over, late = process.gather_masks(items, 2, no_time)
         assert (over, late) == ([], [0])
         assert masks[1].tolist() == mask_of(WORDS)
-        process.start({0, 1}, lambda: np.zeros(2, np.int32), ahead=True)
+        process.request_masks({0, 1}, lambda: np.zeros(2, np.int32), send_now=True)
         assert not process.await_end(first)
         assert process.seconds_waited == 0.0
     os.kill(pid, signal.SIGCONT)
-    masks, over, late = process.gather(items, 2)
+    masks, over, late = process.gather_masks(items, 2)
     assert (over, late) == ([], [])
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS)]
     assert process.seconds_left > 0
 
 
-def test_an_answer_may_be_found_to_be_over_with_its_masks(process: MaskProcess):
-    """Where its token took longer than `await_taken` waits."""
+def test_an_answer_may_be_found_to_be_over_with_its_masks(process: MaskWorkerClient):
+    """Where its token took longer than `await_tokens_received` waits."""
     complete, failed = begun(process, StructuredOutputs(choice=["a"]), 2)
     items = [(complete, 0), (failed, 1)]
-    process.gather(items, 2)
-    process.start((), lambda: np.array([A, B], np.int32), ahead=True)
-    process.await_taken()
-    _, ((i, none), (k, error)), late = process.gather(items, 2)
+    process.gather_masks(items, 2)
+    process.request_masks((), lambda: np.array([A, B], np.int32), send_now=True)
+    process.await_tokens_received()
+    _, ((i, none), (k, error)), late = process.gather_masks(items, 2)
     assert (i, none, k, late) == (0, None, 1, [])
     assert complete.is_stopped
     assert isinstance(error, GrammarError)
 
 
 def test_one_that_hangs_is_ended():
-    process = MaskProcess(
-        FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.05, longest_silence=20.0
+    process = MaskWorkerClient(
+        FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=0.05, silence_timeout_s=20.0
     )
     (answer,) = begun(process)
     pid = process.pid
     assert pid is not None
-    process.longest_silence = 1.2  # it was started without hurry
-    process.gather([(answer, 0)], 1)
+    process.silence_timeout_s = 1.2  # it was started without hurry
+    process.gather_masks([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
-    process.start((), lambda: np.array([A], np.int32), ahead=True)
-    process.await_taken()
-    _, ((_, error),), _ = process.gather([(answer, 0)], 1)
+    process.request_masks((), lambda: np.array([A], np.int32), send_now=True)
+    process.await_tokens_received()
+    _, ((_, error),), _ = process.gather_masks([(answer, 0)], 1)
     assert re.match("structured_outputs: the process .* has ended.*: retry", str(error))
     assert is_gone(pid)
 
 
 def test_one_that_hangs_while_a_grammar_is_compiled_is_ended():
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_silence=1.5)
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), silence_timeout_s=1.5)
     constraint = process.submit(WORDS, ENDING)
     pid = process.pid
     assert pid is not None
@@ -385,10 +387,10 @@ def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """As where this process was stopped meanwhile."""
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=20.0)
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
     (answer,) = begun(process)
-    process.gather([(answer, 0)], 1)
-    process.longest_silence = 1.1
+    process.gather_masks([(answer, 0)], 1)
+    process.silence_timeout_s = 1.1
     pid, wait = process.pid, select.select
 
     def wait_and_be_stopped(socks: Any, *others: Any) -> Any:
@@ -397,14 +399,14 @@ def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
         return found
 
     monkeypatch.setattr(select, "select", wait_and_be_stopped)
-    process.start((), lambda: np.array([A], np.int32), ahead=False)
-    assert process.await_taken() == set()
+    process.request_masks((), lambda: np.array([A], np.int32), send_now=False)
+    assert process.await_tokens_received() == set()
     assert process.pid == pid
 
 
 def test_a_fork_that_ends_leaves_the_process_to_its_parent():
     """Its finalizers run there, too."""
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     begun(process)
     pid = process.pid
     with warnings.catch_warnings():
@@ -419,7 +421,7 @@ def test_a_fork_that_ends_leaves_the_process_to_its_parent():
 
 
 def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.MonkeyPatch):
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(RuntimeError, match="structured_outputs: no process could be started"):
@@ -428,13 +430,13 @@ def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match="structured_outputs needs a Python"):
             process.submit(WORDS, ENDING)
     with monkeypatch.context() as patch:
-        patch.setattr(mask_client, "MOST_FILES", 3)
+        patch.setattr(mask_client, "MAX_OPEN_FILES", 3)
         with pytest.raises(RuntimeError, match=r"started: .*3 files are open"):
             process.submit(WORDS, ENDING)
     begun(process)
 
 
 def test_where_the_tokenizer_is_gone_a_request_is_told(tmp_path: Path):
-    made = MaskProcess(tmp_path / "none", VOCAB_SIZE, frozenset({EOS}))
+    made = MaskWorkerClient(tmp_path / "none", VOCAB_SIZE, frozenset({EOS}))
     with pytest.raises(GrammarError, match="no tokenizer could be loaded from"):
         made.submit(WORDS, ENDING).check()

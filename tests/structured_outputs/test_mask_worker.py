@@ -15,8 +15,8 @@ from bench.synthetic_tokenizer import write_tokenizer
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.errors import ErrorKind
 from jpaged.structured_outputs import bounds
-from jpaged.structured_outputs.compiler import Grammars
-from jpaged.structured_outputs.mask_worker import MaskMaker, MaskMemory, State
+from jpaged.structured_outputs.compiler import GrammarCompiler
+from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMemory
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
@@ -33,7 +33,7 @@ WIDTH = -(-VOCAB_SIZE // 32)
 class Made:
     """A maker and its memory; places are given in a row."""
 
-    def __init__(self, grammars: Grammars = GRAMMARS, width: int = WIDTH):
+    def __init__(self, grammars: GrammarCompiler = GRAMMARS, width: int = WIDTH):
         self.memory = MaskMemory(20, width)
         self._grammars = grammars
         self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
@@ -42,9 +42,9 @@ class Made:
     def begin(self, form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
         """A new answer's place."""
         self._num_places += 1
-        self.memory.states[self._num_places] = State.PENDING
-        self.maker.begin([self._num_places], self._grammars.submit(form, ending))
-        assert self.settled(self._num_places) == State.MADE
+        self.memory.states[self._num_places] = AnswerState.PENDING
+        self.maker.add_answers([self._num_places], self._grammars.submit(form, ending))
+        assert self.settled(self._num_places) == AnswerState.READY
         for token in tokens:
             self.take({self._num_places: token})
             self.settled(self._num_places)
@@ -52,15 +52,17 @@ class Made:
 
     def take(self, tokens: dict[int, int]) -> None:
         """Tokens of answers, by places."""
-        self.maker.take(np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32))
+        self.maker.match_tokens(
+            np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32)
+        )
 
     def end(self, place: int) -> None:
-        self.maker.end(np.array([place], np.int32))
+        self.maker.remove_answers(np.array([place], np.int32))
 
-    def settled(self, place: int) -> State:
+    def settled(self, place: int) -> AnswerState:
         """What an answer is, as soon as nothing of it is pending."""
-        self.wait(lambda: not State(self.memory.states[place]).is_pending)
-        return State(self.memory.states[place])
+        self.wait(lambda: not AnswerState(self.memory.states[place]).is_pending)
+        return AnswerState(self.memory.states[place])
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         until = time.monotonic() + 20
@@ -69,12 +71,12 @@ class Made:
             time.sleep(0.001)
 
     def mask(self, place: int) -> list[int]:
-        assert self.settled(place) == State.MADE
+        assert self.settled(place) == AnswerState.READY
         return self.memory.masks[place].tolist()
 
     def error(self, place: int) -> str:
-        assert self.settled(place) == State.FAILED
-        return str(self.memory.error(place))
+        assert self.settled(place) == AnswerState.FAILED
+        return str(self.memory.read_error(place))
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
     matcher, masks = matcher_of(form, ending), np.zeros((1, WIDTH), np.int32)
     for token in tokens:
         matcher.accept(token)
-    assert matcher.fill(masks, 0) is None
+    assert matcher.fill_mask(masks, 0) is None
     return masks[0].tolist()
 
 
@@ -94,9 +96,9 @@ def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are served together, or after their first token by threads."""
     late = 60.0 if request.param == "together" else -1.0
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_SECONDS", late)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", late)
     if request.param == "heavy":
-        monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_TOKEN_SECONDS", -1.0)
+        monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_TOKEN_S", -1.0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -109,7 +111,7 @@ def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
         seen.append(token)
         made.take({place: token})
         if form is not WORDS and token == B:
-            assert made.settled(place) == State.STOPPED
+            assert made.settled(place) == AnswerState.STOPPED
         else:
             assert made.mask(place) == mask_of(form, *seen)
         assert made.mask(other) == mask_of(WORDS)
@@ -145,7 +147,7 @@ def test_the_end_is_taken_in_too(made: Made):
 
 def test_where_no_token_could_be_sampled_none_is_taken_in(made: Made):
     place = made.begin(WORDS)
-    made.memory.states[place] = State.PENDING  # as the engine has it
+    made.memory.states[place] = AnswerState.PENDING  # as the engine has it
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
@@ -159,9 +161,9 @@ def test_answers_that_a_process_before_lost_are_not_known(made: Made):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
     """Matchers whose tokens and masks wait for the event, wherever they are made."""
-    fill, outcome, goes_on, slow = (
-        Matcher.try_fill,
-        Matcher.outcome,
+    fill, note_consumed, goes_on, slow = (
+        Matcher.try_fill_mask,
+        Matcher.note_consumed,
         threading.Event(),
         list[Matcher](),
     )
@@ -174,10 +176,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Even
     def match_late(self: Matcher, token_id: int, is_allowed: bool) -> Any:
         if self in slow:
             assert goes_on.wait(20)
-        return outcome(self, token_id, is_allowed)
+        return note_consumed(self, token_id, is_allowed)
 
-    monkeypatch.setattr(Matcher, "try_fill", fill_late)
-    monkeypatch.setattr(Matcher, "outcome", match_late)
+    monkeypatch.setattr(Matcher, "try_fill_mask", fill_late)
+    monkeypatch.setattr(Matcher, "note_consumed", match_late)
     return slow, goes_on
 
 
@@ -201,7 +203,7 @@ def test_one_that_is_slow_holds_no_other_up(
     assert made.mask(quick) == mask_of(WORDS, B)
     made.take({quick: A})
     assert made.mask(quick) == mask_of(WORDS, B, A)
-    expected = State.HEAVY if why == "is_heavy" else State.PENDING
+    expected = AnswerState.HEAVY if why == "is_heavy" else AnswerState.PENDING
     assert made.memory.states[late] == expected
     goes_on.set()
     assert made.mask(late) == mask_of(WORDS, A)
@@ -211,55 +213,55 @@ TEXT = StructuredOutputs(json={"type": "string"})
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammars, int, int]:
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, int, int]:
     """Grammars for 4,096 tokens, nearly all of which may follow in a string; two of these tokens,
     a quote and a letter."""
     folder = tmp_path_factory.mktemp("words")
     write_tokenizer(folder, 4096)
     tokenizer = Tokenizer.from_folder(folder)
     quote, letter = (tokenizer.encode(it, add_special_tokens=False)[0] for it in '"a')
-    return Grammars(tokenizer, 4096, frozenset({1000})), quote, letter
+    return GrammarCompiler(tokenizer, 4096, frozenset({1000})), quote, letter
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     """Matchers whose masks were made one by one, each as often as that happened."""
-    fill, found = Matcher.try_fill, list[Matcher]()
+    fill, found = Matcher.try_fill_mask, list[Matcher]()
 
     def noted(self: Matcher, rows: np.ndarray, row: int) -> Any:
         found.append(self)
         return fill(self, rows, row)
 
-    monkeypatch.setattr(Matcher, "try_fill", noted)
+    monkeypatch.setattr(Matcher, "try_fill_mask", noted)
     return found
 
 
 def test_masks_with_many_tokens_are_made_together(
-    words: tuple[Grammars, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+    words: tuple[GrammarCompiler, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_SECONDS", 60.0, raising=False)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", 60.0, raising=False)
     grammars, quote, letter = words
     made = Made(grammars, 4096 // 32)
     places = [made.begin(TEXT, quote) for _ in range(3)]
     alone.clear()
     for _ in range(5):
         made.take(dict.fromkeys(places, letter))
-        assert [made.settled(it) for it in places] == [State.MADE] * 3
+        assert [made.settled(it) for it in places] == [AnswerState.READY] * 3
     assert alone == []
 
 
 def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
-    words: tuple[Grammars, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+    words: tuple[GrammarCompiler, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
 ):
     """Made together they are seen to take long, made alone it is seen whose they are."""
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_SECONDS", 0.3)
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._SLOW_SECONDS", 0.005)
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_MASK_SECONDS", 60.0)
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._WATCHED", 16)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", 0.3)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._SLOW_MASK_S", 0.005)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_MASK_S", 60.0)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._NUM_TIMED_MASKS", 16)
     grammars, quote, letter = words
     made = Made(grammars, 4096 // 32)
     place, is_slow = made.begin(TEXT, quote), True
-    together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.try_fill
+    together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.try_fill_mask
 
     def fill_together(*args: Any) -> None:
         time.sleep(0.35 * is_slow)
@@ -272,12 +274,12 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
         return fill(self, rows, row)
 
     monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fill_together)
-    monkeypatch.setattr(Matcher, "try_fill", fill_alone)
+    monkeypatch.setattr(Matcher, "try_fill_mask", fill_alone)
 
     def is_made_alone() -> bool:
         alone.clear()
         made.take({place: letter})
-        assert made.settled(place) == State.MADE
+        assert made.settled(place) == AnswerState.READY
         return alone != []
 
     assert [is_made_alone() for _ in range(3)] == [False, True, True]
@@ -294,7 +296,7 @@ def test_an_ambiguous_grammar_makes_its_answers_heavy(made: Made):
     for _ in range(110):
         made.take(dict.fromkeys([ambiguous, *others], A))
         for place in (ambiguous, *others):
-            assert made.settled(place) == State.MADE
+            assert made.settled(place) == AnswerState.READY
     answers = made.maker.answers
     assert answers[ambiguous].is_heavy
     assert not any(answers[it].is_heavy for it in others)
@@ -308,20 +310,20 @@ def test_a_place_is_free_when_no_thread_writes_to_it(
     made.take({place: A})
     made.end(place)
     made.end(other)
-    assert made.memory.states[other] == State.FREE
-    assert made.memory.states[place] == State.PENDING
+    assert made.memory.states[other] == AnswerState.FREE
+    assert made.memory.states[place] == AnswerState.PENDING
     goes_on.set()
-    assert made.settled(place) == State.FREE
+    assert made.settled(place) == AnswerState.FREE
 
 
 def test_an_answer_may_be_over_before_its_grammar_is_compiled(made: Made):
     compiled: Future[list[Matcher]] = Future()
-    made.memory.states[7] = State.PENDING
-    made.maker.begin([7], compiled)
+    made.memory.states[7] = AnswerState.PENDING
+    made.maker.add_answers([7], compiled)
     made.end(7)
-    assert made.memory.states[7] == State.PENDING
+    assert made.memory.states[7] == AnswerState.PENDING
     compiled.set_result([matcher_of(WORDS)])
-    assert made.settled(7) == State.FREE
+    assert made.settled(7) == AnswerState.FREE
 
 
 def test_an_answer_leaves_its_lexer_when_it_is_over(made: Made):
@@ -355,13 +357,13 @@ def test_what_goes_wrong_ends_the_answers_that_it_concerns(
     places = [made.begin(WORDS) for _ in range(2)]
     with monkeypatch.context() as patch:
         if where in ("tokens", "heavy"):
-            patch.setattr(Matcher, "outcome", fail)
+            patch.setattr(Matcher, "note_consumed", fail)
             for place in places:
                 made.maker.answers[place].is_heavy = where == "heavy"
         elif where == "together":
             patch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail)
         else:
-            patch.setattr(Matcher, "try_fill", fail)
+            patch.setattr(Matcher, "try_fill_mask", fail)
             for place in places:
                 made.maker.answers[place].is_suspect = True
         made.take(dict.fromkeys(places, A))
@@ -380,15 +382,15 @@ def test_one_answer_s_fault_is_its_own(made: Made, monkeypatch: pytest.MonkeyPat
     def fail(token: int) -> bytes:
         raise OverflowError("odd")
 
-    monkeypatch.setattr(TOKENIZER, "bytes_of", fail)
+    monkeypatch.setattr(TOKENIZER, "token_bytes", fail)
     made.take({ill: A, well: A})
     assert "OverflowError: odd" in made.error(ill)
     assert made.mask(well) == mask_of(WORDS, A)
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_answers(made: Made):
-    made.memory.states[[3, 4]] = State.PENDING
-    made.maker.begin([3, 4], GRAMMARS.submit(StructuredOutputs(regex="(a"), ENDING, 2))
+    made.memory.states[[3, 4]] = AnswerState.PENDING
+    made.maker.add_answers([3, 4], GRAMMARS.submit(StructuredOutputs(regex="(a"), ENDING, 2))
     assert all("structured_outputs.regex cannot be enforced" in made.error(it) for it in (3, 4))
 
 
@@ -396,14 +398,14 @@ def test_answer_ends_whose_masks_are_slow_one_after_another(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ):
     """The first mask of an answer counts for nothing, and one slow mask is forgiven."""
-    monkeypatch.setattr(bounds, "MASK_SECONDS", -1.0)  # each mask is a second too slow, and more
-    monkeypatch.setattr(bounds, "MASK_DEBT", 1.9)
-    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_SECONDS", -1.0)
+    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # each mask is a second too slow, and more
+    monkeypatch.setattr(bounds, "MAX_MASK_EXCESS_S", 1.9)
+    monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", -1.0)
     place = made.begin(WORDS)
     num_masks = 0
     for token in (A, A, A, B, B, B, B, B):
         made.take({place: token})
-        if made.settled(place) == State.FAILED:
+        if made.settled(place) == AnswerState.FAILED:
             break
         num_masks += 1
     assert num_masks >= 2
@@ -412,38 +414,38 @@ def test_answer_ends_whose_masks_are_slow_one_after_another(
 
 def test_an_error_of_any_length_is_told(made: Made):
     for text in ("é" * 5000, "", "two\nlines", "\0" * 3000):
-        made.memory.fail(9, GrammarError("structured_outputs.json", text))
-        whole, told = f"structured_outputs.json {text}", str(made.memory.error(9))
+        made.memory.write_error(9, GrammarError("structured_outputs.json", text))
+        whole, told = f"structured_outputs.json {text}", str(made.memory.read_error(9))
         assert told == whole[: len(told)]
         assert len(told) >= min(len(text), 250)
 
 
 def test_an_unforeseen_error_is_no_clients_fault(made: Made):
-    made.memory.fail(9, MemoryError("no more"))
-    error = made.memory.error(9)
-    assert error.info.kind is ErrorKind.INTERNAL
-    assert str(error) == "structured_outputs: MemoryError: no more"
+    made.memory.write_error(9, MemoryError("no more"))
+    read_error = made.memory.read_error(9)
+    assert read_error.info.kind is ErrorKind.INTERNAL
+    assert str(read_error) == "structured_outputs: MemoryError: no more"
 
 
 def test_answers_that_wait_for_a_new_lexer_hold_no_other_up(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    renewed, goes_on = Grammars.compile_again, threading.Event()
+    renewed, goes_on = GrammarCompiler.rebuild_lexer_inline, threading.Event()
 
-    def renewed_late(self: Grammars, *args: Any) -> Any:
+    def renewed_late(self: GrammarCompiler, *args: Any) -> Any:
         assert goes_on.wait(5)
         return renewed(self, *args)
 
-    monkeypatch.setattr(Grammars, "compile_again", renewed_late)
+    monkeypatch.setattr(GrammarCompiler, "rebuild_lexer_inline", renewed_late)
     late, other = [made.begin(WORDS) for _ in range(3)], made.begin(WORDS)
     for place in late:
         made.maker.answers[place].matcher.needs_lexer = True
     made.maker.answers[other].is_suspect = True
     made.take({**dict.fromkeys(late, A), other: B})
     until = time.monotonic() + 2
-    while made.memory.states[other] == State.PENDING and time.monotonic() < until:
+    while made.memory.states[other] == AnswerState.PENDING and time.monotonic() < until:
         time.sleep(0.001)
     state = made.memory.states[other]
     goes_on.set()
-    assert state == State.MADE
+    assert state == AnswerState.READY
     assert all(made.mask(it) == mask_of(WORDS, A) for it in late)

@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs import compiler as grammar_module
-from jpaged.structured_outputs.compiler import MAX_CACHED, Grammars
-from jpaged.structured_outputs.lexers import Use
+from jpaged.structured_outputs.compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
+from jpaged.structured_outputs.lexers import LexerUse
 from jpaged.structured_outputs.matcher import GrammarError
 
 WORD = {"type": "string", "maxLength": 6}
@@ -419,10 +419,10 @@ def test_a_token_that_may_not_follow_is_an_error():
 @pytest.mark.parametrize("more", range(33))
 def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
     """Masks have a word more than llguidance's own, or one less."""
-    grammars = Grammars(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
-    grammars.begin(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
+    grammars = GrammarCompiler(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
+    grammars.try_random_answer(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
     with pytest.raises(GrammarError, match="regex cannot be enforced"):
-        grammars.begin(StructuredOutputs(regex="(a"), ENDING)
+        grammars.try_random_answer(StructuredOutputs(regex="(a"), ENDING)
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -445,7 +445,7 @@ def sentencepiece_like() -> Tokenizer:
 def test_a_tokenizer_with_byte_tokens():
     tokenizer = sentencepiece_like()
     size = len(tokenizer)
-    grammars = Grammars(tokenizer, size, frozenset({2}))
+    grammars = GrammarCompiler(tokenizer, size, frozenset({2}))
     matcher = grammars.compile(StructuredOutputs(regex="ab? a|é")).matcher(frozenset({2}))
     ids = tokenizer.hf_tokenizer.convert_tokens_to_ids
     assert allowed(matcher, size) >= set(ids(["a", "ab", "<0xC3>"]))
@@ -495,8 +495,8 @@ def test_an_answer_that_does_not_open_the_passage_obeys_from_its_first_token():
 
 
 def test_grammars_are_kept_up_to_a_bound():
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED + 1)]
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED_GRAMMARS + 1)]
     first = grammars.compile(forms[0])
     again = StructuredOutputs(choice=["a0"])
     assert grammars.compile(again).lexers is first.lexers
@@ -518,42 +518,42 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """llguidance's copies of a matcher share a lock, with which one mask is made at a time."""
-    monkeypatch.setattr(bounds, "LEXERS", 4)
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    monkeypatch.setattr(bounds, "MAX_GRAMMAR_LEXERS", 4)
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     lexers = grammars.compile(form).lexers
-    assert (lexers.num_spare, lexers.num_made) == (1, 1)
+    assert (lexers.num_spare, lexers.num_lexers) == (1, 1)
     for _ in range(2):
         matchers = grammars.submit(form, ENDING, 3).result(10)
-        assert (lexers.num_spare, lexers.num_made) == (0, 3)
+        assert (lexers.num_spare, lexers.num_lexers) == (0, 3)
         del matchers
         assert lexers.num_spare == 3
     matchers = grammars.submit(form, ENDING, 6).result(10)  # the last ones share some
-    assert (lexers.num_spare, lexers.num_made) == (0, 4)
+    assert (lexers.num_spare, lexers.num_lexers) == (0, 4)
     matchers += grammars.submit(form, ENDING).result(10)
-    assert [lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
+    assert [lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
     del matchers
     assert lexers.num_spare == 4
 
 
 def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounds, "ALL_LEXERS", 10)
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    monkeypatch.setattr(bounds, "MAX_TOTAL_LEXERS", 10)
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[name]) for name in "abcd"]
     for form in forms[:2]:
         grammars.submit(form, ENDING, 4).result(10)
     matchers = grammars.submit(forms[2], ENDING, 3).result(10)
     old, busy, new = (grammars.compile(it).lexers for it in (forms[0], forms[2], forms[1]))
-    assert [it.num_made for it in (old, busy, new)] == [1, 3, 4]
+    assert [it.num_lexers for it in (old, busy, new)] == [1, 3, 4]
     last = grammars.submit(forms[3], ENDING, 8).result(10)
-    assert [it.num_made for it in (old, busy, new)] == [1, 3, 1]
+    assert [it.num_lexers for it in (old, busy, new)] == [1, 3, 1]
     assert len(matchers) + len(last) == 11
 
 
 def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     matcher = grammars.compile(form).matcher(ENDING)
     goes_on = threading.Event()
@@ -562,7 +562,7 @@ def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
         assert goes_on.wait(20)
         return text
 
-    monkeypatch.setattr(grammar_module, "with_schemas", wait)
+    monkeypatch.setattr(grammar_module, "replace_schemas", wait)
     slow = [StructuredOutputs(grammar=f'start: "{name}"') for name in "cde"]
     others = [grammars.submit(it, ENDING) for it in slow]
     assert len(grammars.submit(form, ENDING, 3).result(10)) == 3
@@ -573,18 +573,18 @@ def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
 
 
 def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     one.accept(a)
     assert allowed(one) == allowed(other) == {a, b}
-    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
+    assert [grammars.compile(form).lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
 
 
 def test_threads_may_compile_at_once():
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[f"a{i % 3}", f"b{i % 3}"]) for i in range(12)]
     futures = [grammars.submit(form, ENDING) for form in forms]
     matchers = [matcher for future in futures for matcher in future.result(20)]
@@ -593,6 +593,6 @@ def test_threads_may_compile_at_once():
 
 
 def test_a_model_without_an_end_token_obeys_no_grammar():
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset())
+    grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset())
     with pytest.raises(GrammarError, match="structured_outputs needs an end token"):
         grammars.compile(StructuredOutputs(choice=["a"]))

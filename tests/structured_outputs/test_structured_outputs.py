@@ -11,8 +11,8 @@ from hostile_forms import HOSTILE, with_schema
 from jpaged import StructuredOutputs
 from jpaged.structured_outputs import bounds
 
-MAX_CHOICES, MAX_DEPTH = bounds.CHOICES.most, bounds.DEPTH.most
-MAX_SOURCE = bounds.SOURCE.most
+MAX_CHOICES, MAX_DEPTH = bounds.CHOICES.limit, bounds.SCHEMA_DEPTH.limit
+MAX_SOURCE = bounds.SOURCE_LENGTH.limit
 
 
 def nested(depth: int) -> dict[str, Any]:

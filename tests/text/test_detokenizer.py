@@ -16,7 +16,7 @@ from jpaged.text.detokenizer import (
     Detokenizer,
     StopChecker,
     WindowDecoder,
-    incremental_decoder,
+    make_decoder,
 )
 from jpaged.text.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ def test_leading_space_of_a_word():
 
 
 class CountingDecoder:
-    bytes_of = None
+    token_bytes = None
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -187,11 +187,11 @@ def with_added_tokens() -> Tokenizer:
 def test_bytes_of_tokens_are_the_tokenizers_text(prompt: list[int], ids: list[int], skip: bool):
     """Any tokens, also such as are no characters, or unknown."""
     tokenizer = with_added_tokens()
-    decoder = incremental_decoder(tokenizer, [], skip_special_tokens=skip)
+    decoder = make_decoder(tokenizer, [], skip_special_tokens=skip)
     assert isinstance(decoder, ByteDecoder)
     text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
-    decoder = incremental_decoder(tokenizer, prompt, skip_special_tokens=skip)
+    decoder = make_decoder(tokenizer, prompt, skip_special_tokens=skip)
     text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
@@ -229,8 +229,8 @@ def test_without_output_there_is_no_text(make: Any, monkeypatch: pytest.MonkeyPa
     tokenizer = make()
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("ok🦜")[:-1])
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded"))
-    if tokenizer.bytes_of is not None:
-        monkeypatch.setattr(tokenizer, "bytes_of", lambda _: pytest.fail("decoded"))
+    if tokenizer.token_bytes is not None:
+        monkeypatch.setattr(tokenizer, "token_bytes", lambda _: pytest.fail("decoded"))
     detokenizer.finish()
     assert detokenizer.text == ""
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from jpaged.parsing.answer import AnswerParser
 from jpaged.parsing.stream import CallArguments, CallStart, Content
-from jpaged.terminal.tools_demo import calculate, run_call
+from jpaged.terminal.tools_demo import calculate, run_tool_call
 from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
 from tools.tiny.dialogues import TASKS, Dialogue, column_sums, draw_calculation, sample_dialogues
 from tools.tiny.tokenizer import IM_END, save_tokenizer
@@ -71,7 +71,7 @@ def test_calls_are_read_back_and_results_are_the_calculators(tokenizer):
         assert json.loads(arguments) == function["arguments"]
         jsonschema.validate(json.loads(arguments), dialogue.tools[0]["function"]["parameters"])
         (expression,) = function["arguments"].values()
-        told = run_call("calculator", json.dumps({"expression": expression}))
+        told = run_tool_call("calculator", json.dumps({"expression": expression}))
         if told.startswith("Error"):
             assert result["content"].startswith("Error: ")
             assert answer["content"] == f"The {name} says: {result['content']}"

@@ -59,7 +59,7 @@ def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):
     found = plant(
         tmp_path,
         {
-            "jpaged/__init__.py": '_NAMES = {"jpaged.engine.engine": ("Engine",)}\n',
+            "jpaged/__init__.py": '_EXPORTS = {"jpaged.engine.engine": ("Engine",)}\n',
             "jpaged/core/plan.py": "def late():\n    from jpaged.runtime.batch import pack\n",
             "jpaged/runtime/batch.py": "import jpaged.core.plan\n",
             "jpaged/engine/engine.py": "from jpaged.runtime import batch\n",

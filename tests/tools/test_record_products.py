@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from jpaged.compile.gemm_autotuning import Record, autotuning_folder, read_record
+from jpaged.compile.gemm_autotuning import GemmRecord, autotuning_folder, read_record
 from tools import record_products
 from tools.record_products import (
     all_recipes,
@@ -34,7 +34,7 @@ def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
 
 
 def test_each_kind_of_products_is_measured_once():
-    chosen = [recipe.products or () for recipe in first_of_each_products("qwen3-0.6b")]
+    chosen = [recipe.gemm_key or () for recipe in first_of_each_products("qwen3-0.6b")]
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
     assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
@@ -75,7 +75,7 @@ def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
     monkeypatch.setattr(record_products, "first_of_each_products", lambda *_: [])
     monkeypatch.setattr(record_products, "rows_measured", lambda *_: {"a model": [8]})
     monkeypatch.setattr(record_products, "make_engine", start)
-    kept = Record({"another": [16]}, {"device/kept.pb": b"kept", "device/product.pb": b"slow"})
+    kept = GemmRecord({"another": [16]}, {"device/kept.pb": b"kept", "device/product.pb": b"slow"})
     record = measure("shape", str(tmp_path), path, kept)
     assert record.rows == {"another": [16], "a model": [8]}
     assert record.results == {

@@ -57,7 +57,7 @@ def test_candidates_are_entries_that_tuning_can_read(name: str):
         ),
         "write": lambda: kv_cache_triton.move_config("write", **facts),
         "copy": lambda: kv_cache_triton.move_config("copy", **facts),
-        "rope_write": lambda: kv_cache_triton.rope_config(**facts),
+        "rope_write": lambda: kv_cache_triton.rope_write_config(**facts),
     }
     for override in tried:
         with using(op, override) as chosen:

@@ -15,8 +15,8 @@ from jpaged.core.admission import SchedulerConfig
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import StepPlan
-from jpaged.core.prefix_cache import PrefixCache, seeded_digest
-from jpaged.core.request import Candidates, Request, StopCriteria
+from jpaged.core.prefix_cache import PrefixCache, seeded_hash_function
+from jpaged.core.request import BeamCandidates, Request, StopCriteria
 from jpaged.core.request import Sequence as TokenSequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.observe.pool_changes import PoolWatch
@@ -83,7 +83,7 @@ class Scene:
     ):
         order = list(free_order)
         config = SchedulerConfig(len(order), max_num_batched_tokens, 64)
-        cache = PrefixCache(BLOCK_SIZE, seeded_digest(0)) if with_prefix_cache else None
+        cache = PrefixCache(BLOCK_SIZE, seeded_hash_function(0)) if with_prefix_cache else None
         self.scheduler = Scheduler(config, BlockManager(len(order) + 1, BLOCK_SIZE, cache))
         self._vocabulary: list[str] = []
         self._scripts: dict[str, Script] = {}
@@ -107,7 +107,7 @@ class Scene:
             request_id,
             [self._id(word) for word in prompt.split()],
             StopCriteria(max_tokens),
-            seq_ids=self._seq_ids,
+            seq_id_counter=self._seq_ids,
             num_samples=n,
             beam=BeamSearch(beam_width) if beam_width else None,
         )
@@ -135,7 +135,7 @@ class Scene:
         width = min(len(ids) for ids, _ in offers)
         token_ids = np.array([ids[:width] for ids, _ in offers], np.int32)
         logprobs = np.array([logs[:width] for _, logs in offers], np.float32)
-        self.scheduler.update(plan, token_ids[:, 0], Candidates(token_ids, logprobs))
+        self.scheduler.update(plan, token_ids[:, 0], BeamCandidates(token_ids, logprobs))
         self.scheduler.check_integrity()
 
     def look(self) -> Snapshot:
@@ -316,10 +316,10 @@ def pressing() -> tuple[list[Turn], int]:
     for name, num_prompt, max_tokens in (("A", 6, 9), ("B", 10, 7), ("C", 5, 7)):
         scene.add(name, " ".join(["p"] * num_prompt), says(""), max_tokens=max_tokens)
     turns = []
-    while scene.scheduler.has_unfinished:
+    while scene.scheduler.has_unfinished_requests:
         plan = scene.schedule()
         num_tokens = {r.sequence.request.request_id: r.num_scheduled_tokens for r in plan.scheduled}
-        statuses = {r.request_id: str(r.status) for r in scene.scheduler.unfinished}
-        turns.append(Turn(num_tokens, plan.preempted, scene.look().num_free, statuses))
+        statuses = {r.request_id: str(r.status) for r in scene.scheduler.unfinished_requests}
+        turns.append(Turn(num_tokens, plan.preempted_request_ids, scene.look().num_free, statuses))
         scene.read(plan)
     return turns, 8

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 
-from jpaged.parsing.stream import Steps
+from jpaged.parsing.stream import ParserCoroutine
 from jpaged.parsing.tool_calls import ToolCallParser
 from jpaged.parsing.tool_grammar import LINE_BREAK, CallGrammar
 
@@ -17,11 +17,11 @@ class Parser(ToolCallParser):
 
     opening_tags = (_OPEN,)
 
-    def _calls(self) -> Steps[None]:
-        yield from self._stream.literal(_OPEN)
-        yield from self._stream.spaces()
-        yield from self._json_call(_CLOSE)
-        yield from self._stream.literal(_CLOSE)
+    def _parse_calls(self) -> ParserCoroutine[None]:
+        yield from self._stream.take_literal(_OPEN)
+        yield from self._stream.take_whitespace()
+        yield from self._parse_json_call(_CLOSE)
+        yield from self._stream.take_literal(_CLOSE)
 
 
 class Grammar(CallGrammar):
@@ -29,6 +29,6 @@ class Grammar(CallGrammar):
 
     def _call_rules(self) -> Iterator[str]:
         yield from self._sequence_rules("", LINE_BREAK, "")
-        opening = f"{self._opening()} {LINE_BREAK}"
-        closing = f"{LINE_BREAK} {self._tag(_CLOSE)}"
+        opening = f"{self._opening_rule()} {LINE_BREAK}"
+        closing = f"{LINE_BREAK} {self._tag_rule(_CLOSE)}"
         yield from self._json_call_rules(opening, "arguments", closing)

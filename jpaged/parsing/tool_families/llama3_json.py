@@ -6,12 +6,12 @@ after <|python_tag|>.
 
 from collections.abc import Iterator
 
-from jpaged.parsing.stream import Steps
+from jpaged.parsing.stream import ParserCoroutine
 from jpaged.parsing.tool_calls import ToolCallParser
 from jpaged.parsing.tool_grammar import CallGrammar, literal
 
 _PYTHON_TAG = "<|python_tag|>"
-_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
+_CALL_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 
 
 class Parser(ToolCallParser):
@@ -19,17 +19,17 @@ class Parser(ToolCallParser):
 
     opening_tags = (_PYTHON_TAG,)
 
-    def _answer(self) -> Steps[None]:
-        yield from self._try_calls()
-        yield from super()._answer()
+    def _parse_answer(self) -> ParserCoroutine[None]:
+        yield from self._try_parse_calls()
+        yield from super()._parse_answer()
 
-    def _calls(self) -> Steps[None]:
+    def _parse_calls(self) -> ParserCoroutine[None]:
         stream = self._stream
-        yield from stream.literal(_PYTHON_TAG)
+        yield from stream.take_literal(_PYTHON_TAG)
         while True:
-            yield from stream.spaces()
-            yield from self._json_call(_PYTHON_TAG, _KEYS)
-            if not (yield from stream.literal(";")) and not (yield from stream.leads_to("{")):
+            yield from stream.take_whitespace()
+            yield from self._parse_json_call(_PYTHON_TAG, _CALL_KEYS)
+            if not (yield from stream.take_literal(";")) and not (yield from stream.is_next("{")):
                 return
 
 

@@ -9,13 +9,13 @@
 import re
 from collections.abc import Iterator
 
-from jpaged.parsing.stream import Steps, UnexpectedTextError
-from jpaged.parsing.tool_calls import LONGEST_NAME, ToolCallParser, checked_name
+from jpaged.parsing.stream import ParserCoroutine, UnexpectedTextError
+from jpaged.parsing.tool_calls import MAX_NAME_LENGTH, ToolCallParser, validate_name
 from jpaged.parsing.tool_grammar import CallGrammar, literal
 
 _TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_NAME = re.compile(r"[^\s\[\]{}\"<>]+")
-_ID = re.compile(r"[A-Za-z0-9]+")
+_NAME_PATTERN = re.compile(r"[^\s\[\]{}\"<>]+")
+_ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
 
 
 class Parser(ToolCallParser):
@@ -25,35 +25,35 @@ class Parser(ToolCallParser):
     id_prefix = ""
     id_size = 9  # the models' chat templates accept no other size
 
-    def _calls(self) -> Steps[None]:
-        yield from self._stream.literal(_TOOL_CALLS)
-        if (yield from self._stream.literal("[")):
-            yield from self._list()
+    def _parse_calls(self) -> ParserCoroutine[None]:
+        yield from self._stream.take_literal(_TOOL_CALLS)
+        if (yield from self._stream.take_literal("[")):
+            yield from self._parse_list()
         else:
-            yield from self._call()
+            yield from self._parse_call()
 
-    def _list(self) -> Steps[None]:
+    def _parse_list(self) -> ParserCoroutine[None]:
         stream = self._stream
         while True:
-            yield from stream.spaces()
-            yield from self._json_call(_TOOL_CALLS)
-            if not (yield from stream.literal(",")):
+            yield from stream.take_whitespace()
+            yield from self._parse_json_call(_TOOL_CALLS)
+            if not (yield from stream.take_literal(",")):
                 break
-        if not (yield from stream.literal("]")):
+        if not (yield from stream.take_literal("]")):
             raise UnexpectedTextError
 
-    def _call(self) -> Steps[None]:
+    def _parse_call(self) -> ParserCoroutine[None]:
         stream, call_id = self._stream, ""
-        yield from stream.spaces()
-        name = checked_name((yield from stream.run(_NAME, LONGEST_NAME + 1)))
-        if (yield from stream.literal(_CALL_ID)):
-            call_id = yield from stream.run(_ID, LONGEST_NAME)
+        yield from stream.take_whitespace()
+        name = validate_name((yield from stream.take_matching(_NAME_PATTERN, MAX_NAME_LENGTH + 1)))
+        if (yield from stream.take_literal(_CALL_ID)):
+            call_id = yield from stream.take_matching(_ID_PATTERN, MAX_NAME_LENGTH)
             call_id = call_id if len(call_id) == self.id_size else ""
-        yield from stream.literal(_ARGS)
-        yield from stream.spaces()
+        yield from stream.take_literal(_ARGS)
+        yield from stream.take_whitespace()
         if (yield from stream.peek()) != "{":
             raise UnexpectedTextError
-        yield from self._call_with_arguments(name, _TOOL_CALLS, call_id)
+        yield from self._parse_arguments(name, _TOOL_CALLS, call_id)
 
 
 class Grammar(CallGrammar):
@@ -64,7 +64,7 @@ class Grammar(CallGrammar):
         return not self._is_special(_ARGS)
 
     def _call_rules(self) -> Iterator[str]:
-        tag = self._opening()
+        tag = self._opening_rule()
         if self._is_one_list:
             opening = f"{tag} {literal('[')}"
             yield from self._sequence_rules(opening, literal(", "), literal("]"))
@@ -72,6 +72,6 @@ class Grammar(CallGrammar):
             return
         yield from self._sequence_rules("", "", "")
         for i, (_, function) in enumerate(self.functions):
-            head = f"{tag} {literal(function['name'])} {self._tag(_ARGS)}"
+            head = f"{tag} {literal(function['name'])} {self._tag_rule(_ARGS)}"
             yield f"call_{i}: {head} arguments_{i}"
-            yield f"arguments_{i}: {self._arguments(function)}"
+            yield f"arguments_{i}: {self._arguments_rule(function)}"

@@ -13,18 +13,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jpaged.errors import ErrorKind, RequestError
-from jpaged.parsing.stream import MAX_HELD, Steps, TextStream, UnexpectedTextError
-from jpaged.parsing.tool_calls import LONGEST_NAME, ToolCallParser, checked_name
-from jpaged.parsing.tool_grammar import LINE_BREAK, CallGrammar, json_rule, literal, parameters_of
-from jpaged.structured_outputs.schemas import ANNOTATIONS, target_of
+from jpaged.parsing.stream import (
+    MAX_BUFFERED_CHARACTERS,
+    ParserCoroutine,
+    TextStream,
+    UnexpectedTextError,
+)
+from jpaged.parsing.tool_calls import MAX_NAME_LENGTH, ToolCallParser, validate_name
+from jpaged.parsing.tool_grammar import LINE_BREAK, CallGrammar, json_rule, literal, tool_parameters
+from jpaged.structured_outputs.schemas import ANNOTATION_KEYWORDS, resolve_reference
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_NAME = re.compile(r"[^<>\n]+")
-_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,399})")
+_NAME_PATTERN = re.compile(r"[^<>\n]+")
+_INTEGER_PATTERN = re.compile(r"-?(?:0|[1-9][0-9]{0,399})")
 
-_TYPE_OF = {
+_JSON_TYPE_NAMES = {
     str: "string",
     int: "integer",
     float: "number",
@@ -33,13 +38,13 @@ _TYPE_OF = {
     dict: "object",
     list: "array",
 }
-_JSON_TYPES, _STRING = frozenset(_TYPE_OF.values()), frozenset({"string"})
+_JSON_TYPES, _STRING = frozenset(_JSON_TYPE_NAMES.values()), frozenset({"string"})
 _MAX_REFERENCES = 8
 
-_DEFINITIONS = ("$defs", "definitions")
-_NOT_ENFORCED = {"patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
-_NOT_ENFORCED |= {"minProperties", "maxProperties"}
-_LEAST_SIZE = 64
+_DEFINITION_KEYWORDS = ("$defs", "definitions")
+_UNENFORCED_KEYWORDS = {"patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+_UNENFORCED_KEYWORDS |= {"minProperties", "maxProperties"}
+_MIN_PARAMETER_SIZE = 64
 """Minimum number of characters of a parameter's rules."""
 
 
@@ -48,72 +53,72 @@ class Parser(ToolCallParser):
 
     opening_tags = (_OPEN, _FUNCTION)
 
-    def _calls(self) -> Steps[None]:
+    def _parse_calls(self) -> ParserCoroutine[None]:
         stream = self._stream
-        yield from stream.literal(_OPEN)
-        if not (yield from stream.literal(_FUNCTION)):
+        yield from stream.take_literal(_OPEN)
+        if not (yield from stream.take_literal(_FUNCTION)):
             raise UnexpectedTextError
-        name = checked_name((yield from stream.run(_NAME, LONGEST_NAME + 1)))
+        name = validate_name((yield from stream.take_matching(_NAME_PATTERN, MAX_NAME_LENGTH + 1)))
         yield from stream.expect(">")
         self._begin_call(name)
         try:
-            yield from self._parameters(name)
+            yield from self._parse_parameters(name)
         finally:
             self._end_call()
-        yield from stream.literal(_END_FUNCTION)
-        yield from stream.literal(_CLOSE)
+        yield from stream.take_literal(_END_FUNCTION)
+        yield from stream.take_literal(_CLOSE)
 
-    def _parameters(self, function: str) -> Steps[None]:
+    def _parse_parameters(self, function: str) -> ParserCoroutine[None]:
         """Emit the arguments as JSON, without the last brace if the answer ends here."""
         stream, before = self._stream, "{"
-        while (yield from stream.literal(_PARAMETER)):
-            key = yield from stream.run(_NAME, LONGEST_NAME)
+        while (yield from stream.take_literal(_PARAMETER)):
+            key = yield from stream.take_matching(_NAME_PATTERN, MAX_NAME_LENGTH)
             yield from stream.expect(">")
             stream.release()
-            self._emit_arguments(f"{before}{_quoted(key)}: ")
-            yield from self._value(self._types(function, key))
+            self._emit_arguments(f"{before}{_to_json_string(key)}: ")
+            yield from self._parse_value(self._parameter_types(function, key))
             before = ", "
         if before == "{":
             self._emit_arguments("{")
         if not (yield from stream.is_over()):
             self._emit_arguments("}")
 
-    def _value(self, types: frozenset[str]) -> Steps[None]:
+    def _parse_value(self, types: frozenset[str]) -> ParserCoroutine[None]:
         """Emit a value. Its closing tag is followed by another tag or the end of the answer; any
         other </parameter> is part of the value."""
-        stream, value = self._stream, _Value(self._emit_arguments, types)
+        stream, value = self._stream, _ValueWriter(self._emit_arguments, types)
         if (yield from stream.peek()) == "\n":
             yield from stream.expect("\n")
         while True:
             stream.release()
             stream.sink = value.add
-            is_tag = yield from stream.text_until(_END_PARAMETER, blank=0)
+            is_tag = yield from stream.take_until(_END_PARAMETER, max_whitespace=0)
             stream.sink = None
             if not is_tag:
-                value.break_off(stream.rest())
+                value.end_early(stream.take_rest())
                 raise UnexpectedTextError
-            yield from stream.literal(_END_PARAMETER)
+            yield from stream.take_literal(_END_PARAMETER)
             tags = (_PARAMETER, _END_FUNCTION, _CLOSE)
-            if (yield from stream.leads_to(*tags)) or (yield from stream.is_over()):
+            if (yield from stream.is_next(*tags)) or (yield from stream.is_over()):
                 stream.release()
                 value.end()
                 return
             value.add(stream.release())
 
-    def _types(self, function: str, parameter: str) -> frozenset[str]:
+    def _parameter_types(self, function: str, parameter: str) -> frozenset[str]:
         """Return the names of a parameter's JSON types: string if there is no such parameter."""
         schema = self._schemas.get(function, {})
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or parameter not in properties:
             return _STRING
-        return _types_in(properties[parameter], schema)
+        return _allowed_types(properties[parameter], schema)
 
 
-class _Value:
+class _ValueWriter:
     """Convert a value to JSON while it is read.
 
     A string is emitted as it is read. A value that may have another type is held until it ends, or
-    has more than `MAX_HELD` characters, which makes it a string.
+    has more than `MAX_BUFFERED_CHARACTERS` characters, which makes it a string.
 
     Args:
         emit: Takes the JSON text.
@@ -122,8 +127,8 @@ class _Value:
 
     def __init__(self, emit: Callable[[str], None], types: frozenset[str]):
         self._emit, self._types = emit, types
-        self._max_held = 0 if types <= _STRING else MAX_HELD
-        self._held: list[str] = []
+        self._max_buffered = 0 if types <= _STRING else MAX_BUFFERED_CHARACTERS
+        self._buffer: list[str] = []
         self._num_characters = 0
         self._is_string = False
         self._line_break = ""  # held, because the last one belongs to the tag
@@ -134,27 +139,27 @@ class _Value:
         self._put(text.removesuffix("\n"))
 
     def end(self) -> None:
-        self._emit('"' if self._is_string else json_of("".join(self._held), self._types))
+        self._emit('"' if self._is_string else to_json_value("".join(self._buffer), self._types))
 
-    def break_off(self, text: str) -> None:
+    def end_early(self, text: str) -> None:
         """End the value, with `text` as its last part, where the answer ends without a tag."""
         self.add(text)
         self._put(self._line_break)
-        self._emit("".join(self._held))
+        self._emit("".join(self._buffer))
 
     def _put(self, text: str) -> None:
         if not text:
             return
         self._num_characters += len(text)
-        self._held.append(text)
-        if self._num_characters > self._max_held:
-            text = _quoted("".join(self._held))[1:-1]
+        self._buffer.append(text)
+        if self._num_characters > self._max_buffered:
+            text = _to_json_string("".join(self._buffer))[1:-1]
             self._emit(text if self._is_string else f'"{text}')
-            self._held.clear()
+            self._buffer.clear()
             self._is_string = True
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
+def to_json_value(text: str, types: frozenset[str]) -> str:
     """Return `text` as a JSON value of one of `types`; if it fits none, as a JSON string."""
     bare = text.strip()
     word = bare.lower()
@@ -162,35 +167,35 @@ def json_of(text: str, types: frozenset[str]) -> str:
         return "null"
     if word in ("true", "false") and "boolean" in types:
         return word
-    if "integer" in types and _INTEGER.fullmatch(bare):
+    if "integer" in types and _INTEGER_PATTERN.fullmatch(bare):
         return bare
     kind = {"{": "object", "[": "array"}.get(bare[:1], "number")
     if kind in types and bare[:1] not in ('"', "t", "f", "n") and _is_json(bare):
         return bare
-    return _quoted(text)
+    return _to_json_string(text)
 
 
 def _is_json(text: str) -> bool:
     stream = TextStream()
-    stream.sink = lambda piece: None
-    stream.ended = True
+    stream.sink = lambda chunk: None
+    stream.is_complete = True
     stream.add(text)
     try:
-        for _ in stream.json_value():
+        for _ in stream.take_json_value():
             pass
     except UnexpectedTextError:
         return False
-    return not stream.rest()
+    return not stream.take_rest()
 
 
-def _quoted(text: str) -> str:
+def _to_json_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types_in(
-    schema: Any, whole: Mapping[str, Any], num_references: int = _MAX_REFERENCES
+def _allowed_types(
+    schema: Any, root: Mapping[str, Any], num_references: int = _MAX_REFERENCES
 ) -> frozenset[str]:
-    """Return the names of the JSON types that a schema within `whole` allows.
+    """Return the names of the JSON types that a schema within `root` allows.
 
     Only `type`, `enum`, `const`, `anyOf`, `oneOf` and up to `num_references` references are read;
     a schema without them allows all types.
@@ -198,20 +203,20 @@ def _types_in(
     if not isinstance(schema, Mapping) or not num_references:
         return _JSON_TYPES
     if isinstance(reference := schema.get("$ref"), str):
-        target: Any = whole
+        target: Any = root
         for name in reference.removeprefix("#/").split("/"):
             target = target.get(name) if isinstance(target, Mapping) else None
-        return _types_in(target, whole, num_references - 1)
+        return _allowed_types(target, root, num_references - 1)
     if (named := schema.get("type")) is not None:
         names = named if isinstance(named, list) else [named]
         return _JSON_TYPES & {name for name in names if isinstance(name, str)} or _JSON_TYPES
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     values = [schema["const"]] if "const" in schema else values
     if values:
-        return frozenset(_TYPE_OF.get(type(value), "string") for value in values)
+        return frozenset(_JSON_TYPE_NAMES.get(type(value), "string") for value in values)
     for key in ("anyOf", "oneOf"):
         if isinstance(cases := schema.get(key), list) and cases:
-            found = (_types_in(case, whole, num_references - 1) for case in cases)
+            found = (_allowed_types(case, root, num_references - 1) for case in cases)
             return frozenset[str]().union(*found)
     return _JSON_TYPES
 
@@ -219,21 +224,21 @@ def _types_in(
 class Grammar(CallGrammar):
     """Generate a tag for each parameter, in the order of the schema."""
 
-    def _least_size(self, schema: Any, num_characters: int) -> int:
+    def _min_rules_size(self, schema: Any, num_characters: int) -> int:
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        return _LEAST_SIZE * len(properties) if isinstance(properties, dict) else 0
+        return _MIN_PARAMETER_SIZE * len(properties) if isinstance(properties, dict) else 0
 
     def _call_rules(self) -> Iterator[str]:
         yield from self._sequence_rules("", LINE_BREAK, "")
-        opening, closing = self._opening(), self._tag(_CLOSE)
+        opening, closing = self._opening_rule(), self._tag_rule(_CLOSE)
         for i, (path, function) in enumerate(self.functions):
             head = literal(f"\n{_FUNCTION}{function['name']}>\n")
             if not self._is_enforced(function):
                 yield f"call_{i}: {opening} {head} rest_{i} {closing}"
                 yield f'rest_{i}[suffix="</function>\\n"]: /(?s:.*)/'
                 continue
-            schema = parameters_of(function)
-            _check_names(path, schema)
+            schema = tool_parameters(function)
+            _check_parameter_names(path, schema)
             body, required = [head], schema.get("required", ())
             for j, (key, value) in enumerate(schema.get("properties", {}).items()):
                 if not key or set(key) & set("<>\n"):
@@ -247,9 +252,9 @@ class Grammar(CallGrammar):
             yield f"call_{i}: {opening} {' '.join(body)} {closing}"
 
 
-def _check_names(path: str, schema: Mapping[str, Any]) -> None:
+def _check_parameter_names(path: str, schema: Mapping[str, Any]) -> None:
     """Raise ValueError unless a schema names in `properties` every parameter that it allows."""
-    if unnamed := sorted(schema.keys() & _NOT_ENFORCED):
+    if unnamed := sorted(schema.keys() & _UNENFORCED_KEYWORDS):
         raise RequestError(
             f"{path}.{unnamed[0]}",
             "cannot be enforced in this family's calls, which have a tag for each parameter",
@@ -261,27 +266,27 @@ def _check_names(path: str, schema: Mapping[str, Any]) -> None:
             raise RequestError(f"{path}.required", f"names {key!r}, which properties must have")
 
 
-def _value_rules(path: str, rule: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
+def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """Yield the rules of a value and its closing tag: the text of a string, or JSON.
 
-    `whole` is the schema of all parameters. Errors call the value `path`.
+    `root` is the schema of all parameters. Errors call the value `path`.
     """
-    types, end = _types_in(schema, whole), literal(f"\n{_END_PARAMETER}")
+    types, end = _allowed_types(schema, root), literal(f"\n{_END_PARAMETER}")
     if "string" not in types:
-        definitions = {key: whole[key] for key in _DEFINITIONS if key in whole}
+        definitions = {key: root[key] for key in _DEFINITION_KEYWORDS if key in root}
         yield f"{rule}: {rule}_json {end}"
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
-    asked = _resolved(schema, whole)
-    if asked.keys() == {"anyOf"}:  # null or one other schema: the parser reads "null" as null
-        cases = [_resolved(case, whole) for case in asked["anyOf"]]
-        asked = next((case for case in cases if case != {"type": "null"}), {})
-        asked = asked if len(cases) <= 2 else {}
-    choices = [asked["const"]] if "const" in asked else asked.get("enum", [])
-    is_plain = asked.keys() <= {"type", "enum", "const"} and all(
+    keywords = _resolve_keywords(schema, root)
+    if keywords.keys() == {"anyOf"}:  # null or one other schema: the parser reads "null" as null
+        cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
+        keywords = next((case for case in cases if case != {"type": "null"}), {})
+        keywords = keywords if len(cases) <= 2 else {}
+    choices = [keywords["const"]] if "const" in keywords else keywords.get("enum", [])
+    is_plain = keywords.keys() <= {"type", "enum", "const"} and all(
         isinstance(it, str) and it == it.strip("\n") and _END_PARAMETER not in it for it in choices
     )
-    if not (asked and is_plain and types <= {"string", "null"}):
+    if not (keywords and is_plain and types <= {"string", "null"}):
         raise RequestError(
             path,
             "cannot be enforced in this family's calls",
@@ -294,12 +299,12 @@ def _value_rules(path: str, rule: str, schema: Any, whole: Mapping[str, Any]) ->
         yield f'{rule}[suffix="{_END_PARAMETER}"]: /(?s:.*)/'
 
 
-def _resolved(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_keywords(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a schema, or of the schema it refers to, without annotations."""
     for _ in range(_MAX_REFERENCES):
         schema = {} if isinstance(schema, bool) else schema
-        asked = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-        if asked.keys() != {"$ref"}:
-            return asked
-        schema = target_of(whole, asked["$ref"])
+        keywords = {key: value for key, value in schema.items() if key not in ANNOTATION_KEYWORDS}
+        if keywords.keys() != {"$ref"}:
+            return keywords
+        schema = resolve_reference(root, keywords["$ref"])
     return {}

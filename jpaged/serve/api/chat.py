@@ -1,95 +1,103 @@
 """`/v1/chat/completions`: chat events as OpenAI's messages and the deltas of its chunks."""
 
 from jpaged import CallStart, TextDelta
-from jpaged.serve.api.chat_events import Event
-from jpaged.serve.api.generation import ChatGeneration, ChoicesGeneration, Json, finite
+from jpaged.serve.api.chat_events import ChatEvent
+from jpaged.serve.api.generation import ChatGeneration, ChoicesGeneration, JsonObject, clamp_logprob
 
-_REST: Json = {"logprobs": None, "finish_reason": None}
+_NO_TOKEN_FIELDS: JsonObject = {"logprobs": None, "finish_reason": None}
 """Fields of the chunks that have no tokens of their own."""
 
 
-class Chat(ChatGeneration, ChoicesGeneration):
+class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
     """One request of `/v1/chat/completions`."""
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def _whole_fields(self) -> Json:
-        body: Json = {}
-        if self._asked.return_token_ids:
+    def _extra_body_fields(self) -> JsonObject:
+        body: JsonObject = {}
+        if self._api_request.return_token_ids:
             body["prompt_token_ids"] = self._prompts[0]
-        if self._asked.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._shown_prompt_logprobs(0)
+        if self._api_request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._format_prompt_logprobs(0)
         return body
 
-    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[Json]:
+    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
         """Return one choice per event. The last one has what belongs to the tokens."""
-        answer = self._answer(number)
-        deltas = list(filter(None, map(_delta, answer.add(delta))))
+        answer = self._answer_events(number)
+        deltas = list(filter(None, map(_event_delta, answer.add(delta))))
         if deltas and delta.finished and "tool_calls" in deltas[-1]:
             deltas.append({})  # OpenAI sends the finish reason of calls in a chunk without a delta
         if not deltas and (not self._is_parsed or self._has_more_than_text(delta)):
             deltas = [{}]
-        chunks: list[Json] = []
+        chunks: list[JsonObject] = []
         if is_first:
-            chunks.append({"index": number, "delta": {"role": "assistant", "content": ""}, **_REST})
+            chunks.append(
+                {"index": number, "delta": {"role": "assistant", "content": ""}, **_NO_TOKEN_FIELDS}
+            )
         if deltas:
             *others, last = deltas
-            chunks += [{"index": number, "delta": each, **_REST} for each in others]
-            own = {"logprobs": self._logprobs(delta), **self._ending(delta)}
+            chunks += [{"index": number, "delta": each, **_NO_TOKEN_FIELDS} for each in others]
+            own = {"logprobs": self._logprobs(delta), **self._finish_fields(delta)}
             own["finish_reason"] = answer.finish_reason
             chunks.append({"index": number, "delta": last, **own})
         return chunks
 
     def _has_more_than_text(self, delta: TextDelta) -> bool:
-        return delta.finished or bool(delta.logprobs) or self._asked.return_token_ids
+        return delta.finished or bool(delta.logprobs) or self._api_request.return_token_ids
 
-    def _choice(self, number: int, answer: TextDelta) -> Json:
-        items = self._answer(number).items
+    def _choice(self, number: int, answer: TextDelta) -> JsonObject:
+        items = self._answer_events(number).items
         content = "".join(item.text for item in items if item.kind == "content")
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if self._has_reasoning:
             reasoning = "".join(item.text for item in items if item.kind == "reasoning")
             message["reasoning_content"] = reasoning or None
-        if calls := [_call(item.call, item.text) for item in items if item.call is not None]:
+        if calls := [_tool_call(item.call, item.text) for item in items if item.call is not None]:
             message["content"] = content or None
             message["tool_calls"] = calls
         return {
             "index": number,
             "message": message,
             "logprobs": self._logprobs(answer),
-            **self._ending(answer),
-            "finish_reason": self._answer(number).finish_reason,
+            **self._finish_fields(answer),
+            "finish_reason": self._answer_events(number).finish_reason,
         }
 
-    def _logprobs(self, delta: TextDelta) -> Json | None:
-        num_top = self._asked.num_logprobs
+    def _logprobs(self, delta: TextDelta) -> JsonObject | None:
+        num_top = self._api_request.num_logprobs
         if num_top is None:
             return None
         content = []
-        for token_id, found in zip(delta.token_ids, delta.logprobs or (), strict=True):
-            best = sorted(found.items(), key=lambda item: -item[1].logprob)[:num_top]
-            top = [self._scored(each, own.logprob) for each, own in best]
-            content.append(self._scored(token_id, found[token_id].logprob) | {"top_logprobs": top})
+        for token_id, candidates in zip(delta.token_ids, delta.logprobs or (), strict=True):
+            best = sorted(candidates.items(), key=lambda item: -item[1].logprob)[:num_top]
+            top = [self._format_logprob(each, own.logprob) for each, own in best]
+            content.append(
+                self._format_logprob(token_id, candidates[token_id].logprob) | {"top_logprobs": top}
+            )
         return {"content": content, "refusal": None}
 
-    def _scored(self, token_id: int, logprob: float) -> Json:
+    def _format_logprob(self, token_id: int, logprob: float) -> JsonObject:
         """Return a token and its log-probability. A part of a character has bytes but no text."""
-        own = list(self._texts.token_bytes(token_id))
-        return {"token": self._shown(token_id), "logprob": finite(logprob), "bytes": own}
+        own = list(self._tokenizing.token_bytes(token_id))
+        return {
+            "token": self._format_token(token_id),
+            "logprob": clamp_logprob(logprob),
+            "bytes": own,
+        }
 
 
-def _delta(event: Event) -> Json | None:
+def _event_delta(event: ChatEvent) -> JsonObject | None:
     """Return the delta that OpenAI's stream has for an event; None if it has none."""
-    what, item, text = event
-    if what == "text":
+    event_kind, item, text = event
+    if event_kind == "text":
         if item.call is None:
             return {"content" if item.kind == "content" else "reasoning_content": text}
         return {"tool_calls": [{"index": item.call.index, "function": {"arguments": text}}]}
-    if what == "start" and item.call is not None:
-        return {"tool_calls": [{"index": item.call.index, **_call(item.call, "")}]}
+    if event_kind == "start" and item.call is not None:
+        return {"tool_calls": [{"index": item.call.index, **_tool_call(item.call, "")}]}
     return None
 
 
-def _call(start: CallStart, arguments: str) -> Json:
+def _tool_call(start: CallStart, arguments: str) -> JsonObject:
     function = {"name": start.name, "arguments": arguments}
     return {"id": start.id, "type": "function", "function": function}

@@ -9,11 +9,11 @@ from typing import Literal
 
 from jpaged import AnswerParser, CallArguments, CallStart, Content, Reasoning, TextDelta
 
-Kind = Literal["reasoning", "content", "tool_call"]
+ItemKind = Literal["reasoning", "content", "tool_call"]
 
 
 @dataclass(eq=False, slots=True)
-class Item:
+class AnswerItem:
     """One part of an answer.
 
     Attributes:
@@ -24,19 +24,19 @@ class Item:
         pieces: The text so far, or a tool call's arguments as JSON text; empty if not kept.
     """
 
-    kind: Kind
+    kind: ItemKind
     index: int
     call: CallStart | None = None
     is_complete: bool = False
-    pieces: list[str] = field(default_factory=list)
+    chunks: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """The pieces joined."""
-        return "".join(self.pieces)
+        return "".join(self.chunks)
 
 
-Event = tuple[Literal["start", "text", "end"], Item, str]
+ChatEvent = tuple[Literal["start", "text", "end"], AnswerItem, str]
 """The kind of event, the item, and the new text, which is empty unless the kind is "text".
 
 The text of a tool call is a part of its arguments. An item ends when the next item starts or the
@@ -60,65 +60,65 @@ class AnswerEvents:
 
     def __init__(self, parser: AnswerParser | None, *, keeps_text: bool):
         self._parser, self._keeps_text = parser, keeps_text
-        self.items: list[Item] = []
+        self.items: list[AnswerItem] = []
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
         self.num_reasoning_tokens = 0
-        self._events: list[Event] = []
+        self._events: list[ChatEvent] = []
 
-    def add(self, delta: TextDelta) -> list[Event]:
+    def add(self, delta: TextDelta) -> list[ChatEvent]:
         """Return the events of the answer's next delta."""
         if self._parser is None:
             if delta.text:
-                self._grow("content", delta.text)
+                self._add_text("content", delta.text)
         else:
-            self._parse(self._parser, delta)
+            self._parse_delta(self._parser, delta)
         if delta.finished:
             self._finish(delta)
         events, self._events = self._events, []
         return events
 
-    def _parse(self, parser: AnswerParser, delta: TextDelta) -> None:
+    def _parse_delta(self, parser: AnswerParser, delta: TextDelta) -> None:
         parts = parser.feed(delta.text)
         parts += parser.end() if delta.finished else []
         for part in parts:
             match part:
                 case Content():
-                    self._grow("content", part.text)
+                    self._add_text("content", part.text)
                 case Reasoning():
-                    self._grow("reasoning", part.text)
+                    self._add_text("reasoning", part.text)
                 case CallStart():
-                    self._start("tool_call", part)
+                    self._start_item("tool_call", part)
                 case CallArguments():
-                    self._grow("tool_call", part.text)
+                    self._add_text("tool_call", part.text)
         if parts and isinstance(parts[-1], Reasoning):  # nothing precedes reasoning
             self.num_reasoning_tokens += len(delta.token_ids)
 
     def _finish(self, delta: TextDelta) -> None:
         stopped = delta.finish_reason == "stop"
-        self._end(is_complete=stopped)
+        self._end_item(is_complete=stopped)
         self.finish_reason = delta.finish_reason
         if stopped and any(item.call for item in self.items):
             self.finish_reason = "tool_calls"
         if stopped and isinstance(delta.stop_reason, str):
             self.stop_string = delta.stop_reason
 
-    def _grow(self, kind: Kind, text: str) -> None:
+    def _add_text(self, kind: ItemKind, text: str) -> None:
         item = self.items[-1] if self.items else None
         if item is None or item.kind != kind:
-            item = self._start(kind)
+            item = self._start_item(kind)
         if self._keeps_text:
-            item.pieces.append(text)
+            item.chunks.append(text)
         self._events.append(("text", item, text))
 
-    def _start(self, kind: Kind, call: CallStart | None = None) -> Item:
-        self._end(is_complete=True)
-        item = Item(kind, len(self.items), call)
+    def _start_item(self, kind: ItemKind, call: CallStart | None = None) -> AnswerItem:
+        self._end_item(is_complete=True)
+        item = AnswerItem(kind, len(self.items), call)
         self.items.append(item)
         self._events.append(("start", item, ""))
         return item
 
-    def _end(self, *, is_complete: bool) -> None:
+    def _end_item(self, *, is_complete: bool) -> None:
         if self.items:
             self.items[-1].is_complete = is_complete
             self._events.append(("end", self.items[-1], ""))

@@ -7,51 +7,61 @@ from itertools import accumulate
 from jpaged import TextDelta
 from jpaged.serve.api import generation
 from jpaged.serve.api.fields import CompletionRequest
-from jpaged.serve.api.generation import LOWEST, Candidates, ChoicesGeneration, Json, finite
-from jpaged.serve.engine.client import News
+from jpaged.serve.api.generation import (
+    MIN_LOGPROB,
+    ChoicesGeneration,
+    JsonObject,
+    LogprobsByToken,
+    clamp_logprob,
+)
+from jpaged.serve.engine.client import RequestUpdate
 from jpaged.serve.engine.messages import EngineRequest
-from jpaged.serve.engine.tokenizing_process import Order
+from jpaged.serve.engine.tokenizing_process import TokenizeJob
 
 
-class Completions(ChoicesGeneration):
+class CompletionsGeneration(ChoicesGeneration):
     """One request of `/v1/completions`."""
 
     whole_object = chunk_object = "text_completion"
-    _asked: CompletionRequest
+    _api_request: CompletionRequest
 
-    async def _requests(self) -> list[EngineRequest]:
-        asked, texts = self._asked, self._texts
-        scored = asked.logprobs if asked.echo else None
-        scored = asked.prompt_logprobs if scored is None else scored
-        # The engine scores a prompt only together with the first token after it.
-        params = asked.sampling_params(
-            max(asked.max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=scored
+    async def _make_engine_requests(self) -> list[EngineRequest]:
+        api_request, tokenizing = self._api_request, self._tokenizing
+        num_prompt_logprobs = api_request.logprobs if api_request.echo else None
+        num_prompt_logprobs = (
+            api_request.prompt_logprobs if num_prompt_logprobs is None else num_prompt_logprobs
         )
-        if asked.form is not None:
-            await texts.check_form(asked.form, asked.form_path, self._client)
+        # The engine scores a prompt only together with the first token after it.
+        params = api_request.sampling_params(
+            max(api_request.max_tokens, 1),
+            logprobs=api_request.logprobs,
+            prompt_logprobs=num_prompt_logprobs,
+        )
+        if api_request.spec is not None:
+            await tokenizing.check_spec(api_request.spec, api_request.spec_path, self._client)
         requests = []
-        for i, prompt in enumerate(asked.prompts):
-            path = f"prompt[{i}]" if len(asked.prompts) > 1 else "prompt"
+        for i, prompt in enumerate(api_request.prompts):
+            path = f"prompt[{i}]" if len(api_request.prompts) > 1 else "prompt"
             if isinstance(prompt, str):
-                prompt = Order(prompt, asked.add_special_tokens)
-            ids = await texts.prompt_ids(
-                prompt, path, asked.max_tokens, asked.truncate_prompt_tokens
+                prompt = TokenizeJob(prompt, api_request.add_special_tokens)
+            ids = await tokenizing.prompt_ids(
+                prompt, path, api_request.max_tokens, api_request.truncate_prompt_tokens
             )
-            requests.append(self._request(i, ids, params))
-        if asked.echo:
-            are_whole = asked.truncate_prompt_tokens is None
-            self._echoed = [
+            requests.append(self._make_engine_request(i, ids, params))
+        if api_request.echo:
+            is_untruncated = api_request.truncate_prompt_tokens is None
+            self._prompt_texts = [
                 prompt
-                if isinstance(prompt, str) and are_whole
-                else await texts.decode(each.prompt_token_ids)
-                for prompt, each in zip(asked.prompts, requests, strict=True)
+                if isinstance(prompt, str) and is_untruncated
+                else await tokenizing.decode(each.prompt_token_ids)
+                for prompt, each in zip(api_request.prompts, requests, strict=True)
             ]
-        self._num_characters = [0] * (len(requests) * asked.n)  # already covered by logprobs
+        self._num_characters = [0] * (len(requests) * api_request.n)  # already covered by logprobs
         return requests
 
-    def _visible(self, delta: TextDelta) -> TextDelta:
+    def _visible_delta(self, delta: TextDelta) -> TextDelta:
         """Hide the token that was generated only to score the prompt (`max_tokens=0`)."""
-        if self._asked.max_tokens:
+        if self._api_request.max_tokens:
             return delta
         reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         scores = delta.logprobs and []
@@ -59,56 +69,59 @@ class Completions(ChoicesGeneration):
             delta, text="", token_ids=(), logprobs=scores, finish_reason=reason, stop_reason=None
         )
 
-    def _is_large(self, news: list[News]) -> bool:
+    def _is_large(self, updates: list[RequestUpdate]) -> bool:
         """Whether many tokens arrived, or an answer begins by echoing a long prompt's scores."""
-        asked = self._asked
-        if super()._is_large(news):
+        api_request = self._api_request
+        if super()._is_large(updates):
             return True
-        if not asked.echo or asked.logprobs is None:
+        if not api_request.echo or api_request.logprobs is None:
             return False
         return any(
-            len(self._prompts[index]) > generation.MANY_TOKENS
-            and any(index * asked.n + own.index not in self._begun for own in delta.deltas)
-            for index, delta in news
+            len(self._prompts[index]) > generation.MAX_INLINE_LOGPROBS
+            and any(
+                index * api_request.n + own.index not in self._started_answers
+                for own in delta.deltas
+            )
+            for index, delta in updates
         )
 
-    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[Json]:
-        index, with_prompt = number // self._asked.n, is_first and self._asked.echo
+    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
+        index, with_prompt = number // self._api_request.n, is_first and self._api_request.echo
         choice = {
             "index": number,
-            "text": (self._echoed[index] if with_prompt else "") + delta.text,
+            "text": (self._prompt_texts[index] if with_prompt else "") + delta.text,
             "logprobs": self._logprobs(number, delta, with_prompt=with_prompt),
-            **self._ending(delta),
+            **self._finish_fields(delta),
         }
-        if is_first and self._asked.return_token_ids:
+        if is_first and self._api_request.return_token_ids:
             choice["prompt_token_ids"] = self._prompts[index]
         return [choice]
 
-    def _choice(self, number: int, answer: TextDelta) -> Json:
+    def _choice(self, number: int, answer: TextDelta) -> JsonObject:
         (choice,) = self._chunks(number, answer, is_first=True)
-        if self._asked.prompt_logprobs is not None:
-            index = number // self._asked.n
-            choice["prompt_logprobs"] = self._shown_prompt_logprobs(index)
+        if self._api_request.prompt_logprobs is not None:
+            index = number // self._api_request.n
+            choice["prompt_logprobs"] = self._format_prompt_logprobs(index)
         return choice
 
-    def _logprobs(self, number: int, delta: TextDelta, *, with_prompt: bool) -> Json | None:
+    def _logprobs(self, number: int, delta: TextDelta, *, with_prompt: bool) -> JsonObject | None:
         """Return the log-probabilities of new tokens, after those of the prompt if it is echoed.
 
         The first token of a prompt has no candidates.
         """
-        if self._asked.logprobs is None:
+        if self._api_request.logprobs is None:
             return None
         ids: Sequence[int] = delta.token_ids
-        candidates: Sequence[Candidates | None] = delta.logprobs or ()
-        width, starts = self._texts.num_characters, list[int]()
+        candidates: Sequence[LogprobsByToken | None] = delta.logprobs or ()
+        width, starts = self._tokenizing.num_characters, list[int]()
         if with_prompt:
-            index = number // self._asked.n
+            index = number // self._api_request.n
             prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
             # A request that was cut short may lack the scores of its last tokens.
             scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
             # A token that the tokenizer puts before a prompt is not part of the prompt's text.
-            length = len(self._echoed[index])
+            length = len(self._prompt_texts[index])
             before = min(length - sum(map(width, prompt)), 0)
             *starts, _ = accumulate(map(width, prompt), initial=before)
             self._num_characters[number] = length
@@ -118,15 +131,17 @@ class Completions(ChoicesGeneration):
         found = list(zip(ids, candidates, strict=True))
         return {
             "text_offset": [max(start, 0) for start in starts] + offsets,
-            "token_logprobs": [None if c is None else finite(c[t].logprob) for t, c in found],
-            "tokens": [self._shown(token_id) for token_id in ids],
-            "top_logprobs": [None if c is None else self._top(c) for c in candidates],
+            "token_logprobs": [
+                None if c is None else clamp_logprob(c[t].logprob) for t, c in found
+            ],
+            "tokens": [self._format_token(token_id) for token_id in ids],
+            "top_logprobs": [None if c is None else self._top_logprobs(c) for c in candidates],
         }
 
-    def _top(self, candidates: Candidates) -> dict[str, float]:
+    def _top_logprobs(self, candidates: LogprobsByToken) -> dict[str, float]:
         """Return candidates by text; of several tokens with one text, the likeliest."""
         top: dict[str, float] = {}
         for token_id, found in candidates.items():
-            text, logprob = self._shown(token_id), finite(found.logprob)
-            top[text] = max(logprob, top.get(text, LOWEST))
+            text, logprob = self._format_token(token_id), clamp_logprob(found.logprob)
+            top[text] = max(logprob, top.get(text, MIN_LOGPROB))
         return top

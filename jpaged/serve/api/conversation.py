@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import TOOL_CALL_FAMILIES
-from jpaged.serve.errors import ApiError, bad_field
-from jpaged.serve.http.bodies import BODY, parse_json
-from jpaged.serve.http.exchange import large_json
+from jpaged.serve.errors import ApiError, field_error
+from jpaged.serve.http.bodies import BODY_NAME, parse_json
+from jpaged.serve.http.exchange import encode_large_json
 from jpaged.serve.options import ServeConfig
 
 MAX_TOOLS = 128
@@ -23,16 +23,18 @@ _MAX_ARGUMENTS_VALUES = 64 * 1024
 """Values in a call's arguments, as `parse_json` counts them."""
 
 TEXT_ONLY = "text is all that goes in and out"
-_CONTENT_ALONE = "messages have their content alone"
-_OLD_CALLS = "send tool_calls, which took its place"
-_HOW_NAMED = "letters, digits, _ and -, at most 64"
-_HELD = "arguments obey the schema also where the model chooses to call"
+_CONTENT_ONLY = "messages have their content alone"
+_DEPRECATED_FUNCTION_CALL = "send tool_calls, which took its place"
+_FUNCTION_NAME_RULE = "letters, digits, _ and -, at most 64"
+_STRICT_DESCRIPTION = "arguments obey the schema also where the model chooses to call"
 
-Name = Annotated[str, Meta(max_length=1000)]
+Identifier = Annotated[str, Meta(max_length=1000)]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
-Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
-FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}(?!\n)$", description=_HOW_NAMED)]
-CalledName = Annotated[str, Meta(min_length=1, max_length=256)]
+TemplateVariables = Annotated[dict[str, Scalar], Meta(max_length=32)]
+FunctionName = Annotated[
+    str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}(?!\n)$", description=_FUNCTION_NAME_RULE)
+]
+CalledFunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,30 +44,30 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a field that it does not have may be null, which asks for nothing."""
 
 
-class Function(Body, frozen=True, kw_only=True):
+class FunctionDefinition(Body, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], Meta(description="a JSON schema")] | None = None
-    strict: Annotated[bool, Meta(description=_HELD)] | None = None
+    strict: Annotated[bool, Meta(description=_STRICT_DESCRIPTION)] | None = None
 
 
-class Tool(Body, frozen=True, kw_only=True):
+class ChatTool(Body, frozen=True, kw_only=True):
     """A tool that the model is told of."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
     @property
-    def told(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         """As templates take it: without what was not given."""
         own = self.function
         kept = {"name": own.name, "description": own.description, "parameters": own.parameters}
         return {"type": "function", "function": {k: v for k, v in kept.items() if v is not None}}
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def grammar_dict(self) -> dict[str, Any]:
         """As a grammar takes it."""
         own = self.function
         kept = {"name": own.name, "parameters": own.parameters, "strict": own.strict}
@@ -85,7 +87,7 @@ class ChosenTool(Body, frozen=True, kw_only=True):
     function: ChosenFunction
 
 
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ChatTools = Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
@@ -93,7 +95,7 @@ class FunctionCall(Body, frozen=True, kw_only=True):
     """What was called."""
 
     drops_unknown_nulls: ClassVar[bool] = True
-    name: CalledName
+    name: CalledFunctionName
     arguments: Annotated[str, Meta(description="JSON text of an object; may be empty")]
 
 
@@ -102,15 +104,15 @@ class ToolCall(Body, frozen=True, kw_only=True):
 
     drops_unknown_nulls: ClassVar[bool] = True
     function: FunctionCall
-    id: Name | None = None
+    id: Identifier | None = None
     type: Literal["function"] = "function"
 
     @property
-    def told(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         """As templates take it, but for the arguments, which are JSON text."""
         own = {"name": self.function.name, "arguments": self.function.arguments}
-        told = {"type": "function", "function": own}
-        return told if self.id is None else {"id": self.id, **told}
+        template_dict = {"type": "function", "function": own}
+        return template_dict if self.id is None else {"id": self.id, **template_dict}
 
 
 class TextPart(Body, frozen=True, kw_only=True):
@@ -122,70 +124,70 @@ class TextPart(Body, frozen=True, kw_only=True):
     text: str
 
 
-class Message(Body, frozen=True, kw_only=True):
+class ChatMessage(Body, frozen=True, kw_only=True):
     """One message of a conversation, such as an answer that is sent back as it came."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
-    function_call: Annotated[None, Meta(description=_OLD_CALLS)] = None
+    function_call: Annotated[None, Meta(description=_DEPRECATED_FUNCTION_CALL)] = None
     tool_call_id: Annotated[str, Meta(max_length=1000, description="of role tool")] | None = None
     name: Annotated[str, Meta(max_length=1000, description="of role tool")] | None = None
     reasoning_content: (
         Annotated[str, Meta(description="for templates that write what was thought")] | None
     ) = None
-    refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
+    refusal: Annotated[Literal[""], Meta(description=_CONTENT_ONLY)] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ONLY)] | None = None
 
     @property
     def text(self) -> str:
         """The content; its parts are joined by line breaks."""
-        return text_of(self.content)
+        return content_text(self.content)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         """As templates take it, but for the arguments of calls, which are JSON text."""
-        told: dict[str, Any] = {"role": self.role, "content": self.text}
+        template_dict: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "assistant":
             if self.reasoning_content is not None:
-                told["reasoning_content"] = self.reasoning_content
+                template_dict["reasoning_content"] = self.reasoning_content
             if self.tool_calls:
-                told["tool_calls"] = [call.told for call in self.tool_calls]
+                template_dict["tool_calls"] = [call.template_dict for call in self.tool_calls]
         elif self.role == "tool":
             for name in ("tool_call_id", "name"):
                 if (value := getattr(self, name)) is not None:
-                    told[name] = value
-        return told
+                    template_dict[name] = value
+        return template_dict
 
 
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-def text_of(content: str | Sequence[Any] | None) -> str:
+def content_text(content: str | Sequence[Any] | None) -> str:
     """Return the text of a message's content; its parts are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
 
 
-def function_tool(own: Any, parameters: dict[str, Any] | None) -> Tool:
+def to_chat_tool(own: Any, parameters: dict[str, Any] | None) -> ChatTool:
     """Return a function as a tool of a chat, given a tool that has the other fields itself."""
-    function = Function(
+    function = FunctionDefinition(
         name=own.name, description=own.description, parameters=parameters, strict=own.strict
     )
-    return Tool(type="function", function=function)
+    return ChatTool(type="function", function=function)
 
 
-def check_has(item: Any, path: str, *names: str) -> None:
+def check_required_fields(item: Any, path: str, *names: str) -> None:
     """Raise ApiError unless an item of several kinds has the fields that its `type` needs."""
     for name in names:
         if getattr(item, name) is None:
             own = f"{path}.{name}"
-            raise bad_field(own, "is missing", remedy=f"it is required of type {item.type!r}")
+            raise field_error(own, "is missing", remedy=f"it is required of type {item.type!r}")
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Check what the fields of messages do not tell one by one.
 
     Raises:
@@ -196,10 +198,12 @@ def check_messages(messages: Sequence[Message]) -> None:
         path = f"messages[{i}]"
         calls = message.tool_calls or ()
         if message.content is None and not calls:
-            raise bad_field(f"{path}.content", "is missing", remedy="it is required")
+            raise field_error(f"{path}.content", "is missing", remedy="it is required")
         if calls and message.role != "assistant":
             path = f"{path}.tool_calls"
-            raise bad_field(path, ": only an assistant's message has calls", value=shown(calls))
+            raise field_error(
+                path, ": only an assistant's message has calls", value=format_value(calls)
+            )
         for j, call in enumerate(calls):
             own = f"{path}.tool_calls[{j}].function.arguments"
             _check_arguments(own, call.function.arguments)
@@ -210,13 +214,13 @@ def _check_arguments(path: str, arguments: str) -> None:
     try:
         value = parse_json(arguments.encode(), _MAX_ARGUMENTS_VALUES) if arguments else {}
     except ApiError as error:
-        value, why = None, f" ({str(error.renamed({BODY: 'it'}))[:200]})"
+        value, why = None, f" ({str(error.with_renamed_fields({BODY_NAME: 'it'}))[:200]})"
     if not isinstance(value, dict):
         must = "must be the JSON text of an object: mend it, or leave the call out"
-        raise bad_field(path, f"{must}{why}", value=shown(arguments))
+        raise field_error(path, f"{must}{why}", value=format_value(arguments))
 
 
-def check_tools(tools: Sequence[Tool] | None, choice: str | ChosenTool | None = None) -> None:
+def check_tools(tools: Sequence[ChatTool] | None, choice: str | ChosenTool | None = None) -> None:
     """Check what the fields of tools do not tell one by one.
 
     Raises:
@@ -224,39 +228,41 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | ChosenTool | None = 
     """
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise bad_field("tools", f"names the function {twice!r} twice", remedy="each needs its own")
-    size = len(large_json([tool.told for tool in tools])) if tools else 0
+        repeated_name = next(name for i, name in enumerate(names) if name in names[:i])
+        raise field_error(
+            "tools", f"names the function {repeated_name!r} twice", remedy="each needs its own"
+        )
+    size = len(encode_large_json([tool.template_dict for tool in tools])) if tools else 0
     if size > MAX_TOOLS_BYTES:
         what = f"{size} bytes of JSON: at most {MAX_TOOLS_BYTES} are allowed"
         shorten = "; shorten descriptions or "
-        raise bad_field("tools", f"has {what}{shorten}", "parameters")
+        raise field_error("tools", f"has {what}{shorten}", "parameters")
     if choice is None or choice in ("none", "auto"):
         return
     named = choice.function.name if isinstance(choice, ChosenTool) else None
     if named is not None and named not in names:
         known = ", ".join(names)[:200] or "none"
         problem = f"names the function {named!r}, which is not in tools: {known}"
-        raise bad_field("tool_choice", problem)
+        raise field_error("tool_choice", problem)
     if not names:
-        raise bad_field("tool_choice", "needs tools to choose from", value=repr(choice))
+        raise field_error("tool_choice", "needs tools to choose from", value=repr(choice))
 
 
-def check_calls_are_found(tools: Sequence[Tool], config: ServeConfig) -> None:
+def check_tools_enabled(tools: Sequence[ChatTool], config: ServeConfig) -> None:
     """Raise ApiError for tools, if the server does not look for calls in answers."""
     if tools and not (config.enable_auto_tool_choice and config.tool_call_parser):
         families = "|".join(TOOL_CALL_FAMILIES)
         need = f"--enable-auto-tool-choice --tool-call-parser {families}"
         problem = f"needs a server started with {need}; or tool_choice='none'"
-        raise bad_field("tools", problem, value=shown(tools))
+        raise field_error("tools", problem, value=format_value(tools))
 
 
-class Template:
+class TemplateFields:
     """How a conversation is written out: what bodies with messages have in common."""
 
     __slots__ = ()
-    messages: list[Message] | None
-    tools: list[Tool] | None
+    messages: list[ChatMessage] | None
+    tools: list[ChatTool] | None
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
@@ -267,25 +273,25 @@ class Template:
             if name not in allowed:
                 known = ", ".join(sorted(allowed)) or "none"
                 problem = f"has {name[:60]!r}; allowed here: {known}"
-                raise bad_field("chat_template_kwargs", problem)
+                raise field_error("chat_template_kwargs", problem)
         if self.continue_final_message and self.add_generation_prompt:
             problem = "needs add_generation_prompt=false"
-            raise bad_field("continue_final_message", problem, value="true")
+            raise field_error("continue_final_message", problem, value="true")
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[ChatTool]:
         """The tools that the model is told of."""
         return self.tools or []
 
     @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def template_messages(self) -> list[dict[str, Any]]:
         """The messages as templates take them, but for calls' arguments, which are JSON text."""
-        return [each.told for each in self.messages or ()]
+        return [each.template_dict for each in self.messages or ()]
 
     @property
     def template_options(self) -> dict[str, Any]:
         """For the template."""
-        tools = [each.told for each in self.offered_tools]
+        tools = [each.template_dict for each in self.offered_tools]
         return {
             **(self.chat_template_kwargs or {}),
             **({"tools": tools} if tools else {}),
@@ -294,7 +300,7 @@ class Template:
         }
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A JSON value in an error, shortened."""
     if isinstance(value, (dict, list)):
         return f"({'object' if isinstance(value, dict) else 'array'} of {len(value)})"

@@ -16,72 +16,77 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import SamplingParams, StructuredOutputs, options
-from jpaged.errors import info_of
+from jpaged.errors import error_info
 from jpaged.serve.api.conversation import (
     TEXT_ONLY,
     Body,
+    ChatMessages,
+    ChatTool,
+    ChatTools,
     ChosenTool,
-    Messages,
-    Name,
+    Identifier,
     Scalar,
-    Template,
-    Tool,
+    TemplateFields,
+    TemplateVariables,
     ToolChoice,
-    Tools,
-    Variables,
     check_messages,
     check_tools,
-    shown,
+    format_value,
 )
-from jpaged.serve.api.response_format import FORM, AnswerForm, ResponseFormat, form_of
-from jpaged.serve.errors import ApiError, bad_field
+from jpaged.serve.api.response_format import (
+    SPEC_DESCRIPTION,
+    ResponseFormat,
+    StructuredOutputsFields,
+    requested_spec,
+)
+from jpaged.serve.errors import ApiError, field_error
 from jpaged.serve.options import Limits
 
 T = TypeVar("T", bound="Body")
-Schema = dict[str, Any]
-Prompt = str | list[int]
+OpenApiSchema = dict[str, Any]
+PromptInput = str | list[int]
 
 MAX_TOKEN_IDS = 4096
-_INT31, _INT64 = 2**31 - 1, 2**63 - 1
-_LARGEST = 1e6
+_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+_MAX_FLOAT = 1e6
 """The largest number with a fraction, where `SamplingParams` has no bound."""
 
-_SAMPLING = options.options_of(SamplingParams)
+_SAMPLING_OPTIONS = options.declared_options(SamplingParams)
 
 
 def _bounds(parameter: str, description: str | None = None) -> Meta:
     """The bounds that `SamplingParams` declares, and where it has none, those of a server."""
-    own: Any = _SAMPLING[parameter][1]
-    if own.kind is bool:
+    own: Any = _SAMPLING_OPTIONS[parameter][1]
+    if own.value_type is bool:
         return Meta(description=description)
-    if own.kind is int:
+    if own.value_type is int:
         # `seed` alone goes beyond 63 bits; msgspec takes no bound that does.
-        high = min(own.high or own.served_high or _INT31, _INT64)
+        high = min(own.high or own.server_max or _MAX_INT32, _MAX_INT64)
         return Meta(ge=own.low, le=high, description=description)
-    high = _LARGEST if own.high is None else own.high
+    high = _MAX_FLOAT if own.high is None else own.high
     if own.above is not None:
         return Meta(gt=own.above, le=high, description=description)
-    return Meta(ge=-_LARGEST if own.low is None else own.low, le=high, description=description)
+    return Meta(ge=-_MAX_FLOAT if own.low is None else own.low, le=high, description=description)
 
 
-_WHICH_MODEL = "one of /v1/models; nothing means the first"
-_HOW_MANY_BEAMS = "search with beam_width (else best_of, n) beams"
-_WHO_SHARES = "prompts share cached prefixes only with others of their salt"
-_WHAT_IS_KEPT = "keep the last so many; -1: as many as the model takes"
+_MODEL_DESCRIPTION = "one of /v1/models; nothing means the first"
+_BEAM_SEARCH_DESCRIPTION = "search with beam_width (else best_of, n) beams"
+_CACHE_SALT_DESCRIPTION = "prompts share cached prefixes only with others of their salt"
+_TRUNCATION_DESCRIPTION = "keep the last so many; -1: as many as the model takes"
 
-Id = Annotated[int, Meta(ge=0, le=_INT31)]
-Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
-Text = Annotated[str, Meta(min_length=1)]
-NumTop = Annotated[int, _bounds("logprobs")]
-Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
-Bias = Annotated[float, _bounds("logit_bias")]
-Salt = Annotated[str, Meta(min_length=1, max_length=1000, description=_WHO_SHARES)]
-NumKept = Annotated[int, Meta(ge=-1, le=_INT31, description=_WHAT_IS_KEPT)]
-AsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
-IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
+TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+NonEmptyText = Annotated[str, Meta(min_length=1)]
+NumLogprobs = Annotated[int, _bounds("logprobs")]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+LogitBias = Annotated[float, _bounds("logit_bias")]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1000, description=_CACHE_SALT_DESCRIPTION)]
+TruncationLength = Annotated[int, Meta(ge=-1, le=_MAX_INT32, description=_TRUNCATION_DESCRIPTION)]
+TokensAsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
+TokenIdText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 
 _NO_EFFECT = "accepted, and without effect here"
-Echoed = Annotated[Any, Meta(description=_NO_EFFECT)]
+EchoedValue = Annotated[Any, Meta(description=_NO_EFFECT)]
 """A field without effect that an answer repeats as it was sent."""
 
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -99,16 +104,16 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
         *("include", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
         *("reasoning", "safety_identifier", "service_tier", "stream_options"),
     ),
-    "Part": ("annotations", "logprobs"),
+    "ContentPart": ("annotations", "logprobs"),
     "InputItem": ("encrypted_content", "id", "phase", "status", "summary"),
     "TextOptions": ("verbosity",),
     # Messages
     "CountTokensRequest": ("cache_control", "inference_geo", "speed"),
     "MessagesRequest": ("metadata", "service_tier"),
     "TextBlock": ("cache_control", "citations"),
-    "Block": ("cache_control", "caller", "citations", "data", "signature"),
+    "ContentBlock": ("cache_control", "caller", "citations", "data", "signature"),
     "CustomTool": ("cache_control", "eager_input_streaming", "input_examples"),
-    "Thinking": ("budget_tokens", "display"),
+    "ThinkingConfig": ("budget_tokens", "display"),
     "OutputConfig": ("effort",),
 }
 """Fields that `read` accepts and drops, by the class of the body. Subclasses accept them too."""
@@ -123,7 +128,7 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     continuous_usage_stats: Annotated[bool, Meta(description="token counts in every chunk")] = False
 
 
-_OWN_FORMS = {"max_tokens", "logprobs", "detokenize", "structured_outputs"}
+_EXCLUDED_PARAMETERS = {"max_tokens", "logprobs", "detokenize", "structured_outputs"}
 """Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
 
 _DESCRIPTIONS = {
@@ -136,57 +141,63 @@ _DESCRIPTIONS = {
 }
 
 
-def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
+def _sampling_param_fields() -> Iterator[tuple[str, Any, Any]]:
     """Yield name, type and default of each parameter that HTTP has as `SamplingParams` has it."""
-    for name, (default, own) in _SAMPLING.items():
-        if own.kind is not None and name not in _OWN_FORMS:
-            hint: Any = Annotated[own.kind, _bounds(name, _DESCRIPTIONS.get(name))]
+    for name, (default, own) in _SAMPLING_OPTIONS.items():
+        if own.value_type is not None and name not in _EXCLUDED_PARAMETERS:
+            hint: Any = Annotated[own.value_type, _bounds(name, _DESCRIPTIONS.get(name))]
             yield name, hint | None if default is None else hint, default
 
 
-_Plain: Any = msgspec.defstruct("_Plain", _plain_fields(), frozen=True, kw_only=True)
+_SamplingParamFields: Any = msgspec.defstruct(
+    "_SamplingParamFields", _sampling_param_fields(), frozen=True, kw_only=True
+)
 
 
-class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
+class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict=True):
     """The fields that completions and chats have in common: parameters of the sampler, of which
     numbers and switches are as `SamplingParams` declares them, and what else is asked."""
 
-    model: Annotated[Name, Meta(description=_WHICH_MODEL)] | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stop_token_ids: Ids | None = None
-    logit_bias: Annotated[dict[IdAsText, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
-    allowed_token_ids: Annotated[list[Id], Meta(max_length=2**20)] | None = None
-    use_beam_search: Annotated[bool, Meta(description=_HOW_MANY_BEAMS)] = False
+    model: Annotated[Identifier, Meta(description=_MODEL_DESCRIPTION)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[TokenIdText, LogitBias], Meta(max_length=MAX_TOKEN_IDS)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
+    use_beam_search: Annotated[bool, Meta(description=_BEAM_SEARCH_DESCRIPTION)] = False
     early_stopping: bool | Literal["never"] = False
     stream: Annotated[bool, Meta(description="server-sent events")] = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31, description="lower is served earlier")] = 0
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: AsIds = False
-    truncate_prompt_tokens: NumKept | None = None
+    return_tokens_as_token_ids: TokensAsIds = False
+    truncate_prompt_tokens: TruncationLength | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[AnswerForm, Meta(description=FORM)] | None = None
+    structured_outputs: (
+        Annotated[StructuredOutputsFields, Meta(description=SPEC_DESCRIPTION)] | None
+    ) = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for a form of answers that cannot be had; here, since bodies are read in
         a thread."""
-        _ = self.form
+        _ = self.spec
 
     @cached_property
-    def form(self) -> StructuredOutputs | None:
+    def spec(self) -> StructuredOutputs | None:
         """What each answer must obey."""
-        return form_of(self.response_format, self.structured_outputs)
+        return requested_spec(self.response_format, self.structured_outputs)
 
     @property
-    def form_path(self) -> str:
+    def spec_path(self) -> str:
         """Where that was asked."""
-        if self.structured_outputs is None or self.form is None:
+        if self.structured_outputs is None or self.spec is None:
             return "response_format.json_schema.schema"
-        return f"structured_outputs.{self.form.kind}"
+        return f"structured_outputs.{self.spec.kind}"
 
     @property
-    def options(self) -> StreamOptions:
+    def effective_stream_options(self) -> StreamOptions:
         """What a stream has in addition to the answer."""
         return self.stream_options or StreamOptions()
 
@@ -198,14 +209,14 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         if self.stream_options is not None and not self.stream:
-            raise bad_field("stream_options", "is for stream=true")
+            raise field_error("stream_options", "is for stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise bad_field("prompt_logprobs", "cannot be streamed")
+            raise field_error("prompt_logprobs", "cannot be streamed")
         if self.truncate_prompt_tokens == 0:
-            raise bad_field("truncate_prompt_tokens", "leaves no prompt", value="0")
+            raise field_error("truncate_prompt_tokens", "leaves no prompt", value="0")
         for name in ("n", "best_of", "beam_width"):
             if (getattr(self, name) or 1) > limits.max_n:
-                raise bad_field(
+                raise field_error(
                     name, f": at most {limits.max_n} here", value=f"{getattr(self, name)}"
                 )
 
@@ -222,21 +233,25 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
         width = self.beam_width
         if self.use_beam_search:
             width = width or self.best_of or self.n
-        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
-        asked["beam_width"] = width
-        asked["structured_outputs"] = self.form
-        asked["best_of"] = None if width else self.best_of
+        parameters: dict[str, Any] = {name: getattr(self, name) for name in _SHARED_PARAMETERS}
+        parameters["beam_width"] = width
+        parameters["structured_outputs"] = self.spec
+        parameters["best_of"] = None if width else self.best_of
         for name in ("stop_token_ids", "allowed_token_ids"):
-            asked[name] = asked[name] and list(dict.fromkeys(asked[name]))
+            parameters[name] = parameters[name] and list(dict.fromkeys(parameters[name]))
         if self.logit_bias is not None:
-            asked["logit_bias"] = {int(token_id): it for token_id, it in self.logit_bias.items()}
+            parameters["logit_bias"] = {
+                int(token_id): it for token_id, it in self.logit_bias.items()
+            }
         try:
-            return SamplingParams(**(asked | others), max_tokens=max_tokens)
+            return SamplingParams(**(parameters | others), max_tokens=max_tokens)
         except (TypeError, ValueError) as error:
-            raise ApiError(400, info_of(error)) from None
+            raise ApiError(400, error_info(error)) from None
 
 
-_SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING} - {"structured_outputs"})
+_SHARED_PARAMETERS = sorted(
+    {*SamplingFields.__struct_fields__} & {*_SAMPLING_OPTIONS} - {"structured_outputs"}
+)
 """Parameters that all requests have under their own names."""
 
 
@@ -244,12 +259,15 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of `/v1/completions`."""
 
     prompt: (
-        Text
-        | Annotated[list[Text | Id | Annotated[list[Id], Meta(min_length=1)]], Meta(min_length=1)]
+        NonEmptyText
+        | Annotated[
+            list[NonEmptyText | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
+            Meta(min_length=1),
+        ]
     )
-    max_tokens: Annotated[int, Meta(ge=0, le=_INT31, description="0 only with echo")] = 16
+    max_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32, description="0 only with echo")] = 16
     echo: Annotated[bool, Meta(description="the prompt comes before the answer")] = False
-    logprobs: NumTop | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: Annotated[
         bool, Meta(description="such as the token that begins a text")
     ] = True
@@ -261,15 +279,21 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         if not isinstance(self.prompt, str):
             is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
             if kinds != {int} if is_ids else int in kinds:
-                odd = next(i for i, it in enumerate(self.prompt) if (type(it) is int) != is_ids)
+                mismatch_index = next(
+                    i for i, it in enumerate(self.prompt) if (type(it) is int) != is_ids
+                )
                 what = "a token id" if is_ids else "a string or an array of token ids"
-                _refuse(f"prompt[{odd}]", self.prompt[odd], f"must be {what}, like those before it")
+                _raise_bad_value(
+                    f"prompt[{mismatch_index}]",
+                    self.prompt[mismatch_index],
+                    f"must be {what}, like those before it",
+                )
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[PromptInput]:
         """The prompts, in a list also if it is one."""
         is_one = isinstance(self.prompt, str) or type(self.prompt[0]) is int
-        return cast(list[Prompt], [self.prompt] if is_one else self.prompt)
+        return cast(list[PromptInput], [self.prompt] if is_one else self.prompt)
 
     @property
     def num_sequences(self) -> int:
@@ -281,36 +305,36 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         super().check(limits)
         if len(self.prompts) > limits.max_prompts:
             most = f"at most {limits.max_prompts} are allowed"
-            raise bad_field("prompt", f"has {len(self.prompts)} entries", remedy=most)
+            raise field_error("prompt", f"has {len(self.prompts)} entries", remedy=most)
         if not self.max_tokens and not self.echo:
-            raise bad_field(
+            raise field_error(
                 "max_tokens", "makes no answer", value="0", remedy="only echo=true allows it"
             )
 
 
-OpensAnswer = Annotated[bool, Meta(description="open the assistant's answer")]
-GoesOn = Annotated[bool, Meta(description="go on with the last message")]
+AddGenerationPrompt = Annotated[bool, Meta(description="open the assistant's answer")]
+ContinueFinalMessage = Annotated[bool, Meta(description="go on with the last message")]
 
 
-class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
+class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
     """The fields of `/v1/chat/completions`."""
 
-    messages: Messages
+    messages: ChatMessages
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     logprobs: bool = False
-    top_logprobs: NumTop | None = None
+    top_logprobs: NumLogprobs | None = None
     add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     modalities: (
         Annotated[list[Annotated[Literal["text"], Meta(description=TEXT_ONLY)]], Meta(max_length=1)]
         | None
     ) = None
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: one call at most")] = True
-    add_generation_prompt: OpensAnswer = True
-    continue_final_message: GoesOn = False
-    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: AddGenerationPrompt = True
+    continue_final_message: ContinueFinalMessage = False
+    chat_template_kwargs: TemplateVariables | None = None
     chat_template: NoTemplate | None = None
 
     def __post_init__(self) -> None:
@@ -320,20 +344,20 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         check_tools(self.tools, self.tool_choice)
         if self.must_call and self.structured_outputs is not None:
             what = "asks for calls, and structured_outputs for another form"
-            raise bad_field("tool_choice", what, remedy="leave one of them out")
+            raise field_error("tool_choice", what, remedy="leave one of them out")
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad_field("top_logprobs", "needs logprobs=true")
+            raise field_error("top_logprobs", "needs logprobs=true")
         for name in ("beam_width", "use_beam_search"):
-            if self.holds_calls and getattr(self, name):
+            if self.has_call_grammar and getattr(self, name):
                 what = "tools that must be called or are strict, or come with a form of the answer"
-                raise bad_field(name, f"cannot go with {what}", remedy="sample instead")
+                raise field_error(name, f"cannot go with {what}", remedy="sample instead")
         if self.add_special_tokens:
             remedy = "the template writes its own"
-            raise bad_field("add_special_tokens", "must be false", value="true", remedy=remedy)
+            raise field_error("add_special_tokens", "must be false", value="true", remedy=remedy)
 
     @property
     def must_call(self) -> bool:
@@ -341,32 +365,32 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
-    def holds_calls(self) -> bool:
+    def has_call_grammar(self) -> bool:
         """Whether a grammar says how tools are called: if they must be, if arguments must obey
         their schema, or if an answer without calls must obey one."""
         tools = self.offered_tools
         if not tools or self.structured_outputs is not None:
             return False
         is_strict = any(tool.function.strict for tool in tools)
-        return self.must_call or is_strict or self.form is not None
+        return self.must_call or is_strict or self.spec is not None
 
-    def forms_within(self) -> Iterator[tuple[str, StructuredOutputs]]:
+    def part_specs(self) -> Iterator[tuple[str, StructuredOutputs]]:
         """What parts of an answer that may call obey, each with its path."""
-        if self.form is not None and not self.must_call:
-            yield self.form_path, self.form
+        if self.spec is not None and not self.must_call:
+            yield self.spec_path, self.spec
         chosen = self.tool_choice
         for i, tool in enumerate(self.offered_tools):
             own = tool.function
             if isinstance(chosen, ChosenTool):
-                is_held = chosen.function.name == own.name
+                is_constrained = chosen.function.name == own.name
             else:
-                is_held = self.must_call or own.strict
-            if is_held and own.parameters is not None:
+                is_constrained = self.must_call or own.strict
+            if is_constrained and own.parameters is not None:
                 path = f"tools[{i}].function.parameters"
                 yield path, StructuredOutputs(json=own.parameters)
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[ChatTool]:
         """The tools that the model is told of: none, if it shall not call any."""
         return [] if self.tool_choice == "none" else super().offered_tools
 
@@ -376,25 +400,25 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def longest(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """Tokens of an answer at most; None for as many as fit."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
 
-class TokenizeRequest(Body, Template, frozen=True, kw_only=True):
+class TokenizeRequest(Body, TemplateFields, frozen=True, kw_only=True):
     """The fields of `/tokenize`: a prompt or messages."""
 
-    model: Name | None = None
+    model: Identifier | None = None
     prompt: str | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
+    messages: ChatMessages | None = None
+    tools: ChatTools | None = None
     add_special_tokens: Annotated[bool, Meta(description="of a prompt")] = True
     return_token_strs: bool = False
-    add_generation_prompt: OpensAnswer = True
-    continue_final_message: GoesOn = False
-    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: AddGenerationPrompt = True
+    continue_final_message: ContinueFinalMessage = False
+    chat_template_kwargs: TemplateVariables | None = None
     chat_template: NoTemplate | None = None
 
     def __post_init__(self) -> None:
@@ -405,32 +429,32 @@ class TokenizeRequest(Body, Template, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ApiError unless there is just one thing to tokenise."""
         if (self.prompt is None) == (self.messages is None):
-            raise bad_field("prompt", "give either prompt or messages", shows_path=False)
+            raise field_error("prompt", "give either prompt or messages", shows_path=False)
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """The fields of `/detokenize`."""
 
-    model: Name | None = None
-    tokens: Annotated[list[Id], Meta(max_length=2**20)]
+    model: Identifier | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
 
 
 # From JSON to a body.
 
 
-def read(body: type[T], value: Any) -> T:
+def parse_body(body: type[T], value: Any) -> T:
     """A `body` of a JSON value.
 
     Raises:
         ApiError: 400: it is no object, or a field is missing, unknown or not acceptable.
     """
     try:
-        return msgspec.convert(_known(body, value, ""), body)
+        return msgspec.convert(_drop_ignored_fields(body, value, ""), body)
     except msgspec.ValidationError as error:
-        raise _explained(body, value, str(error)) from None
+        raise _validation_error(body, value, str(error)) from None
 
 
-def _known(body: type[Body], value: Any, path: str) -> Any:
+def _drop_ignored_fields(body: type[Body], value: Any, path: str) -> Any:
     """Return the value without ignored fields and without nulls, which stand for a default.
 
     Raises:
@@ -438,42 +462,44 @@ def _known(body: type[Body], value: Any, path: str) -> Any:
     """
     if not isinstance(value, dict):
         return value
-    fields, ignored, kept = _fields(body), _ignored(body), {}
+    fields, ignored, kept = _field_types(body), _ignored_fields(body), {}
     for name, item in value.items():
         if name in ignored:
             continue
         if name not in fields and not (item is None and body.drops_unknown_nulls):
-            _refuse_unknown(name, path, [*fields, *ignored])
+            _raise_unknown_field(name, path, [*fields, *ignored])
         if item is None:
             continue
-        inner, in_list, is_word = fields[name]
+        inner, in_list, is_literal = fields[name]
         if inner is not None:
             own_path = f"{path}.{name}" if path else name
             if not in_list:
-                item = _known(inner, item, own_path)
+                item = _drop_ignored_fields(inner, item, own_path)
             elif isinstance(item, list):
-                item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
-        if is_word:
-            item = _shortened(item)
+                item = [
+                    _drop_ignored_fields(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)
+                ]
+        if is_literal:
+            item = _truncate_strings(item)
         kept[name] = item
     return kept
 
 
 @cache
-def _ignored(body: type[Body]) -> frozenset[str]:
+def _ignored_fields(body: type[Body]) -> frozenset[str]:
     """Return the names of the fields that a body accepts and ignores."""
     return frozenset(name for c in body.__mro__ for name in IGNORED_FIELDS.get(c.__name__, ()))
 
 
-def _shortened(item: Any) -> Any:
+def _truncate_strings(item: Any) -> Any:
     """What should be a word: msgspec would quote it whole, holding the interpreter meanwhile."""
     if isinstance(item, list):
-        return [_shortened(it) for it in item[:_LONGEST]]
-    return item[:_LONGEST] if isinstance(item, str) else item
+        return [_truncate_strings(it) for it in item[:_MAX_QUOTED_CHARACTERS]]
+    return item[:_MAX_QUOTED_CHARACTERS] if isinstance(item, str) else item
 
 
 @cache
-def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]:
+def _field_types(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]:
     """By field: the body that its value is, or that its items are; which of the two; whether it is
     one of some words."""
 
@@ -494,130 +520,142 @@ def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]
     return found
 
 
-def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
+def _raise_unknown_field(name: str, path: str, known: list[str]) -> NoReturn:
     named = repr(name if len(name) <= 60 else name[:57] + "...")
     near = difflib.get_close_matches(name[:60], known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     where, start = (f" of {path}", f"{path}.") if path else ("", "")
     problem = f"unknown or unsupported field {named}{where}{hint}"
-    raise bad_field(start + name[:60], problem, shows_path=False)
+    raise field_error(start + name[:60], problem, shows_path=False)
 
 
 # What an error says: msgspec tells where, the schema what must be there.
 
-_WHERE = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
-_LONGEST = 500
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
-_MISSING = re.compile(r"missing required field `(\w+)`")
+_ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
+_MAX_QUOTED_CHARACTERS = 500
+_PATH_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
+_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
-def _explained(body: type[Body], value: Any, message: str) -> ApiError:
+def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
     """The error for what msgspec says of a value."""
-    found = _WHERE.search(message[-_LONGEST:])  # it may begin with the value, of megabytes
-    path, schema = "", components(body)[body.__name__]
-    for name, index, _ in _STEP.findall(found["path"] if found else ""):
+    found = _ERROR_PATH.search(
+        message[-_MAX_QUOTED_CHARACTERS:]
+    )  # it may begin with the value, of megabytes
+    path, schema = "", component_schemas(body)[body.__name__]
+    for name, index, _ in _PATH_STEP.findall(found["path"] if found else ""):
         if name:
-            value, schema = value[name], _with(schema, "properties")[name]
+            value, schema = value[name], _schema_part(schema, "properties")[name]
             path += f".{name}" if path else name
         elif index:
-            value, schema = value[int(index)], _with(schema, "items")
+            value, schema = value[int(index)], _schema_part(schema, "items")
             path += f"[{index}]"
         else:  # msgspec does not say which item of an object it is
-            schema = _with(schema, "additionalProperties")
-            key = next(key for key, item in value.items() if not _accepts(schema, item))
+            schema = _schema_part(schema, "additionalProperties")
+            key = next(key for key, item in value.items() if not _is_accepted(schema, item))
             value = value[key]
             path += f".{key[:60]}"
-    if missing := _MISSING.search(message[:_LONGEST]):
+    if missing := _MISSING_FIELD.search(message[:_MAX_QUOTED_CHARACTERS]):
         path += f".{missing[1]}" if path else missing[1]
-        return bad_field(path, "is missing", remedy="it is required")
+        return field_error(path, "is missing", remedy="it is required")
     if found and found["key"]:
-        key = next(key for key in value if not re.fullmatch(get_args(IdAsText)[1].pattern, key))
-        return bad_field(path, f"has the key {shown(key)}, which is no token id")
-    what = _must_be(_resolved(schema))
+        key = next(key for key in value if not re.fullmatch(get_args(TokenIdText)[1].pattern, key))
+        return field_error(path, f"has the key {format_value(key)}, which is no token id")
+    what = _describe_schema(_resolve_ref(schema))
     if not path:
-        return bad_field("", f"the body={shown(value)} must be {what}")
-    return bad_field(path, f"must be {what}", value=shown(value))
+        return field_error("", f"the body={format_value(value)} must be {what}")
+    return field_error(path, f"must be {what}", value=format_value(value))
 
 
-def _accepts(schema: Schema, item: Any) -> bool:
+def _is_accepted(schema: OpenApiSchema, item: Any) -> bool:
     """Whether an item of one of the two fields that are objects of scalars is acceptable."""
     try:
-        msgspec.convert(item, Bias if schema.get("type") == "number" else Scalar)
+        msgspec.convert(item, LogitBias if schema.get("type") == "number" else Scalar)
     except msgspec.ValidationError:
         return False
     return True
 
 
 @cache
-def components(*bodies: type[Body]) -> dict[str, Schema]:
+def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
     """The JSON schemas of bodies, and of those within them, by name."""
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
     for name, schema in schemas.items():
-        body = _body_named(name)
+        body = _find_body(name)
         schema["additionalProperties"] = {"type": "null"} if body.drops_unknown_nulls else False
         fields = schema["properties"]
-        for field in sorted(_ignored(body)):
+        for field in sorted(_ignored_fields(body)):
             fields[field] = {"description": _NO_EFFECT, "default": None}
         for field, own in fields.items():
             if own.get("default") is not None:  # null stands for it
-                told = {key: own.pop(key) for key in ("default", "description") if key in own}
-                fields[field] = {"anyOf": [own, {"type": "null"}], **told}
+                outer_keywords = {
+                    key: own.pop(key) for key in ("default", "description") if key in own
+                }
+                fields[field] = {"anyOf": [own, {"type": "null"}], **outer_keywords}
     return schemas
 
 
-def _resolved(schema: Schema) -> Schema:
+def _resolve_ref(schema: OpenApiSchema) -> OpenApiSchema:
     """The schema itself, where it refers to a body's."""
     if "$ref" not in schema:
         return schema
     name = schema["$ref"].rpartition("/")[2]
-    return components(_body_named(name))[name]
+    return component_schemas(_find_body(name))[name]
 
 
 @cache
-def _body_named(name: str) -> type[Body]:
-    def all_of(kind: type[Body]) -> Iterator[type[Body]]:
+def _find_body(name: str) -> type[Body]:
+    def self_and_subclasses(kind: type[Body]) -> Iterator[type[Body]]:
         yield kind
         for each in kind.__subclasses__():
-            yield from all_of(each)
+            yield from self_and_subclasses(each)
 
-    return next(each for each in all_of(Body) if each.__name__ == name)
+    return next(each for each in self_and_subclasses(Body) if each.__name__ == name)
 
 
-def _with(schema: Schema, part: str) -> Schema:
+def _schema_part(schema: OpenApiSchema, part: str) -> OpenApiSchema:
     """A part of that alternative of a schema which has it."""
-    kinds = map(_resolved, schema.get("anyOf", [schema]))
+    kinds = map(_resolve_ref, schema.get("anyOf", [schema]))
     return next(each[part] for each in kinds if part in each)
 
 
-def _must_be(schema: Schema) -> str:
+def _describe_schema(schema: OpenApiSchema) -> str:
     """In words what a schema accepts."""
     # A body's own description says what it is, not what it must be.
     has_note = "description" in schema and "properties" not in schema
     note = f" ({schema['description']})" if has_note else ""
     if "anyOf" in schema:
-        kinds = [_must_be(_resolved(it)) for it in schema["anyOf"] if it.get("type") != "null"]
+        kinds = [
+            _describe_schema(_resolve_ref(it)) for it in schema["anyOf"] if it.get("type") != "null"
+        ]
         return " or ".join(kinds) + note
     if schema.get("maxItems") == 0 or schema.get("enum") == [""] or schema.get("type") == "null":
         return "left out" + note
     if "enum" in schema:
-        return " or ".join(map(shown, schema["enum"])) + note
-    words, counted = _KINDS[schema["type"]]
+        return " or ".join(map(format_value, schema["enum"])) + note
+    words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
     if "maximum" in schema:  # as all numbers here
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
-        words += f" {start} {_bound(low)} to {_bound(schema['maximum'])}"
-    least, most = (next((schema[each] for each in names if each in schema), 0) for names in _SIZES)
-    if least or most:
-        words += f" of {least} to {most} {counted}" if most else f" of at least {least} {counted}"
+        words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"
+    min_size, max_size = (
+        next((schema[each] for each in names if each in schema), 0) for names in _SIZE_KEYWORDS
+    )
+    if min_size or max_size:
+        words += (
+            f" of {min_size} to {max_size} {size_unit}"
+            if max_size
+            else f" of at least {min_size} {size_unit}"
+        )
     return words + note
 
 
-def _bound(number: Any) -> str:
+def _format_bound(number: Any) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
-_KINDS = {
+_TYPE_DESCRIPTIONS = {
     "boolean": ("true or false", ""),
     "integer": ("an integer", ""),
     "number": ("a number", ""),
@@ -625,8 +663,8 @@ _KINDS = {
     "array": ("an array", "items"),
     "object": ("an object", "fields"),
 }
-_SIZES = (("minLength", "minItems"), ("maxLength", "maxItems", "maxProperties"))
+_SIZE_KEYWORDS = (("minLength", "minItems"), ("maxLength", "maxItems", "maxProperties"))
 
 
-def _refuse(path: str, value: Any, what: str) -> NoReturn:
-    raise bad_field(path, what, value=shown(value))
+def _raise_bad_value(path: str, value: Any, what: str) -> NoReturn:
+    raise field_error(path, what, value=format_value(value))

@@ -18,27 +18,27 @@ from jpaged import (
     TextDelta,
     reasoning_end,
 )
-from jpaged.serve.api.chat_events import AnswerEvents, Event
+from jpaged.serve.api.chat_events import AnswerEvents, ChatEvent
 from jpaged.serve.api.fields import ChatRequest, SamplingFields
-from jpaged.serve.api.response_format import form_of_calls
-from jpaged.serve.engine.client import News, Run, joined
+from jpaged.serve.api.response_format import tool_call_spec
+from jpaged.serve.engine.client import RequestUpdate, UpdateStream, join_deltas
 from jpaged.serve.engine.messages import EngineRequest
-from jpaged.serve.engine.tokenizing_process import Order
-from jpaged.serve.errors import ApiError, not_serving
-from jpaged.serve.http.exchange import DONE, json_bytes, large_json
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.engine.tokenizing_process import TokenizeJob
+from jpaged.serve.errors import ApiError, unavailable_error
+from jpaged.serve.http.exchange import DONE_EVENT, encode_json, encode_large_json
+from jpaged.serve.http.serving import ServerState
 
-Json = dict[str, Any]
-Candidates = Mapping[int, Logprob]
-Encode = Callable[[Any], bytes]
+JsonObject = dict[str, Any]
+LogprobsByToken = Mapping[int, Logprob]
+JsonEncoder = Callable[[Any], bytes]
 
-LOWEST = -9999.0
+MIN_LOGPROB = -9999.0
 """Written for the logarithm of 0, which JSON has no number for."""
 
-MANY_TOKENS = 128
+MAX_INLINE_LOGPROBS = 128
 """Maximum number of tokens with up to 20 candidates each that the event loop encodes itself."""
 
-_VERY_MANY_TOKENS = 64 * 1024
+_MAX_INLINE_TOKENS = 64 * 1024
 """Maximum number of tokens without candidates that the event loop encodes itself."""
 
 
@@ -57,20 +57,25 @@ class Generation(ABC):
     """
 
     def __init__(
-        self, serving: Serving, asked: SamplingFields, request_id: str, model: str, client: str
+        self,
+        serving: ServerState,
+        api_request: SamplingFields,
+        request_id: str,
+        model: str,
+        client: str,
     ):
-        self._serving, self._texts = serving, serving.tokenizing
-        self._asked, self._client = asked, client
+        self._serving, self._tokenizing = serving, serving.tokenizing
+        self._api_request, self._client = api_request, client
         self._id, self._model, self._created = request_id, model, int(time.time())
         self._prompts: list[list[int]] = []
         # By prompt. All log-probabilities of a prompt arrive before its answers begin.
-        self._prompt_logprobs: dict[int, list[Candidates | None]] = {}
-        self._num_cached: dict[int, int] = {}  # by prompt
+        self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
+        self._num_cached_tokens: dict[int, int] = {}  # by prompt
         self._num_output_tokens = 0
-        self._finished: set[int] = set()  # numbers of answers
+        self._finished_answers: set[int] = set()  # numbers of answers
 
     @abstractmethod
-    async def _requests(self) -> list[EngineRequest]:
+    async def _make_engine_requests(self) -> list[EngineRequest]:
         """Return the engine's requests, one per prompt.
 
         Raises:
@@ -78,114 +83,128 @@ class Generation(ABC):
         """
 
     @abstractmethod
-    def _events(self, news: list[News], encode: Encode) -> bytes:
+    def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
         """Return the events of a stream for the engine's news."""
 
     @abstractmethod
-    def _last_events(self) -> bytes:
+    def _encode_last_events(self) -> bytes:
         """Return the events that end a stream."""
 
     @abstractmethod
-    def _body(self, answers: list[list[TextDelta]]) -> Json:
+    def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
         """Return the body of a whole answer, given the deltas of each answer."""
 
-    def _read(self, number: int, delta: TextDelta) -> None:
+    def _process_delta(self, number: int, delta: TextDelta) -> None:
         """Process a delta of an answer that is not streamed, as soon as the delta arrives."""
         return
 
-    def _visible(self, delta: TextDelta) -> TextDelta:
+    def _visible_delta(self, delta: TextDelta) -> TextDelta:
         """Return the part of a delta that the client may see."""
         return delta
 
-    def _is_large(self, news: list[News]) -> bool:
+    def _is_large(self, updates: list[RequestUpdate]) -> bool:
         """Whether a thread should encode the events of this news."""
         return False
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
+    async def iter_body(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer: one JSON body, or the events of a stream.
 
         Raises:
             ApiError: the request is not acceptable, or failed.
         """
-        asked, serving = self._asked, self._serving
-        with serving.admit(self._client, asked.num_sequences):
+        api_request, serving = self._api_request, self._serving
+        with serving.admit(self._client, api_request.num_sequences):
             try:
                 async with asyncio.timeout(serving.config.limits.queue_timeout):
-                    requests = await self._requests()
+                    requests = await self._make_engine_requests()
             except TimeoutError:
-                raise not_serving("aborted: the request waited too long for its turn") from None
+                raise unavailable_error(
+                    "aborted: the request waited too long for its turn"
+                ) from None
             self._prompts = [request.prompt_token_ids for request in requests]
             try:
                 async with serving.run(requests) as run:
-                    if not asked.stream:
-                        yield await self._whole(run)
+                    if not api_request.stream:
+                        yield await self._collect_answer(run)
                         return
-                    async for news in run:
-                        if self._is_large(news):
-                            yield await serving.in_thread(partial(self._events, news, large_json))
-                        elif events := self._events(news, json_bytes):
+                    async for updates in run:
+                        if self._is_large(updates):
+                            yield await serving.run_in_thread(
+                                partial(self._encode_events, updates, encode_large_json)
+                            )
+                        elif events := self._encode_events(updates, encode_json):
                             yield events
             except ApiError as error:
                 raise self._with_request_path(error) from None
-            yield self._last_events()
+            yield self._encode_last_events()
 
     @property
-    def _form_path(self) -> str:
+    def _spec_path(self) -> str:
         """The path of the request's structured-output specification, for errors."""
-        return self._asked.form_path
+        return self._api_request.spec_path
 
     def _with_request_path(self, error: ApiError) -> ApiError:
-        """Replace the engine's path of the structured-output specification by `_form_path`."""
+        """Replace the engine's path of the structured-output specification by `_spec_path`."""
         names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
-        return error.renamed(dict.fromkeys(names, self._form_path))
+        return error.with_renamed_fields(dict.fromkeys(names, self._spec_path))
 
-    def _request(self, index: int, token_ids: list[int], params: SamplingParams) -> EngineRequest:
+    def _make_engine_request(
+        self, index: int, token_ids: list[int], params: SamplingParams
+    ) -> EngineRequest:
         """Return the engine's request for one prompt."""
-        asked = self._asked
-        salt = self._serving.cache_salt(self._client, asked.cache_salt)
-        return EngineRequest(f"{self._id}-{index}", token_ids, params, asked.priority, salt)
+        api_request = self._api_request
+        salt = self._serving.cache_salt(self._client, api_request.cache_salt)
+        return EngineRequest(f"{self._id}-{index}", token_ids, params, api_request.priority, salt)
 
-    def _take(self, news: News) -> list[tuple[int, TextDelta]]:
+    def _process_update(self, news: RequestUpdate) -> list[tuple[int, TextDelta]]:
         """Count the tokens of a request's news; return each delta with its answer's number.
 
         If the request was cut short, add a last delta for each answer that has not finished.
         """
         index, delta = news
-        self._num_cached[index] = delta.num_cached_tokens or self._num_cached.get(index, 0)
+        self._num_cached_tokens[index] = delta.num_cached_tokens or self._num_cached_tokens.get(
+            index, 0
+        )
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs.setdefault(index, []).extend(delta.prompt_logprobs)
-        first = index * self._asked.n
-        grown = [(first + each.index, self._visible(each)) for each in delta.deltas]
-        self._num_output_tokens += sum(len(each.token_ids) for _, each in grown)
-        finished = {number for number, each in grown if each.finished}
-        self._finished |= finished
+        first = index * self._api_request.n
+        deltas = [(first + each.index, self._visible_delta(each)) for each in delta.deltas]
+        self._num_output_tokens += sum(len(each.token_ids) for _, each in deltas)
+        finished = {number for number, each in deltas if each.finished}
+        self._finished_answers |= finished
         # Only a request that was cut short finishes without metrics.
         if delta.finished and (not finished or delta.metrics is None):
-            rest = {*range(first, first + self._asked.n)} - self._finished
-            grown += [(number, TextDelta("", finish_reason="abort")) for number in sorted(rest)]
-        return grown
+            rest = {*range(first, first + self._api_request.n)} - self._finished_answers
+            deltas += [(number, TextDelta("", finish_reason="abort")) for number in sorted(rest)]
+        return deltas
 
-    def _usage(self) -> Json:
+    def _usage(self) -> JsonObject:
         """Return the token counts under OpenAI's names."""
         num_prompt_tokens = sum(map(len, self._prompts))
         return {
             "prompt_tokens": num_prompt_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
             "completion_tokens": self._num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
         }
 
-    async def _whole(self, run: Run) -> bytes:
-        answers: list[list[TextDelta]] = [[] for _ in range(len(self._prompts) * self._asked.n)]
-        async for news in run:
-            for each in news:
-                for number, delta in self._take(each):
-                    self._read(number, delta)
+    async def _collect_answer(self, run: UpdateStream) -> bytes:
+        answers: list[list[TextDelta]] = [
+            [] for _ in range(len(self._prompts) * self._api_request.n)
+        ]
+        async for updates in run:
+            for each in updates:
+                for number, delta in self._process_update(each):
+                    self._process_delta(number, delta)
                     answers[number].append(delta)
         has_scores = self._prompt_logprobs or any(each.logprobs for own in answers for each in own)
-        if self._usage()["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
-            return json_bytes(self._body(answers))
-        return await self._serving.in_thread(lambda: large_json(self._body(answers)))
+        if self._usage()["total_tokens"] <= (
+            MAX_INLINE_LOGPROBS if has_scores else _MAX_INLINE_TOKENS
+        ):
+            return encode_json(self._answer_body(answers))
+        return await self._serving.run_in_thread(
+            lambda: encode_large_json(self._answer_body(answers))
+        )
 
 
 class ChoicesGeneration(Generation):
@@ -194,84 +213,86 @@ class ChoicesGeneration(Generation):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, *about: Any):
-        super().__init__(*about)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._event_start: bytes | None = None
-        self._begun: set[int] = set()  # numbers of answers
+        self._started_answers: set[int] = set()  # numbers of answers
 
     @abstractmethod
-    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[Json]:
+    def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
         """Return the choices that a stream sends for a delta of an answer, one per chunk."""
 
     @abstractmethod
-    def _choice(self, number: int, answer: TextDelta) -> Json:
+    def _choice(self, number: int, answer: TextDelta) -> JsonObject:
         """Return the choice of a whole answer."""
 
-    def _whole_fields(self) -> Json:
+    def _extra_body_fields(self) -> JsonObject:
         """Return fields that only the body of a whole answer has, besides its choices."""
         return {}
 
-    def _is_large(self, news: list[News]) -> bool:
+    def _is_large(self, updates: list[RequestUpdate]) -> bool:
         """Whether many tokens with candidates arrived together, because the client reads slowly."""
-        grown = (own for _, delta in news for own in delta.deltas)
-        return sum(len(own.logprobs or ()) for own in grown) > 8 * MANY_TOKENS
+        deltas = (own for _, delta in updates for own in delta.deltas)
+        return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
 
-    def _events(self, news: list[News], encode: Encode) -> bytes:
-        events, with_usage = [], self._asked.options.continuous_usage_stats
-        for each in news:
-            for number, delta in self._take(each):
-                is_first = number not in self._begun
-                self._begun.add(number)
+    def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
+        events, with_usage = [], self._api_request.effective_stream_options.continuous_usage_stats
+        for each in updates:
+            for number, delta in self._process_update(each):
+                is_first = number not in self._started_answers
+                self._started_answers.add(number)
                 for choice in self._chunks(number, delta, is_first=is_first):
                     usage = self._usage() if with_usage else None
-                    events.append(self._event([choice], encode, usage))
+                    events.append(self._encode_chunk([choice], encode, usage))
         return b"".join(events)
 
-    def _last_events(self) -> bytes:
-        if not self._asked.options.include_usage:
-            return DONE
-        return self._event([], json_bytes, self._usage()) + DONE
+    def _encode_last_events(self) -> bytes:
+        if not self._api_request.effective_stream_options.include_usage:
+            return DONE_EVENT
+        return self._encode_chunk([], encode_json, self._usage()) + DONE_EVENT
 
-    def _event(self, choices: list[Json], encode: Encode, usage: Json | None = None) -> bytes:
+    def _encode_chunk(
+        self, choices: list[JsonObject], encode: JsonEncoder, usage: JsonObject | None = None
+    ) -> bytes:
         """Return a chunk as an event. The fields common to all chunks are encoded once."""
         if self._event_start is None:
-            self._event_start = b"data: " + json_bytes(self._head(self.chunk_object))[:-1]
-        tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % json_bytes(usage)
+            self._event_start = b"data: " + encode_json(self._common_fields(self.chunk_object))[:-1]
+        tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % encode_json(usage)
         return b'%b,"choices":%b%b' % (self._event_start, encode(choices), tail)
 
-    def _body(self, answers: list[list[TextDelta]]) -> Json:
-        choices = [self._choice(number, joined(own)) for number, own in enumerate(answers)]
-        body = self._head(self.whole_object) | self._whole_fields()
+    def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
+        choices = [self._choice(number, join_deltas(own)) for number, own in enumerate(answers)]
+        body = self._common_fields(self.whole_object) | self._extra_body_fields()
         return body | {"choices": choices, "usage": self._usage()}
 
-    def _head(self, kind: str) -> Json:
+    def _common_fields(self, kind: str) -> JsonObject:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _ending(self, delta: TextDelta) -> Json:
+    def _finish_fields(self, delta: TextDelta) -> JsonObject:
         """Return the last fields of a choice, which both APIs have."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        if self._asked.return_token_ids:
+        if self._api_request.return_token_ids:
             ending["token_ids"] = list(delta.token_ids)
         return ending
 
-    def _shown(self, token_id: int) -> str:
+    def _format_token(self, token_id: int) -> str:
         """Return a token in log-probabilities: its text, or its id if the request asks for ids."""
-        as_id = self._asked.return_tokens_as_token_ids
-        return f"token_id:{token_id}" if as_id else self._texts.token_text(token_id)
+        as_id = self._api_request.return_tokens_as_token_ids
+        return f"token_id:{token_id}" if as_id else self._tokenizing.token_text(token_id)
 
-    def _shown_prompt_logprobs(self, index: int) -> list[Any]:
+    def _format_prompt_logprobs(self, index: int) -> list[Any]:
         """Return vLLM's `prompt_logprobs`: each token's candidates by id, None for the first."""
         return [
-            found
+            candidates
             and {
                 str(token_id): {
-                    "logprob": finite(own.logprob),
+                    "logprob": clamp_logprob(own.logprob),
                     "rank": own.rank,
                     "decoded_token": own.decoded_token,
                 }
-                for token_id, own in found.items()
+                for token_id, own in candidates.items()
             }
-            for found in self._prompt_logprobs.get(index, [None])
+            for candidates in self._prompt_logprobs.get(index, [None])
         ]
 
 
@@ -281,100 +302,110 @@ class ChatGeneration(Generation):
     keeps_streamed_text = False
     """Whether a stream needs the text of items again after it has sent that text."""
 
-    _asked: ChatRequest
+    _api_request: ChatRequest
 
-    def __init__(self, *about: Any):
-        super().__init__(*about)
-        config, tools = self._serving.config, self._asked.offered_tools
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        config, tools = self._serving.config, self._api_request.offered_tools
         self._has_reasoning = config.reasoning_parser is not None
         self._is_parsed = self._has_reasoning or bool(tools)
         self._answers: dict[int, AnswerEvents] = {}  # by the answer's number
 
-    async def _requests(self) -> list[EngineRequest]:
-        asked = self._asked
+    async def _make_engine_requests(self) -> list[EngineRequest]:
+        api_request = self._api_request
         # The tags of reasoning and calls may be special tokens.
         others = {"skip_special_tokens": False} if self._is_parsed else {}
-        params = asked.sampling_params(asked.longest, logprobs=asked.num_logprobs, **others)
-        order = Order(messages=asked.conversation, options=asked.template_options)
-        keep = asked.truncate_prompt_tokens
-        ids = await self._texts.prompt_ids(order, "messages", asked.longest, keep)
-        form = await self._form(self._texts.text_end(ids))
-        return [self._request(0, ids, replace(params, structured_outputs=form))]
+        params = api_request.sampling_params(
+            api_request.max_answer_tokens, logprobs=api_request.num_logprobs, **others
+        )
+        job = TokenizeJob(
+            messages=api_request.template_messages, options=api_request.template_options
+        )
+        keep = api_request.truncate_prompt_tokens
+        ids = await self._tokenizing.prompt_ids(
+            job, "messages", api_request.max_answer_tokens, keep
+        )
+        spec = await self._make_spec(self._tokenizing.text_end(ids))
+        return [self._make_engine_request(0, ids, replace(params, structured_outputs=spec))]
 
     @property
-    def _holds_calls(self) -> bool:
+    def _has_call_grammar(self) -> bool:
         """Whether a grammar constrains the calls of the answer."""
-        return self._asked.holds_calls and self._serving.config.tool_call_parser is not None
+        return (
+            self._api_request.has_call_grammar and self._serving.config.tool_call_parser is not None
+        )
 
     @property
-    def _form_path(self) -> str:
-        return "tools" if self._holds_calls else self._asked.form_path
+    def _spec_path(self) -> str:
+        return "tools" if self._has_call_grammar else self._api_request.spec_path
 
-    async def _form(self, prompt_end: str) -> StructuredOutputs | None:
+    async def _make_spec(self, prompt_end: str) -> StructuredOutputs | None:
         """Return the structured-output specification of what follows the reasoning."""
-        asked, config = self._asked, self._serving.config
-        form = asked.form
-        if self._holds_calls and config.tool_call_parser is not None:
+        api_request, config = self._api_request, self._serving.config
+        spec = api_request.spec
+        if self._has_call_grammar and config.tool_call_parser is not None:
             make = partial(
-                form_of_calls,
+                tool_call_spec,
                 config.tool_call_parser,
-                asked.offered_tools,
-                asked.tool_choice,
-                form,
-                parallel=asked.parallel_tool_calls,
-                special_ids=self._texts.special_ids,
+                api_request.offered_tools,
+                api_request.tool_choice,
+                spec,
+                parallel=api_request.parallel_tool_calls,
+                special_ids=self._tokenizing.special_ids,
             )
-            form = await self._serving.in_thread(make)
-            await self._check_calls(form)
-        elif form is not None:
-            await self._texts.check_form(form, asked.form_path, self._client)
-        if form is not None and config.reasoning_parser is not None:
-            form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
-        return form
+            spec = await self._serving.run_in_thread(make)
+            await self._check_call_grammar(spec)
+        elif spec is not None:
+            await self._tokenizing.check_spec(spec, api_request.spec_path, self._client)
+        if spec is not None and config.reasoning_parser is not None:
+            spec = spec.behind(*reasoning_end(config.reasoning_parser, prompt_end))
+        return spec
 
-    async def _check_calls(self, form: StructuredOutputs) -> None:
+    async def _check_call_grammar(self, spec: StructuredOutputs) -> None:
         """Raise ApiError unless the grammar of an answer with tool calls compiles.
 
         If it does not, compile each of its schemas alone, for at most `GrammarTrial.seconds`. The
         error names the first schema that fails, else `tools`.
         """
         try:
-            await self._texts.check_form(form, "tools", self._client)
+            await self._tokenizing.check_spec(spec, "tools", self._client)
         except ApiError as error:
             if error.status != 400:
                 raise
             with suppress(TimeoutError):
                 async with asyncio.timeout(GrammarTrial.seconds):
-                    for path, own in self._asked.forms_within():
-                        await self._texts.check_form(own, path, self._client)
+                    for path, own in self._api_request.part_specs():
+                        await self._tokenizing.check_spec(own, path, self._client)
             raise
 
-    def _answer(self, number: int) -> AnswerEvents:
+    def _answer_events(self, number: int) -> AnswerEvents:
         """Return what makes the events of an answer."""
         found = self._answers.get(number)
         if found is None:
-            asked, config, parser = self._asked, self._serving.config, None
+            api_request, config, parser = self._api_request, self._serving.config, None
             if self._is_parsed:
                 parser = AnswerParser(
                     reasoning=config.reasoning_parser,
-                    tool_calls=config.tool_call_parser if asked.offered_tools else None,
-                    tools=[tool.told for tool in asked.offered_tools],
-                    prompt_end=self._texts.text_end(self._prompts[0]),
-                    parallel=asked.parallel_tool_calls,
+                    tool_calls=config.tool_call_parser if api_request.offered_tools else None,
+                    tools=[tool.template_dict for tool in api_request.offered_tools],
+                    prompt_end=self._tokenizing.text_end(self._prompts[0]),
+                    parallel=api_request.parallel_tool_calls,
                 )
-            keeps_text = self.keeps_streamed_text or not asked.stream
+            keeps_text = self.keeps_streamed_text or not api_request.stream
             found = self._answers[number] = AnswerEvents(parser, keeps_text=keeps_text)
         return found
 
-    def _read(self, number: int, delta: TextDelta) -> None:
-        self._answer(number).add(delta)
+    def _process_delta(self, number: int, delta: TextDelta) -> None:
+        self._answer_events(number).add(delta)
 
-    def _chat_events(self, news: list[News]) -> list[Event]:
+    def _chat_events(self, updates: list[RequestUpdate]) -> list[ChatEvent]:
         """Return the events of the engine's news."""
-        grown = [each for update in news for each in self._take(update)]
-        return [event for number, delta in grown for event in self._answer(number).add(delta)]
+        deltas = [each for update in updates for each in self._process_update(update)]
+        return [
+            event for number, delta in deltas for event in self._answer_events(number).add(delta)
+        ]
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """Return the logarithm as a number that JSON can write."""
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)

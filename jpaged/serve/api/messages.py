@@ -11,30 +11,30 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.chat_events import Event, Item, Kind
+from jpaged.serve.api.chat_events import AnswerItem, ChatEvent, ItemKind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
+    ChatMessage,
     ChosenFunction,
     ChosenTool,
     FunctionCall,
     FunctionName,
-    Message,
-    Name,
+    Identifier,
     ToolCall,
-    check_has,
-    function_tool,
-    text_of,
+    check_required_fields,
+    content_text,
+    to_chat_tool,
 )
-from jpaged.serve.api.fields import ChatRequest, Stop
-from jpaged.serve.api.generation import ChatGeneration, Encode, Json
-from jpaged.serve.api.response_format import JsonSchema, ResponseFormat, Schema
-from jpaged.serve.engine.client import News
-from jpaged.serve.errors import ApiError, bad_field, not_serving
-from jpaged.serve.http.exchange import json_answer, json_bytes
+from jpaged.serve.api.fields import ChatRequest, StopString
+from jpaged.serve.api.generation import ChatGeneration, JsonEncoder, JsonObject
+from jpaged.serve.api.response_format import JsonSchema, JsonSchemaDict, ResponseFormat
+from jpaged.serve.engine.client import RequestUpdate
+from jpaged.serve.errors import ApiError, field_error, unavailable_error
+from jpaged.serve.http.exchange import encode_json, json_response
 
-_KINDS = {
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -46,7 +46,7 @@ _KINDS = {
 }
 """Kinds of errors by status; Anthropic counts any other 4xx as an invalid request."""
 
-ANTHROPIC_ERROR: dict[str, Any] = {
+ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "error"],
     "properties": {
@@ -55,7 +55,7 @@ ANTHROPIC_ERROR: dict[str, Any] = {
             "type": "object",
             "required": ["type", "message"],
             "properties": {
-                "type": {"enum": sorted(set(_KINDS.values()))},
+                "type": {"enum": sorted(set(_ERROR_TYPES.values()))},
                 "message": {"type": "string"},
             },
         },
@@ -63,10 +63,10 @@ ANTHROPIC_ERROR: dict[str, Any] = {
 }
 """The JSON schema of `error_body`."""
 
-NO_THREADS = "thread_unsupported_request"
+THREAD_UNSUPPORTED_CODE = "thread_unsupported_request"
 """By this code Anthropic's client knows that it must send whole conversations."""
 
-_NAMES = {
+_FIELD_NAMES = {
     "stop": "stop_sequences",
     "parameters": "input_schema",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -74,8 +74,8 @@ _NAMES = {
 }
 """Names of a chat's fields in this API."""
 
-_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_DELTAS: dict[Kind, tuple[str, str]] = {
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTA_TYPES: dict[ItemKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "content": ("text_delta", "text"),
     "tool_call": ("input_json_delta", "partial_json"),
@@ -93,7 +93,7 @@ class TextBlock(Body, frozen=True, kw_only=True):
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=256)]
 
 
-class Block(Body, frozen=True, kw_only=True):
+class ContentBlock(Body, frozen=True, kw_only=True):
     """A piece of a message: text, a call, its result, or a thought; such as one of an answer."""
 
     drops_unknown_nulls: ClassVar[bool] = True
@@ -102,20 +102,20 @@ class Block(Body, frozen=True, kw_only=True):
         Meta(description=TEXT_ONLY),
     ]
     text: str | None = None
-    id: Name | None = None
+    id: Identifier | None = None
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: Name | None = None
+    tool_use_id: Identifier | None = None
     content: str | TextBlocks | None = None
     is_error: bool = False
     thinking: str | None = None
 
 
-class Turn(Body, frozen=True, kw_only=True):
+class AnthropicMessage(Body, frozen=True, kw_only=True):
     """A message."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Meta(min_length=1, max_length=1024)]
+    content: str | Annotated[list[ContentBlock], Meta(min_length=1, max_length=1024)]
 
 
 class CustomTool(Body, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class CustomTool(Body, frozen=True, kw_only=True):
 
     drops_unknown_nulls: ClassVar[bool] = True
     name: FunctionName
-    input_schema: Schema
+    input_schema: JsonSchemaDict
     description: str | None = None
     type: Annotated[Literal["custom"], Meta(description="the server has no tools of its own")] = (
         "custom"
@@ -131,7 +131,7 @@ class CustomTool(Body, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class Choice(Body, frozen=True, kw_only=True):
+class AnthropicToolChoice(Body, frozen=True, kw_only=True):
     """Whether tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -139,7 +139,7 @@ class Choice(Body, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Body, frozen=True, kw_only=True):
+class ThinkingConfig(Body, frozen=True, kw_only=True):
     """Whether the model is to think; it does as its template has it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -149,7 +149,7 @@ class OutputFormat(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     type: Literal["json_schema"]
-    schema: Schema
+    schema: JsonSchemaDict
 
 
 class OutputConfig(Body, frozen=True, kw_only=True):
@@ -161,66 +161,66 @@ class OutputConfig(Body, frozen=True, kw_only=True):
 class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     """The fields of `/v1/messages/count_tokens`: those of a conversation."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
-    model: Name | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
+    model: Identifier | None = None
     system: str | TextBlocks | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
         if self.thread is not None:  # clients that know the code go on without one
             problem = ": this server keeps no conversations: send the whole of it"
-            raise bad_field("thread", problem, code=NO_THREADS)
+            raise field_error("thread", problem, code=THREAD_UNSUPPORTED_CODE)
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
         """What it asks, as a chat."""
-        told = [message for _, message in self._chat_messages()]
-        choice = self.tool_choice or Choice(type="auto")
+        chat_messages = [message for _, message in self._chat_messages()]
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
         try:
             return ChatRequest(
-                **self._sampling(),
-                messages=[Message(**message) for message in told],
-                response_format=self._format(),
-                tools=[function_tool(tool, tool.input_schema) for tool in self.tools or ()] or None,
-                tool_choice=None if self.tool_choice is None else _choice_of(choice),
+                **self._sampling_fields(),
+                messages=[ChatMessage(**message) for message in chat_messages],
+                response_format=self._response_format(),
+                tools=[to_chat_tool(tool, tool.input_schema) for tool in self.tools or ()] or None,
+                tool_choice=None if self.tool_choice is None else _convert_tool_choice(choice),
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
             )
         except ApiError as error:
-            raise error.renamed(self.names) from None
+            raise error.with_renamed_fields(self.field_names) from None
 
-    def _chat_messages(self) -> Iterator[tuple[str, Json]]:
+    def _chat_messages(self) -> Iterator[tuple[str, JsonObject]]:
         """Yield the chat's messages, each with the path of what it was made of."""
         if self.system:
-            yield "system", {"role": "system", "content": text_of(self.system)}
-        for i, turn in enumerate(self.messages):
+            yield "system", {"role": "system", "content": content_text(self.system)}
+        for i, anthropic_message in enumerate(self.messages):
             path = f"messages[{i}]"
-            yield from ((path, message) for message in _messages_of(turn, path))
+            yield from ((path, message) for message in _convert_message(anthropic_message, path))
 
     @property
-    def names(self) -> dict[str, str]:
+    def field_names(self) -> dict[str, str]:
         """Names of the chat's fields in this API, for errors."""
-        names = dict(_NAMES)
+        field_names = dict(_FIELD_NAMES)
         for i, (path, _) in enumerate(self._chat_messages()):
-            names[f"messages[{i}]"] = path
+            field_names[f"messages[{i}]"] = path
         for i in range(len(self.tools or ())):
-            names[f"tools[{i}].function"] = f"tools[{i}]"
-            names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
-        return names
+            field_names[f"tools[{i}].function"] = f"tools[{i}]"
+            field_names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
+        return field_names
 
-    def _format(self) -> ResponseFormat | None:
+    def _response_format(self) -> ResponseFormat | None:
         own = None if self.output_config is None else self.output_config.format
         if own is None:
             return None
         schema = JsonSchema(name="answer", schema=own.schema)
         return ResponseFormat(type="json_schema", json_schema=schema)
 
-    def _sampling(self) -> Json:
+    def _sampling_fields(self) -> JsonObject:
         """What else a chat has."""
         return {}
 
@@ -229,111 +229,120 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
     """The fields of `/v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
 
-    def _sampling(self) -> Json:
+    def _sampling_fields(self) -> JsonObject:
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         asked = {name: getattr(self, name) for name in names}
         return {**asked, "stop": self.stop_sequences or None}
 
 
-def _choice_of(choice: Choice) -> Any:
+def _convert_tool_choice(choice: AnthropicToolChoice) -> Any:
     if choice.type != "tool":
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         path = "tool_choice.name"
-        raise bad_field(path, "is missing", remedy="it is required of type 'tool'")
+        raise field_error(path, "is missing", remedy="it is required of type 'tool'")
     return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
 
 
-def _messages_of(turn: Turn, path: str) -> list[Json]:
+def _convert_message(anthropic_message: AnthropicMessage, path: str) -> list[JsonObject]:
     """A chat's messages of one of Anthropic's, whose results of calls are messages there."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    results: list[Json] = []
-    own: Json = {"role": turn.role, "content": None}
-    for i, block in enumerate(turn.content):
-        _add_block(own, results, block, f"{path}.content[{i}]")
-    is_empty = own["content"] is None and "tool_calls" not in own
+    if isinstance(anthropic_message.content, str):
+        return [{"role": anthropic_message.role, "content": anthropic_message.content}]
+    results: list[JsonObject] = []
+    message: JsonObject = {"role": anthropic_message.role, "content": None}
+    for i, block in enumerate(anthropic_message.content):
+        _add_block(message, results, block, f"{path}.content[{i}]")
+    is_empty = message["content"] is None and "tool_calls" not in message
     if is_empty and results:
         return results
-    return [*results, {**own, "content": ""} if is_empty else own]
+    return [*results, {**message, "content": ""} if is_empty else message]
 
 
-def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
-    by_user = own["role"] == "user"
+def _add_block(
+    message: JsonObject, results: list[JsonObject], block: ContentBlock, path: str
+) -> None:
+    by_user = message["role"] == "user"
     if block.type != "text" and by_user != (block.type == "tool_result"):
         whose = "assistant" if by_user else "user"
-        raise bad_field(path, f"of type {block.type!r} belongs to a message of {whose}")
+        raise field_error(path, f"of type {block.type!r} belongs to a message of {whose}")
     match block.type:
         case "text":
-            check_has(block, path, "text")
-            own["content"] = (own["content"] or "") + (block.text or "")
+            check_required_fields(block, path, "text")
+            message["content"] = (message["content"] or "") + (block.text or "")
         case "tool_use":
-            check_has(block, path, "id", "name", "input")
+            check_required_fields(block, path, "id", "name", "input")
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = FunctionCall(name=block.name or "", arguments=arguments)
-            own.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
+            message.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
         case "tool_result":
-            check_has(block, path, "tool_use_id")
-            text = text_of(block.content)
+            check_required_fields(block, path, "tool_use_id")
+            text = content_text(block.content)
             result = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
             results.append(result)
         case "thinking":
-            check_has(block, path, "thinking")
-            own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+            check_required_fields(block, path, "thinking")
+            message["reasoning_content"] = message.get("reasoning_content", "") + (
+                block.thinking or ""
+            )
 
 
-def error_body(error: ApiError) -> Json:
+def error_body(error: ApiError) -> JsonObject:
     """An error as Anthropic's clients know it."""
-    kind = _KINDS.get(error.status, "invalid_request_error")
-    own: Json = {"type": kind, "message": str(error)}
-    if error.code == NO_THREADS:
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    own: JsonObject = {"type": kind, "message": str(error)}
+    if error.code == THREAD_UNSUPPORTED_CODE:
         own["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return {"type": "error", "error": own}
 
 
-def anthropic_answer(error: ApiError) -> Any:
+def anthropic_error_response(error: ApiError) -> Any:
     """An error as an answer."""
-    return json_answer(error_body(error), error.status, error.headers)
+    return json_response(error_body(error), error.status, error.headers)
 
 
 def failure_event(error: ApiError) -> bytes:
     """What goes wrong in a stream after it has begun."""
-    return _event(error_body(error))
+    return _encode_event(error_body(error))
 
 
-def _event(value: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), json_bytes(value))
+def _encode_event(value: JsonObject) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), encode_json(value))
 
 
-def _rendered(event: Event) -> Json:
+def _render_event(event: ChatEvent) -> JsonObject:
     """Return the event of this API for a chat event."""
-    what, item, text = event
-    if what == "start":
-        block = _block(item, "")
+    event_kind, item, text = event
+    if event_kind == "start":
+        block = _content_block(item, "")
         return {"type": "content_block_start", "index": item.index, "content_block": block}
-    if what == "end":
+    if event_kind == "end":
         return {"type": "content_block_stop", "index": item.index}
-    kind, name = _DELTAS[item.kind]
+    kind, name = _DELTA_TYPES[item.kind]
     delta = {"type": kind, name: text}
     return {"type": "content_block_delta", "index": item.index, "delta": delta}
 
 
-def _block(item: Item, text: str) -> Json:
+def _content_block(item: AnswerItem, text: str) -> JsonObject:
     """Return the content block of an item that has come to a text."""
     if (call := item.call) is not None:
-        return {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(text)}
+        return {
+            "type": "tool_use",
+            "id": call.id,
+            "name": call.name,
+            "input": _parse_arguments(text),
+        }
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text}
 
 
-def _object(text: str) -> Json:
+def _parse_arguments(text: str) -> JsonObject:
     """The arguments of a call; none, where the model's text is no object."""
     try:
         value = json.loads(text or "{}")
@@ -342,54 +351,54 @@ def _object(text: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-class Messages(ChatGeneration):
+class MessagesGeneration(ChatGeneration):
     """One request of `/v1/messages`."""
 
-    def __init__(self, serving: Any, asked: MessagesRequest, *about: Any):
-        super().__init__(serving, asked.chat, *about)
-        self._body_asked = asked
-        self._has_begun = False
+    def __init__(self, serving: Any, request_body: MessagesRequest, *args: Any):
+        super().__init__(serving, request_body.chat, *args)
+        self._request_body = request_body
+        self._has_started = False
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
+    async def iter_body(self) -> AsyncGenerator[bytes, None]:
         """The answer: one piece of JSON, or events.
 
         Raises:
             ApiError: the request is not acceptable, or failed.
         """
         try:
-            async for piece in super().pieces():
-                yield piece
+            async for chunk in super().iter_body():
+                yield chunk
         except ApiError as error:
-            raise error.renamed(self._body_asked.names) from None
+            raise error.with_renamed_fields(self._request_body.field_names) from None
 
-    def _events(self, news: list[News], encode: Encode) -> bytes:
-        bodies = [_rendered(event) for event in self._chat_events(news)]
-        if not self._has_begun:
-            self._has_begun = True
+    def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
+        bodies = [_render_event(event) for event in self._chat_events(updates)]
+        if not self._has_started:
+            self._has_started = True
             start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
             start["usage"] = {**start["usage"], "output_tokens": 0}
             bodies.insert(0, {"type": "message_start", "message": start})
-        return b"".join(map(_event, bodies))
+        return b"".join(map(_encode_event, bodies))
 
-    def _last_events(self) -> bytes:
-        self._check_whole()
+    def _encode_last_events(self) -> bytes:
+        self._check_finished()
         whole = self._message()
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
-        return _event(last) + _event({"type": "message_stop"})
+        return _encode_event(last) + _encode_event({"type": "message_stop"})
 
-    def _body(self, answers: list[list[TextDelta]]) -> Json:
-        self._check_whole()
+    def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
+        self._check_finished()
         return self._message()
 
-    def _check_whole(self) -> None:
+    def _check_finished(self) -> None:
         """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
-        if self._answer(0).finish_reason == "abort":
-            raise not_serving("the answer was cut short, for the server ends")
+        if self._answer_events(0).finish_reason == "abort":
+            raise unavailable_error("the answer was cut short, for the server ends")
 
-    def _message(self) -> Json:
+    def _message(self) -> JsonObject:
         """Return the message object. Its content is empty in a stream, which keeps no text."""
-        usage, answer = self._usage(), self._answer(0)
+        usage, answer = self._usage(), self._answer_events(0)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         reason = answer.finish_reason
         if answer.stop_string is not None:
@@ -399,8 +408,8 @@ class Messages(ChatGeneration):
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [_block(item, item.text) for item in answer.items],
-            "stop_reason": _REASONS.get(reason or "", reason),
+            "content": [_content_block(item, item.text) for item in answer.items],
+            "stop_reason": _STOP_REASONS.get(reason or "", reason),
             "stop_sequence": answer.stop_string,
             "usage": {
                 "input_tokens": usage["prompt_tokens"] - cached,

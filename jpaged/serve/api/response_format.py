@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jpaged import StructuredOutputs, call_grammar
-from jpaged.errors import info_of
-from jpaged.serve.api.conversation import Body, ChosenTool, Tool
-from jpaged.serve.errors import ApiError, bad_field
+from jpaged.errors import error_info
+from jpaged.serve.api.conversation import Body, ChatTool, ChosenTool
+from jpaged.serve.errors import ApiError, field_error
 
-_STRICT = "an answer obeys its schema also where this is false"
-FORM = "json, regex, choice, grammar or json_object: just one"
+_STRICT_DESCRIPTION = "an answer obeys its schema also where this is false"
+SPEC_DESCRIPTION = "json, regex, choice, grammar or json_object: just one"
 
-Schema = Annotated[dict[str, Any], Meta(description="a JSON schema")]
-FormName = Annotated[
+JsonSchemaDict = Annotated[dict[str, Any], Meta(description="a JSON schema")]
+SchemaName = Annotated[
     str,
     Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]+(?!\n)$", description="no control characters"),
 ]
@@ -24,9 +24,9 @@ FormName = Annotated[
 class JsonSchema(Body, frozen=True, kw_only=True):
     """A schema and its name."""
 
-    name: FormName
-    schema: Schema | None = None
-    strict: Annotated[bool, Meta(description=_STRICT)] | None = None
+    name: SchemaName
+    schema: JsonSchemaDict | None = None
+    strict: Annotated[bool, Meta(description=_STRICT_DESCRIPTION)] | None = None
 
 
 class ResponseFormat(Body, frozen=True, kw_only=True):
@@ -36,17 +36,19 @@ class ResponseFormat(Body, frozen=True, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class AnswerForm(Body, frozen=True, kw_only=True):
+class StructuredOutputsFields(Body, frozen=True, kw_only=True):
     """The form of the answer, as vLLM has it: just one of these."""
 
-    json: Schema | str | None = None
+    json: JsonSchemaDict | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: Annotated[str, Meta(description="in Lark's syntax")] | None = None
     json_object: bool | None = None
 
 
-def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> StructuredOutputs | None:
+def requested_spec(
+    format: ResponseFormat | None, spec: StructuredOutputsFields | None
+) -> StructuredOutputs | None:
     """What an answer must obey; None for nothing.
 
     Raises:
@@ -54,29 +56,29 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
     """
     if format is not None and format.type != "json_schema" and format.json_schema is not None:
         problem = f"is for type 'json_schema', not {format.type!r}"
-        raise bad_field("response_format.json_schema", problem)
-    asks = format is not None and format.type != "text"
-    if form is not None:
-        if asks:
+        raise field_error("response_format.json_schema", problem)
+    is_constrained = format is not None and format.type != "text"
+    if spec is not None:
+        if is_constrained:
             problem = "and response_format both ask for a form"
-            raise bad_field("structured_outputs", problem, remedy="give one of them")
-        own = {name: getattr(form, name) for name in form.__struct_fields__}
-        return _made({name: it for name, it in own.items() if it is not None}, {})
-    if format is None or not asks:
+            raise field_error("structured_outputs", problem, remedy="give one of them")
+        own = {name: getattr(spec, name) for name in spec.__struct_fields__}
+        return _build_spec({name: it for name, it in own.items() if it is not None}, {})
+    if format is None or not is_constrained:
         return None
     if format.type == "json_object":
-        return _made({"json_object": True}, _AS_FORMAT)
+        return _build_spec({"json_object": True}, _RESPONSE_FORMAT_PATHS)
     if format.json_schema is None:
         remedy = "it is required with type 'json_schema'"
-        raise bad_field("response_format.json_schema", "is missing", remedy=remedy)
-    return _made({"json": format.json_schema.schema or {}}, _AS_FORMAT)
+        raise field_error("response_format.json_schema", "is missing", remedy=remedy)
+    return _build_spec({"json": format.json_schema.schema or {}}, _RESPONSE_FORMAT_PATHS)
 
 
-def form_of_calls(
+def tool_call_spec(
     family: str,
-    tools: Sequence[Tool],
+    tools: Sequence[ChatTool],
     choice: str | ChosenTool | None,
-    form: StructuredOutputs | None,
+    spec: StructuredOutputs | None,
     *,
     parallel: bool,
     special_ids: Mapping[str, int],
@@ -95,24 +97,24 @@ def form_of_calls(
         ApiError: a grammar cannot hold arguments to the parameters' schema, or not in such an
             answer.
     """
-    told = [tool.asked for tool in tools]
-    how: dict[str, Any] = {"parallel": parallel, "special_ids": special_ids}
+    tool_dicts = [tool.grammar_dict for tool in tools]
+    grammar_options: dict[str, Any] = {"parallel": parallel, "special_ids": special_ids}
     if isinstance(choice, ChosenTool):
-        how |= {"name": choice.function.name, "parallel": False}
+        grammar_options |= {"name": choice.function.name, "parallel": False}
     elif choice != "required":
-        how |= {"or_text": form is None, "or_form": form}
+        grammar_options |= {"or_text": spec is None, "or_form": spec}
     try:
-        return call_grammar(family, told, **how)
+        return call_grammar(family, tool_dicts, **grammar_options)
     except (TypeError, ValueError) as error:
-        raise ApiError(400, info_of(error)) from None
+        raise ApiError(400, error_info(error)) from None
 
 
-_AS_FORMAT = {"structured_outputs.json": "response_format.json_schema.schema"}
+_RESPONSE_FORMAT_PATHS = {"structured_outputs.json": "response_format.json_schema.schema"}
 
 
-def _made(fields: dict[str, Any], names: Mapping[str, str]) -> StructuredOutputs:
+def _build_spec(fields: dict[str, Any], names: Mapping[str, str]) -> StructuredOutputs:
     """Return the specification that some fields ask for; errors call these fields by `names`."""
     try:
         return StructuredOutputs(**fields)
     except (TypeError, ValueError) as error:
-        raise ApiError(400, info_of(error).renamed(names)) from None
+        raise ApiError(400, error_info(error).with_renamed_fields(names)) from None

@@ -11,31 +11,31 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.api.chat_events import Event, Item, Kind
+from jpaged.serve.api.chat_events import AnswerItem, ChatEvent, ItemKind
 from jpaged.serve.api.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
     Body,
+    ChatMessage,
     ChosenFunction,
     ChosenTool,
     FunctionCall,
     FunctionName,
-    Message,
-    Name,
+    Identifier,
     ToolCall,
-    check_has,
-    function_tool,
-    text_of,
+    check_required_fields,
+    content_text,
+    to_chat_tool,
 )
-from jpaged.serve.api.fields import ChatRequest, Echoed
-from jpaged.serve.api.generation import ChatGeneration, Encode, Json
-from jpaged.serve.api.response_format import FormName, JsonSchema, ResponseFormat, Schema
-from jpaged.serve.engine.client import News
-from jpaged.serve.errors import ApiError, bad_field
-from jpaged.serve.http.exchange import json_bytes
+from jpaged.serve.api.fields import ChatRequest, EchoedValue
+from jpaged.serve.api.generation import ChatGeneration, JsonEncoder, JsonObject
+from jpaged.serve.api.response_format import JsonSchema, JsonSchemaDict, ResponseFormat, SchemaName
+from jpaged.serve.engine.client import RequestUpdate
+from jpaged.serve.errors import ApiError, field_error
+from jpaged.serve.http.exchange import encode_json
 
-_NO_MEMORY = "this server keeps no answers: send the whole conversation"
-_NAMES = {
+_STATELESS_NOTE = "this server keeps no answers: send the whole conversation"
+_FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
@@ -44,21 +44,21 @@ _NAMES = {
 }
 """Names of a chat's fields in this API."""
 
-_ITEM_KINDS: dict[Kind, tuple[str, str]] = {
+_ITEM_TYPES: dict[ItemKind, tuple[str, str]] = {
     "content": ("msg", "message"),
     "reasoning": ("rs", "reasoning"),
     "tool_call": ("fc", "function_call"),
 }
 """By kind of item: how its id begins, and its type."""
 
-_TEXT_KINDS: dict[Kind, str] = {
+_TEXT_TYPES: dict[ItemKind, str] = {
     "content": "output_text",
     "reasoning": "reasoning_text",
     "tool_call": "function_call_arguments",
 }
 
 
-class Part(Body, frozen=True, kw_only=True):
+class ContentPart(Body, frozen=True, kw_only=True):
     """A piece of an item."""
 
     drops_unknown_nulls: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class Part(Body, frozen=True, kw_only=True):
     text: str
 
 
-Parts = Annotated[list[Part], Meta(max_length=256)]
+ContentParts = Annotated[list[ContentPart], Meta(max_length=256)]
 
 
 class InputItem(Body, frozen=True, kw_only=True):
@@ -78,13 +78,13 @@ class InputItem(Body, frozen=True, kw_only=True):
     drops_unknown_nulls: ClassVar[bool] = True
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Parts | None = None
-    call_id: Name | None = None
+    content: str | ContentParts | None = None
+    call_id: Identifier | None = None
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     arguments: Annotated[str, Meta(description="JSON text of an object; may be empty")] | None = (
         None
     )
-    output: str | Parts | None = None
+    output: str | ContentParts | None = None
 
 
 class FunctionTool(Body, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class FunctionTool(Body, frozen=True, kw_only=True):
     type: Annotated[Literal["function"], Meta(description="this server has no tools of its own")]
     name: FunctionName
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: JsonSchemaDict | None = None
     strict: bool | None = None
 
 
@@ -109,9 +109,9 @@ class TextFormat(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: FormName | None = None
-    schema: Schema | None = None
-    description: Echoed = None
+    name: SchemaName | None = None
+    schema: JsonSchemaDict | None = None
+    description: EchoedValue = None
     strict: bool | None = None
 
 
@@ -125,7 +125,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     """The fields of `/v1/responses`."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
-    model: Name | None = None
+    model: Identifier | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
@@ -138,29 +138,29 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     truncation: Annotated[Literal["disabled"], Meta(description="nothing is cut")] = "disabled"
     store: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     background: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
-    previous_response_id: Annotated[None, Meta(description=_NO_MEMORY)] = None
-    conversation: Annotated[None, Meta(description=_NO_MEMORY)] = None
-    metadata: Echoed = None
-    user: Echoed = None
+    previous_response_id: Annotated[None, Meta(description=_STATELESS_NOTE)] = None
+    conversation: Annotated[None, Meta(description=_STATELESS_NOTE)] = None
+    metadata: EchoedValue = None
+    user: EchoedValue = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
         for name in ("store", "background"):
             if getattr(self, name):
-                raise bad_field(name, "must be false", value="true", remedy=_NO_MEMORY)
+                raise field_error(name, "must be false", value="true", remedy=_STATELESS_NOTE)
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
         """What it asks, as a chat."""
-        told, _ = _Conversation(self).told()
+        chat_messages, _ = _ChatMessageBuilder(self).chat_messages()
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
             choice = ChosenTool(type="function", function=ChosenFunction(name=choice.name))
-        tools = [function_tool(tool, tool.parameters) for tool in self.tools or ()]
+        tools = [to_chat_tool(tool, tool.parameters) for tool in self.tools or ()]
         try:
             return ChatRequest(
-                messages=told,
+                messages=chat_messages,
                 max_tokens=self.max_output_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -168,23 +168,27 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
                 tools=tools or None,
                 tool_choice=choice,
                 parallel_tool_calls=self.parallel_tool_calls,
-                response_format=self._format(),
+                response_format=self._response_format(),
             )
         except ApiError as error:
-            raise error.renamed(self.names) from None
+            raise error.with_renamed_fields(self.field_names) from None
 
     @property
-    def names(self) -> dict[str, str]:
+    def field_names(self) -> dict[str, str]:
         """Names of the chat's fields in this API, for errors."""
-        names = dict(_NAMES)
-        for i, (message, place) in enumerate(zip(*_Conversation(self).told(), strict=True)):
-            path = "instructions" if place < 0 else f"input[{place}]"
-            names[f"messages[{i}]"] = path
+        field_names = dict(_FIELD_NAMES)
+        for i, (message, item_index) in enumerate(
+            zip(*_ChatMessageBuilder(self).chat_messages(), strict=True)
+        ):
+            path = "instructions" if item_index < 0 else f"input[{item_index}]"
+            field_names[f"messages[{i}]"] = path
             for j in range(len(message.tool_calls or ())):
-                names[f"messages[{i}].tool_calls[{j}].function"] = path
-        return names | {f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))}
+                field_names[f"messages[{i}].tool_calls[{j}].function"] = path
+        return field_names | {
+            f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))
+        }
 
-    def _format(self) -> ResponseFormat | None:
+    def _response_format(self) -> ResponseFormat | None:
         own = None if self.text is None else self.text.format
         if own is None:
             return None
@@ -192,167 +196,175 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
             return ResponseFormat(type=own.type)
         if own.schema is None:
             path = "text.format.schema"
-            raise bad_field(path, "is missing", remedy="it is required with type 'json_schema'")
+            raise field_error(path, "is missing", remedy="it is required with type 'json_schema'")
         schema = JsonSchema(name=own.name or "answer", schema=own.schema)
         return ResponseFormat(type=own.type, json_schema=schema)
 
 
-class _Conversation:
+class _ChatMessageBuilder:
     """Makes messages of a body's items; calls and thoughts belong to the assistant's message."""
 
-    def __init__(self, asked: ResponsesRequest):
-        self._messages: list[Json] = []
-        self._places: list[int] = []
-        if asked.instructions:
-            self._add(-1, role="system", content=asked.instructions)
-        if isinstance(asked.input, str):
-            self._add(0, role="user", content=asked.input)
+    def __init__(self, request_body: ResponsesRequest):
+        self._messages: list[JsonObject] = []
+        self._item_indices: list[int] = []
+        if request_body.instructions:
+            self._add_message(-1, role="system", content=request_body.instructions)
+        if isinstance(request_body.input, str):
+            self._add_message(0, role="user", content=request_body.input)
         else:
-            for i, item in enumerate(asked.input):
-                self._take(i, f"input[{i}]", item)
-        self._close()
+            for i, item in enumerate(request_body.input):
+                self._add_item(i, f"input[{i}]", item)
+        self._complete_last_message()
 
-    def told(self) -> tuple[list[Message], list[int]]:
+    def chat_messages(self) -> tuple[list[ChatMessage], list[int]]:
         """The messages, and the item that each began with."""
-        return [Message(**message) for message in self._messages], self._places
+        return [ChatMessage(**message) for message in self._messages], self._item_indices
 
-    def _take(self, index: int, path: str, item: InputItem) -> None:
+    def _add_item(self, index: int, path: str, item: InputItem) -> None:
         match item.type:
             case "message":
-                check_has(item, path, "role", "content")
+                check_required_fields(item, path, "role", "content")
                 if item.role == "assistant":
-                    own = self._own(index, opens=True)
-                    own["content"] = (own["content"] or "") + text_of(item.content)
+                    own = self._open_assistant_message(index, is_text=True)
+                    own["content"] = (own["content"] or "") + content_text(item.content)
                 else:
-                    self._close()
-                    self._add(index, role=item.role, content=text_of(item.content))
+                    self._complete_last_message()
+                    self._add_message(index, role=item.role, content=content_text(item.content))
             case "function_call":
-                check_has(item, path, "call_id", "name", "arguments")
+                check_required_fields(item, path, "call_id", "name", "arguments")
                 function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
                 call = ToolCall(function=function, id=item.call_id)
-                self._own(index).setdefault("tool_calls", []).append(call)
+                self._open_assistant_message(index).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                check_has(item, path, "call_id", "output")
-                self._close()
-                text = text_of(item.output)
-                self._add(index, role="tool", content=text, tool_call_id=item.call_id)
+                check_required_fields(item, path, "call_id", "output")
+                self._complete_last_message()
+                text = content_text(item.output)
+                self._add_message(index, role="tool", content=text, tool_call_id=item.call_id)
             case "reasoning":
-                if text := text_of(item.content):
-                    self._own(index, opens=True)["reasoning_content"] = text
+                if text := content_text(item.content):
+                    self._open_assistant_message(index, is_text=True)["reasoning_content"] = text
 
-    def _own(self, index: int, *, opens: bool = False) -> Json:
+    def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
         """The assistant's message that is open; a new one where text follows calls."""
         last = self._messages[-1] if self._messages else {}
-        if last.get("role") != "assistant" or (opens and "tool_calls" in last):
-            self._close()
-            self._add(index, role="assistant", content=None)
+        if last.get("role") != "assistant" or (is_text and "tool_calls" in last):
+            self._complete_last_message()
+            self._add_message(index, role="assistant", content=None)
         return self._messages[-1]
 
-    def _close(self) -> None:
+    def _complete_last_message(self) -> None:
         """A thought alone is no message."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
             last["content"] = ""
 
-    def _add(self, index: int, **message: Any) -> None:
+    def _add_message(self, index: int, **message: Any) -> None:
         self._messages.append(message)
-        self._places.append(index)
+        self._item_indices.append(index)
 
 
-class Responses(ChatGeneration):
+class ResponsesGeneration(ChatGeneration):
     """One request of `/v1/responses`."""
 
-    def __init__(self, serving: Any, asked: ResponsesRequest, *about: Any):
-        super().__init__(serving, asked.chat, *about)
-        self._body_asked = asked
+    def __init__(self, serving: Any, request_body: ResponsesRequest, *args: Any):
+        super().__init__(serving, request_body.chat, *args)
+        self._request_body = request_body
         self._num_events = 0
 
     keeps_streamed_text = True  # the last event has all items
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
+    async def iter_body(self) -> AsyncGenerator[bytes, None]:
         """The answer: one piece of JSON, or events.
 
         Raises:
             ApiError: the request is not acceptable, or failed.
         """
         try:
-            async for piece in super().pieces():
-                yield piece
+            async for chunk in super().iter_body():
+                yield chunk
         except ApiError as error:
-            raise error.renamed(self._body_asked.names) from None
+            raise error.with_renamed_fields(self._request_body.field_names) from None
 
-    def _events(self, news: list[News], encode: Encode) -> bytes:
-        bodies: list[Json] = []
+    def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
+        bodies: list[JsonObject] = []
         if not self._num_events:
             begun = self._response("in_progress", None)
             kinds = ("response.created", "response.in_progress")
             bodies += [{"type": kind, "response": begun} for kind in kinds]
-        for event in self._chat_events(news):
-            bodies += self._rendered(event)
-        return b"".join(map(self._numbered, bodies))
+        for event in self._chat_events(updates):
+            bodies += self._render_event(event)
+        return b"".join(map(self._encode_event, bodies))
 
-    def _last_events(self) -> bytes:
+    def _encode_last_events(self) -> bytes:
         status = self._status()
-        whole = self._response(status, self._used())
-        return self._numbered({"type": f"response.{status}", "response": whole})
+        whole = self._response(status, self._usage_fields())
+        return self._encode_event({"type": f"response.{status}", "response": whole})
 
-    def _body(self, answers: list[list[TextDelta]]) -> Json:
-        return self._response(self._status(), self._used())
+    def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
+        return self._response(self._status(), self._usage_fields())
 
-    def _rendered(self, event: Event) -> list[Json]:
+    def _render_event(self, event: ChatEvent) -> list[JsonObject]:
         """Return the events of this API for a chat event."""
-        what, item, text = event
+        event_kind, item, text = event
         call = item.call
-        where: Json = {"output_index": item.index}
-        at: Json = {"item_id": self._item_id(item), **where}
-        at |= {} if call else {"content_index": 0}
+        item_location: JsonObject = {"output_index": item.index}
+        content_location: JsonObject = {"item_id": self._item_id(item), **item_location}
+        content_location |= {} if call else {"content_index": 0}
         logprobs = {"logprobs": []} if item.kind == "content" else {}
-        kind = f"response.{_TEXT_KINDS[item.kind]}"
-        if what == "text":
-            return [{"type": f"{kind}.delta", **at, **logprobs, "delta": text}]
-        if what == "start":
-            shown = self._item(item, "", "in_progress")
-            added = {"type": "response.output_item.added", **where, "item": shown}
+        kind = f"response.{_TEXT_TYPES[item.kind]}"
+        if event_kind == "text":
+            return [{"type": f"{kind}.delta", **content_location, **logprobs, "delta": text}]
+        if event_kind == "start":
+            output_item = self._output_item(item, "", "in_progress")
+            added = {"type": "response.output_item.added", **item_location, "item": output_item}
             if call:
                 return [added]
-            part = {"type": "response.content_part.added", **at, "part": shown["content"][0]}
-            return [{**added, "item": {**shown, "content": []}}, part]
-        shown = self._ended(item)
-        done = {"type": "response.output_item.done", **where, "item": shown}
+            part = {
+                "type": "response.content_part.added",
+                **content_location,
+                "part": output_item["content"][0],
+            }
+            return [{**added, "item": {**output_item, "content": []}}, part]
+        output_item = self._ended_item(item)
+        done = {"type": "response.output_item.done", **item_location, "item": output_item}
         if call:
-            arguments = {"name": call.name, "arguments": shown["arguments"]}
-            return [{"type": f"{kind}.done", **at, **arguments}, done]
-        part = shown["content"][0]
-        text_done = {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}
-        return [text_done, {"type": "response.content_part.done", **at, "part": part}, done]
+            arguments = {"name": call.name, "arguments": output_item["arguments"]}
+            return [{"type": f"{kind}.done", **content_location, **arguments}, done]
+        part = output_item["content"][0]
+        text_done = {"type": f"{kind}.done", **content_location, "text": part["text"], **logprobs}
+        return [
+            text_done,
+            {"type": "response.content_part.done", **content_location, "part": part},
+            done,
+        ]
 
-    def _item_id(self, item: Item) -> str:
-        return f"{_ITEM_KINDS[item.kind][0]}_{self._id.removeprefix('resp_')}_{item.index}"
+    def _item_id(self, item: AnswerItem) -> str:
+        return f"{_ITEM_TYPES[item.kind][0]}_{self._id.removeprefix('resp_')}_{item.index}"
 
-    def _ended(self, item: Item) -> Json:
+    def _ended_item(self, item: AnswerItem) -> JsonObject:
         """Return an output item that has ended."""
-        return self._item(item, item.text, "completed" if item.is_complete else "incomplete")
+        return self._output_item(item, item.text, "completed" if item.is_complete else "incomplete")
 
-    def _item(self, item: Item, text: str, status: str) -> Json:
-        head = {"id": self._item_id(item), "type": _ITEM_KINDS[item.kind][1], "status": status}
+    def _output_item(self, item: AnswerItem, text: str, status: str) -> JsonObject:
+        head = {"id": self._item_id(item), "type": _ITEM_TYPES[item.kind][1], "status": status}
         if (call := item.call) is not None:
             return {**head, "call_id": call.id, "name": call.name, "arguments": text}
-        part: Json = {"type": _TEXT_KINDS[item.kind], "text": text}
+        part: JsonObject = {"type": _TEXT_TYPES[item.kind], "text": text}
         if item.kind == "reasoning":
             return {**head, "summary": [], "content": [part]}
         return {**head, "role": "assistant", "content": [{**part, "annotations": []}]}
 
-    def _numbered(self, body: Json) -> bytes:
+    def _encode_event(self, body: JsonObject) -> bytes:
         """Return an event with the next sequence number."""
-        data = json_bytes({**body, "sequence_number": self._num_events})
+        data = encode_json({**body, "sequence_number": self._num_events})
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), data)
 
     def _status(self) -> str:
         known = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}
-        return known.get(self._answer(0).finish_reason or "", "failed")
+        return known.get(self._answer_events(0).finish_reason or "", "failed")
 
-    def _used(self) -> Json:
+    def _usage_fields(self) -> JsonObject:
         """Return the token counts under the names of this API."""
         usage = self._usage()
         return {
@@ -362,19 +374,21 @@ class Responses(ChatGeneration):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answer(0).num_reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": self._answer_events(0).num_reasoning_tokens
+            },
             "total_tokens": usage["total_tokens"],
         }
 
-    def _response(self, status: str, usage: Json | None) -> Json:
+    def _response(self, status: str, usage: JsonObject | None) -> JsonObject:
         """Return the response object."""
-        asked, error, details = self._body_asked, None, None
+        request_body, error, details = self._request_body, None, None
         if status == "incomplete":
             details = {"reason": "max_output_tokens"}
         elif status == "failed":
             message = "the answer was cut short: its time was over, or it failed"
             error = {"code": "server_error", "message": message}
-        form = asked.text.format if asked.text is not None else None
+        text_format = request_body.text.format if request_body.text is not None else None
         return {
             "id": self._id,
             "object": "response",
@@ -382,34 +396,38 @@ class Responses(ChatGeneration):
             "status": status,
             "error": error,
             "incomplete_details": details,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": request_body.instructions,
+            "max_output_tokens": request_body.max_output_tokens,
+            "metadata": request_body.metadata or {},
             "model": self._model,
-            "output": [self._ended(item) for item in self._answer(0).items],
-            "parallel_tool_calls": asked.parallel_tool_calls,
+            "output": [self._ended_item(item) for item in self._answer_events(0).items],
+            "parallel_tool_calls": request_body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "background": False,
             "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": {"type": "text"} if form is None else _given(form)},
-            "tool_choice": "auto" if asked.tool_choice is None else _given(asked.tool_choice),
-            "tools": [_given(tool) for tool in asked.tools or ()],
-            "top_p": asked.top_p,
+            "temperature": request_body.temperature,
+            "text": {
+                "format": {"type": "text"} if text_format is None else _drop_nulls(text_format)
+            },
+            "tool_choice": "auto"
+            if request_body.tool_choice is None
+            else _drop_nulls(request_body.tool_choice),
+            "tools": [_drop_nulls(tool) for tool in request_body.tools or ()],
+            "top_p": request_body.top_p,
             "truncation": "disabled",
             "usage": usage,
-            "user": asked.user,
+            "user": request_body.user,
         }
 
 
 def failure_event(error: ApiError) -> bytes:
     """What goes wrong in a stream after it has begun."""
     event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
-    return b"event: error\ndata: %b\n\n" % json_bytes({**event, "sequence_number": 0})
+    return b"event: error\ndata: %b\n\n" % encode_json({**event, "sequence_number": 0})
 
 
-def _given(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """As it was sent, but for nulls."""
     told = msgspec.to_builtins(value)
     return {k: v for k, v in told.items() if v is not None} if isinstance(told, dict) else told

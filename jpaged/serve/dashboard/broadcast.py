@@ -23,28 +23,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged import EngineStats, PoolChanges
-from jpaged.serve.engine.messages import PoolFrame, PoolFrames
-from jpaged.serve.errors import ApiError, failed, not_serving
-from jpaged.serve.http.exchange import Exchange
-from jpaged.serve.http.serving import Phase, Serving
+from jpaged.serve.engine.messages import PoolDiff, PoolDiffs
+from jpaged.serve.errors import ApiError, internal_error, unavailable_error
+from jpaged.serve.http.exchange import GeneratorResponse
+from jpaged.serve.http.serving import Phase, ServerState
 
 MAX_VIEWERS = 16
-MAX_UNREAD = 1 << 18
+MAX_UNREAD_BYTES = 1 << 18
 """Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead. One
 fetch's frames are kept whatever their size: they may tell the text that the snapshot left to them,
 and another snapshot would leave it to frames again."""
 
-INTERVAL = 0.1  # seconds between two fetches
-HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line still stands
+FETCH_INTERVAL_S = 0.1  # seconds between two fetches
+HEARTBEAT_S = 15.0  # seconds of silence after which a viewer hears that the line still stands
 
-_STATIC = files("jpaged.serve.dashboard").joinpath("static")
-_TYPES = {
+_STATIC_FOLDER = files("jpaged.serve.dashboard").joinpath("static")
+_MEDIA_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-_HEADERS = {
+_PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -57,13 +57,13 @@ _HEADERS = {
 
 PAGE_PATHS = frozenset(
     "/" if file.name == "index.html" else f"/picture/{file.name}"
-    for file in _STATIC.iterdir()
-    if PurePath(file.name).suffix in _TYPES
+    for file in _STATIC_FOLDER.iterdir()
+    if PurePath(file.name).suffix in _MEDIA_TYPES
 )
 """The page, and the files it is made of; an editor's backups are not among them."""
 
 
-class Place(Enum):
+class ViewerState(Enum):
     """Where a viewer is in the stream."""
 
     BEHIND = auto()  # it is new, or frames were dropped: it has nothing, and did not try to read
@@ -80,30 +80,30 @@ class Viewer:
     """
 
     def __init__(self):
-        self.place = Place.BEHIND
-        self.news = asyncio.Event()
+        self.state = ViewerState.BEHIND
+        self.has_unread = asyncio.Event()
         self._snapshot = b""
         self._unread = bytearray()
 
-    def begin(self, snapshot: bytes) -> None:
+    def start_from(self, snapshot: bytes) -> None:
         """Let it follow from here; what it has not read is dropped."""
-        self.place, self._snapshot = Place.FOLLOWING, snapshot
+        self.state, self._snapshot = ViewerState.FOLLOWING, snapshot
         self._unread.clear()
-        self.news.set()
+        self.has_unread.set()
 
-    def offer(self, message: bytes) -> None:
+    def add_unread(self, message: bytes) -> None:
         """Keep a fetch's frames for it, if it follows; drop all if it has too many unread."""
-        if self._unread and len(self._unread) + len(message) > MAX_UNREAD:
-            self.place, self._snapshot = Place.BEHIND, b""
+        if self._unread and len(self._unread) + len(message) > MAX_UNREAD_BYTES:
+            self.state, self._snapshot = ViewerState.BEHIND, b""
             self._unread.clear()
-        if self.place is Place.FOLLOWING:
+        if self.state is ViewerState.FOLLOWING:
             self._unread += message
-            self.news.set()
+            self.has_unread.set()
 
-    def take(self) -> bytes:
+    def take_unread(self) -> bytes:
         """What it reads next; nothing if it has read all."""
-        if self.place is Place.BEHIND:
-            self.place = Place.WAITING
+        if self.state is ViewerState.BEHIND:
+            self.state = ViewerState.WAITING
         message, self._snapshot = self._snapshot, b""
         if not message:
             message = bytes(self._unread)
@@ -125,15 +125,15 @@ class Broadcast:
 
     def __init__(
         self,
-        fetch: Callable[[bool], Awaitable[PoolFrames]],
+        fetch: Callable[[bool], Awaitable[PoolDiffs]],
         description: dict[str, Any],
-        word: Callable[[int], str] | None = None,
+        token_text: Callable[[int], str] | None = None,
         is_over: Callable[[], bool] = bool,
-        interval: float = INTERVAL,
+        interval: float = FETCH_INTERVAL_S,
     ):
         self._fetch = fetch
         self._description = description
-        self._word = None if word is None else lru_cache(maxsize=1 << 18)(word)
+        self._token_text = None if token_text is None else lru_cache(maxsize=1 << 18)(token_text)
         self._is_over = is_over
         self._interval = interval
         self._viewers: set[Viewer] = set()
@@ -146,85 +146,89 @@ class Broadcast:
         """Viewers at present."""
         return len(self._viewers)
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self) -> AsyncGenerator[bytes, None]:
         """The events for one more viewer, until it leaves or there is no engine any more.
 
         Raises:
             ApiError: too many watch already, or there is no engine.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise not_serving(f"{MAX_VIEWERS} watch already: close another page")
+            raise unavailable_error(f"{MAX_VIEWERS} watch already: close another page")
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
-            self._task.add_done_callback(_note_end)
+            self._task.add_done_callback(_retrieve_exception)
         task = self._task  # after a fault a later viewer begins another, which has lost frames
         try:
             while not task.done():
-                viewer.news.clear()
-                if message := viewer.take():
+                viewer.has_unread.clear()
+                if message := viewer.take_unread():
                     yield message
                     continue
                 try:
-                    await asyncio.wait_for(viewer.news.wait(), HEARTBEAT)
+                    await asyncio.wait_for(viewer.has_unread.wait(), HEARTBEAT_S)
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
             self._viewers.discard(viewer)
         task.result()
-        if viewer.place is not Place.FOLLOWING:
-            raise not_serving("the server is shutting down")
+        if viewer.state is not ViewerState.FOLLOWING:
+            raise unavailable_error("the server is shutting down")
 
     async def _poll(self) -> None:
         try:
             while self._viewers and not self._is_over():
-                is_awaited = any(viewer.place is Place.WAITING for viewer in self._viewers)
-                self._take(await self._fetch(is_awaited))
+                is_snapshot_awaited = any(
+                    viewer.state is ViewerState.WAITING for viewer in self._viewers
+                )
+                self._handle_diffs(await self._fetch(is_snapshot_awaited))
                 await asyncio.sleep(self._interval)
         finally:
             for viewer in self._viewers:
-                viewer.news.set()
+                viewer.has_unread.set()
 
-    def _take(self, news: PoolFrames) -> None:
-        if news.failed:
-            raise failed()
-        frames = [self._for_viewers(frame) for frame in news.frames]
-        snapshot = None if news.snapshot is None else self._for_viewers(news.snapshot)
+    def _handle_diffs(self, pool_diffs: PoolDiffs) -> None:
+        if pool_diffs.failed:
+            raise internal_error()
+        diffs = [self._with_token_text(diff) for diff in pool_diffs.diffs]
+        snapshot = (
+            None if pool_diffs.snapshot is None else self._with_token_text(pool_diffs.snapshot)
+        )
         if snapshot is not None and snapshot.text:  # frames tell no more of what a snapshot told
-            frames.append(PoolFrame(snapshot.step, PoolChanges(), snapshot.text))
-        if frames or news.stats != self._stats:
-            self._stats = news.stats
-            message = _event("frames", {"frames": frames, "stats": news.stats})
+            diffs.append(PoolDiff(snapshot.step, PoolChanges(), snapshot.text))
+        if diffs or pool_diffs.stats != self._stats:
+            self._stats = pool_diffs.stats
+            message = _encode_event("frames", {"frames": diffs, "stats": pool_diffs.stats})
             for viewer in self._viewers:
-                viewer.offer(message)
+                viewer.add_unread(message)
         if snapshot is not None:
-            content = {"pool": self._description, "frame": snapshot, "stats": news.stats}
-            message = _event("snapshot", content)
-            frames_were_lost, self._epoch = news.epoch != self._epoch, news.epoch
+            content = {"pool": self._description, "frame": snapshot, "stats": pool_diffs.stats}
+            message = _encode_event("snapshot", content)
+            diffs_were_lost, self._epoch = pool_diffs.epoch != self._epoch, pool_diffs.epoch
             for viewer in self._viewers:
-                if frames_were_lost or viewer.place is Place.WAITING:
-                    viewer.begin(message)
+                if diffs_were_lost or viewer.state is ViewerState.WAITING:
+                    viewer.start_from(message)
 
-    def _for_viewers(self, frame: PoolFrame) -> PoolFrame:
+    def _with_token_text(self, diff: PoolDiff) -> PoolDiff:
         """The frame with the text of its tokens, where text is shown, and never with the tokens."""
-        changes, text = frame.changes, {}
-        if self._word is not None:
-            text = {block: [*map(self._word, ids)] for block, ids in changes.tokens.items()}
-        return PoolFrame(frame.step, replace(changes, tokens={}), text)
+        changes, text = diff.changes, {}
+        if self._token_text is not None:
+            text = {block: [*map(self._token_text, ids)] for block, ids in changes.tokens.items()}
+        return PoolDiff(diff.step, replace(changes, tokens={}), text)
 
 
-def _note_end(task: asyncio.Task[None]) -> None:
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieve the exception, which viewers raise; without viewers asyncio would log it."""
     if not task.cancelled():
         task.exception()
 
 
-def _event(name: str, content: dict[str, Any]) -> bytes:
+def _encode_event(name: str, content: dict[str, Any]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(content))
 
 
-def dashboard_routes(serving: Serving) -> list[Route]:
+def dashboard_routes(serving: ServerState) -> list[Route]:
     """The page, its files and its events."""
     dashboard = Dashboard(serving)
     return [
@@ -237,7 +241,7 @@ def dashboard_routes(serving: Serving) -> list[Route]:
 class Dashboard:
     """The dashboard's endpoints."""
 
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: ServerState):
         self._serving = serving
         self._broadcast: Broadcast | None = None
 
@@ -246,18 +250,18 @@ class Dashboard:
         name = request.path_params.get("name")
         if name is not None and f"/picture/{name}" not in PAGE_PATHS:
             raise ApiError(404, "there is no such file")
-        file = _STATIC.joinpath(name or "index.html")
-        media_type = _TYPES[PurePath(file.name).suffix]
-        return Response(file.read_bytes(), media_type=media_type, headers=_HEADERS)
+        file = _STATIC_FOLDER.joinpath(name or "index.html")
+        media_type = _MEDIA_TYPES[PurePath(file.name).suffix]
+        return Response(file.read_bytes(), media_type=media_type, headers=_PAGE_HEADERS)
 
     async def events(self, request: Request) -> Response:
         """`/picture/events`: a snapshot of the memory, then what changes."""
         serving, config = self._serving, self._serving.config
         engine, shows_text = serving.engine, config.dashboard_text
-        info = await engine.ready()
+        info = await engine.wait_ready()
         if self._broadcast is None:
             self._broadcast = Broadcast(
-                lambda snapshot: engine.pool_frames(snapshot, shows_text),
+                lambda snapshot: engine.fetch_pool_diffs(snapshot, shows_text),
                 {
                     "num_blocks": info.num_blocks,
                     "block_size": info.block_size,
@@ -267,4 +271,6 @@ class Dashboard:
                 is_over=lambda: serving.phase is Phase.DRAINING and not serving.num_requests,
             )
         stall_timeout = config.limits.stall_timeout
-        return Exchange(self._broadcast.watch(), streams=True, stall_timeout=stall_timeout)
+        return GeneratorResponse(
+            self._broadcast.stream_events(), is_stream=True, stall_timeout=stall_timeout
+        )

@@ -13,21 +13,21 @@ import traceback
 from collections.abc import Callable
 
 from jpaged import Engine, PoolWatch
-from jpaged.serve.engine.messages import PoolFrame, PoolFrames
+from jpaged.serve.engine.messages import PoolDiff, PoolDiffs
 
-MOST_TIME = 0.02
+MAX_TIME_FRACTION = 0.02
 """Share of the time that samples after steps may take, and that snapshots may."""
 
-MOST_SAVED = 1.0 * MOST_TIME
+MAX_BUDGET_S = 1.0 * MAX_TIME_FRACTION
 """Seconds of sampling that can be saved up: what an idle second allows."""
 
-MAX_FRAMES = 256
+MAX_DIFFS = 256
 """Frames kept until they are fetched; what follows comes as one."""
 
-PATIENCE = 5.0
+FETCH_TIMEOUT_S = 5.0
 """Seconds without a fetch after which a sampler stops."""
 
-MAX_TOKENS = 3200
+MAX_TOKENS_PER_DIFF = 3200
 """Tokens that one frame tells at most, in whole blocks; the next frames tell the others."""
 
 
@@ -49,11 +49,11 @@ class PoolSampler:
         self._engine = engine
         self._clock, self._work_clock = clock, work_clock
         self._watch: PoolWatch | None = None
-        self._frames: list[PoolFrame] = []
+        self._diffs: list[PoolDiff] = []
         self._has_failed = False
         self._epoch = self._num_steps = 0
         self._last_fetch = self._snapshot_due = 0.0
-        self._saved, self._last_saved = MOST_SAVED, clock()
+        self._budget_s, self._last_budget_update = MAX_BUDGET_S, clock()
 
     def after_step(self) -> None:
         """Sample, if it is time to; to be called after each step."""
@@ -61,15 +61,17 @@ class PoolSampler:
         if self._watch is None:
             return
         now = self._clock()
-        if now - self._last_fetch > PATIENCE:
+        if now - self._last_fetch > FETCH_TIMEOUT_S:
             self.stop()
             return
-        self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
-        self._last_saved = now
-        if self._saved > 0 and len(self._frames) < MAX_FRAMES:
+        self._budget_s = min(
+            MAX_BUDGET_S, self._budget_s + (now - self._last_budget_update) * MAX_TIME_FRACTION
+        )
+        self._last_budget_update = now
+        if self._budget_s > 0 and len(self._diffs) < MAX_DIFFS:
             self._sample(self._watch)
 
-    def fetch(self, snapshot: bool = False, tokens: bool = False) -> PoolFrames:
+    def fetch(self, snapshot: bool = False, tokens: bool = False) -> PoolDiffs:
         """The frames since the last call. One that starts the sampler, which the first call does
         and the first one after a pause or a failure, gives a snapshot.
 
@@ -79,48 +81,48 @@ class PoolSampler:
             tokens: Whether frames from the next snapshot on shall tell the blocks' tokens.
         """
         now = self._last_fetch = self._clock()
-        whole = None
+        snapshot_diff = None
         if self._watch is not None:
             self._sample(self._watch)
         elif not self._has_failed:
             self._epoch += 1
             self._snapshot_due, snapshot = now, True
-        frames, self._frames = self._frames, []
+        diffs, self._diffs = self._diffs, []
         if snapshot and now >= self._snapshot_due and not self._has_failed:
-            whole = self._make_snapshot(tokens)  # which starts the watch, or another one
+            snapshot_diff = self._make_snapshot(tokens)  # which starts the watch, or another one
         failed, self._has_failed = self._has_failed, False
-        return PoolFrames(self._epoch, frames, self._engine.stats(), whole, failed)
+        return PoolDiffs(self._epoch, diffs, self._engine.stats(), snapshot_diff, failed)
 
     def stop(self) -> None:
         """Take no samples until the next `fetch`."""
         if self._watch is not None:
             self._watch.close()
-        self._watch, self._frames = None, []
+        self._watch, self._diffs = None, []
 
     def _sample(self, watch: PoolWatch) -> None:
         started = self._work_clock()
-        frame = self._look(watch)
-        if frame is not None and frame.changes:
-            self._frames.append(frame)
+        diff = self._make_diff(watch)
+        if diff is not None and diff.changes:
+            self._diffs.append(diff)
         # A fetch samples whatever was saved: the debt is never more than one sample's.
-        self._saved = max(self._saved, 0.0) - (self._work_clock() - started)
+        self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
-    def _make_snapshot(self, tokens: bool) -> PoolFrame | None:
+    def _make_snapshot(self, tokens: bool) -> PoolDiff | None:
         """The first look of another watch, which takes the place of the one so far."""
         started = self._work_clock()
         self.stop()
-        num_token_blocks = MAX_TOKENS // self._engine.stats().block_size if tokens else 0
+        num_token_blocks = MAX_TOKENS_PER_DIFF // self._engine.stats().block_size if tokens else 0
         self._watch = self._engine.watch_pool(num_token_blocks)
-        snapshot = self._look(self._watch)
-        taken = self._work_clock() - started
-        self._saved -= taken
-        self._snapshot_due = self._last_fetch + taken / MOST_TIME
+        snapshot = self._make_diff(self._watch)
+        elapsed = self._work_clock() - started
+        self._budget_s -= elapsed
+        self._snapshot_due = self._last_fetch + elapsed / MAX_TIME_FRACTION
         return snapshot
 
-    def _look(self, watch: PoolWatch) -> PoolFrame | None:
+    def _make_diff(self, watch: PoolWatch) -> PoolDiff | None:
         """What changed since the last look; None if that fails."""
         try:
-            return PoolFrame(self._num_steps, watch.look())
+            return PoolDiff(self._num_steps, watch.look())
         except Exception as error:
             traceback.print_exception(error, file=sys.stderr)
             self.stop()

@@ -12,7 +12,7 @@ from jpaged import EngineStats, PoolChanges, RequestDelta, SamplingParams
 from jpaged.errors import ErrorInfo
 
 
-class Start(msgspec.Struct, tag=True):
+class StartEngine(msgspec.Struct, tag=True):
     """Make the engine: `Engine(**options)`. The first message of all."""
 
     options: dict[str, Any]
@@ -36,25 +36,25 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     cache_salt: str | None = None
 
 
-class Abort(msgspec.Struct, tag=True):
+class AbortRequests(msgspec.Struct, tag=True):
     """End requests in any state; nothing more is told of them."""
 
     request_ids: list[str]
 
 
-class AskPoolFrames(msgspec.Struct, tag=True):
-    """Ask for the `PoolFrames` since the last question, and for a `snapshot` if one is needed; with
+class FetchPoolDiffs(msgspec.Struct, tag=True):
+    """Ask for the `PoolDiffs` since the last question, and for a `snapshot` if one is needed; with
     `tokens` they tell what blocks hold."""
 
     snapshot: bool
     tokens: bool
 
 
-class Stop(msgspec.Struct, tag=True):
+class StopEngine(msgspec.Struct, tag=True):
     """End the process, whatever runs."""
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineInfo(msgspec.Struct, tag=True):
     """The engine is made. This is what the server needs to know of it.
 
     Attributes:
@@ -75,33 +75,33 @@ class Ready(msgspec.Struct, tag=True):
     cache_dtype: str
 
 
-class Died(msgspec.Struct, tag=True):
+class EngineFailed(msgspec.Struct, tag=True):
     """The engine could not be made, or failed; nothing follows. `reason` is for the log."""
 
     reason: str
 
 
-class Refused(msgspec.Struct, tag=True):
+class RequestRefused(msgspec.Struct, tag=True):
     """The engine refuses a request."""
 
     request_id: str
     error: ErrorInfo
 
 
-class Turn(msgspec.Struct, tag=True):
+class EngineUpdate(msgspec.Struct, tag=True):
     """A turn of the loop.
 
     Attributes:
-        news: What requests grew by since the last `Turn`; the log-probabilities of a long prompt
+        news: What requests grew by since the last `EngineUpdate`; the log-probabilities of a long prompt
             come in parts.
         stats: The engine's figures, sent a few times a second.
     """
 
-    news: list[RequestDelta]
+    deltas: list[RequestDelta]
     stats: EngineStats | None = None
 
 
-class PoolFrame(msgspec.Struct):
+class PoolDiff(msgspec.Struct):
     """What changed in the pool between two looks, in this process and as JSON for the page.
 
     Attributes:
@@ -115,33 +115,33 @@ class PoolFrame(msgspec.Struct):
     text: dict[int, list[str]] = {}
 
 
-class PoolFrames(msgspec.Struct, tag=True):
+class PoolDiffs(msgspec.Struct, tag=True):
     """What changed in the pool since the last question, for the dashboard.
 
     Attributes:
         epoch: Number of the sampler's start; frames before it were lost.
         frames: One after the other.
         stats: As `Engine.stats()` gives them, now.
-        snapshot: The frame that leads from nothing to the state after `frames`; the first ones of
+        snapshot: The frame that leads from nothing to the state after `diffs`; the first ones of
             an epoch have it.
         failed: Whether the sampler failed since, and said why in the log.
     """
 
     epoch: int
-    frames: list[PoolFrame]
+    diffs: list[PoolDiff]
     stats: EngineStats
-    snapshot: PoolFrame | None = None
+    snapshot: PoolDiff | None = None
     failed: bool = False
 
 
-Command = Start | EngineRequest | Abort | AskPoolFrames | Stop
-Report = Ready | Died | Refused | Turn | PoolFrames
+Command = StartEngine | EngineRequest | AbortRequests | FetchPoolDiffs | StopEngine
+Report = EngineInfo | EngineFailed | RequestRefused | EngineUpdate | PoolDiffs
 
 encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder().encode
 """The message in MessagePack."""
 
-command_of: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 """The command in a message; msgspec.ValidationError if there is none."""
 
-report_of: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
 """The report in a message; msgspec.ValidationError if there is none."""

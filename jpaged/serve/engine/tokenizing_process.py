@@ -21,7 +21,7 @@ import jinja2
 import msgspec
 
 from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, processes
-from jpaged.errors import ErrorInfo, ErrorKind, info_of
+from jpaged.errors import ErrorInfo, ErrorKind, error_info
 
 MIB = 2**20
 
@@ -46,9 +46,9 @@ class TokenizingSettings(msgspec.Struct, frozen=True):
     max_memory: int = 1024 * MIB
 
 
-class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenizeJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A piece of work: tokenise `text` or `messages`, make text of `token_ids`, or see whether a
-    grammar can be made of a `form`.
+    grammar can be made of a `spec`.
 
     Attributes:
         text: A prompt.
@@ -67,20 +67,20 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     messages: list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}
     last: int | None = None
-    most: int | None = None
+    max_num_tokens: int | None = None
     strings: bool = False
     token_ids: list[int] | None = None
-    form: StructuredOutputs | None = None
+    spec: StructuredOutputs | None = None
 
 
-class Done(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenizeResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of an order.
 
     Attributes:
         token_ids: The text's tokens.
         text: The tokens' text.
         strings: The text of each token.
-        is_longer: No result: there are more tokens than `most`.
+        is_longer: No result: there are more tokens than `max_num_tokens`.
         refused: No result: what is wrong with the order.
         spent: No result: what it took too much of.
         mistake: No result: where the chat template's syntax is wrong.
@@ -91,13 +91,13 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
     strings: list[str] | None = None
     is_longer: bool = False
-    refused: ErrorInfo | None = None
-    spent: str | None = None
-    mistake: str | None = None
-    failed: str | None = None
+    job_error: ErrorInfo | None = None
+    exceeded_limit: str | None = None
+    template_error: str | None = None
+    internal_error: str | None = None
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
+class StartFork(msgspec.Struct, frozen=True, tag=True):
     """Command to the process: make a fork, whose end of the line comes with the message.
 
     Attributes:
@@ -106,7 +106,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     """
 
     number: int
-    most_seconds: float
+    max_cpu_seconds: float
 
 
 class EndFork(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +128,7 @@ class TokenizingProcess:
     def __init__(self, settings: TokenizingSettings):
         self.settings = settings
         self.num_starts = 0
-        self._reviving = threading.Lock()
+        self._restart_lock = threading.Lock()
         self._num_forks = 0
         self._start()
 
@@ -146,14 +146,14 @@ class TokenizingProcess:
         """
         if self._is_ready:
             return
-        frame = processes.receive(self._child.sock)
-        if frame is None:
+        payload = processes.receive(self._child.sock)
+        if payload is None:
             raise RuntimeError("the process that tokenises ended while it started")
-        if (error := msgspec.msgpack.decode(frame)) is not None:
+        if (error := msgspec.msgpack.decode(payload)) is not None:
             raise ValueError(error)
         self._is_ready = True
 
-    def fork(self, most_seconds: float = 0) -> tuple[int, socket.socket]:
+    def fork(self, max_cpu_seconds: float = 0) -> tuple[int, socket.socket]:
         """A new fork: what to call it, and the line to it.
 
         Args:
@@ -165,7 +165,7 @@ class TokenizingProcess:
             OSError: the system has no line for it.
         """
         self._num_forks += 1
-        return self._num_forks, self._send_with_line(Fork(self._num_forks, most_seconds))
+        return self._num_forks, self._send_with_socket(StartFork(self._num_forks, max_cpu_seconds))
 
     def ask_exit_code(self, number: int) -> socket.socket:
         """Ask how a fork ended that closed its line; return the socket to which the answer comes.
@@ -173,14 +173,14 @@ class TokenizingProcess:
         Raises:
             ConnectionError: the process has ended.
         """
-        return self._send_with_line(EndFork(number))
+        return self._send_with_socket(EndFork(number))
 
-    def _send_with_line(self, command: Fork | EndFork) -> socket.socket:
+    def _send_with_socket(self, command: StartFork | EndFork) -> socket.socket:
         """Send a command with one end of a new socket pair, and return the other end."""
         ours, theirs = processes.socket_pair()
         with theirs:
             try:
-                message = processes.framed(_encode(command))
+                message = processes.frame_message(_encode(command))
                 socket.send_fds(self._child.sock, [message], [theirs.fileno()])
             except OSError as error:
                 ours.close()
@@ -192,27 +192,27 @@ class TokenizingProcess:
         with suppress(OSError):  # the process has ended, and is to be started anew
             processes.send(self._child.sock, _encode(EndFork(number)))
 
-    def revive(self, seen: int) -> None:
-        """Start it anew, unless that was done since `num_starts` was `seen`, and wait for it.
+    def restart(self, num_starts_before: int) -> None:
+        """Start it anew, unless that was done since `num_starts` was `num_starts_before`, and wait for it.
 
         Raises:
             OSError, RuntimeError, ValueError: it does not start.
         """
-        with self._reviving:
-            if self.num_starts == seen:
+        with self._restart_lock:
+            if self.num_starts == num_starts_before:
                 self.close()
                 self._start()
                 self.wait_ready()
 
     def close(self) -> None:
         """End it and all forks."""
-        self._child.end()
+        self._child.kill_and_close()
 
     def _start(self) -> None:
         child = processes.Child(
             "jpaged.serve.engine.tokenizing_process",
-            leads_group=True,  # Ctrl-C is the server's; and all forks can be ended at once
-            environment={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            is_group_leader=True,  # Ctrl-C is the server's; and all forks can be ended at once
+            extra_env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
         with suppress(OSError):  # it has ended, which `wait_ready` finds out
             processes.send(child.sock, _encode(self.settings))
@@ -224,41 +224,41 @@ class TokenizingProcess:
 def main(control: socket.socket) -> int:
     """Load the tokenizer and fork as told; ends with the server."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server's, which drains first
-    frame = processes.receive(control)
-    if frame is None:
+    payload = processes.receive(control)
+    if payload is None:
         return 1
-    settings = msgspec.msgpack.decode(frame, type=TokenizingSettings)
+    settings = msgspec.msgpack.decode(payload, type=TokenizingSettings)
     try:
-        worker = OrderRunner(settings)
+        runner = TokenizeJobRunner(settings)
     except ValueError as error:
         processes.send(control, _encode(str(error)))
         return 1
     processes.send(control, _encode(None))
-    decoder = msgspec.msgpack.Decoder(Fork | EndFork)
+    decoder = msgspec.msgpack.Decoder(StartFork | EndFork)
     gc.collect()
     gc.freeze()  # or collecting would copy the pages that forks share
     pids: dict[int, int] = {}
-    while (frame := processes.receive(control, files := list[int]())) is not None:
-        match decoder.decode(frame):
+    while (payload := processes.receive(control, files := list[int]())) is not None:
+        match decoder.decode(payload):
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
                     os.kill(pid, signal.SIGKILL)  # of no effect on a fork that has ended
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
-                    with socket.socket(fileno=file) as asker, suppress(OSError):
-                        processes.send(asker, _encode(code))
-            case Fork(number, most_seconds):
+                    with socket.socket(fileno=file) as reply_socket, suppress(OSError):
+                        processes.send(reply_socket, _encode(code))
+            case StartFork(number, max_cpu_seconds):
                 if pid := os.fork():
                     pids[number] = pid
                     os.close(files[0])
                     continue
                 control.close()
                 # Open until the exit: who sees it closed kills the fork and asks for its exit code.
-                line = socket.socket(fileno=files[0])
+                channel = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)
-                    _obey(line, worker, most_seconds)
+                    _run_jobs(channel, runner, max_cpu_seconds)
                 except BrokenPipeError:  # its client has gone
                     pass
                 except Exception:
@@ -269,32 +269,32 @@ def main(control: socket.socket) -> int:
     return 1
 
 
-def _obey(line: socket.socket, worker: "OrderRunner", most_seconds: float) -> None:
-    """Run the orders that come over `line`, until it is closed."""
-    decoder = msgspec.msgpack.Decoder(Order)
-    while (frame := processes.receive(line)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
-        done = worker.do(decoder.decode(frame))
+def _run_jobs(channel: socket.socket, runner: "TokenizeJobRunner", max_cpu_seconds: float) -> None:
+    """Run the orders that come over `channel`, until it is closed."""
+    decoder = msgspec.msgpack.Decoder(TokenizeJob)
+    while (payload := processes.receive(channel)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)  # at whose end the system ends it
+        result = runner.run_job(decoder.decode(payload))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        processes.send(line, _encode(done))
-        frame = done = None
+        processes.send(channel, _encode(result))
+        payload = result = None
 
 
 def _limit_memory(most: int) -> None:
-    _limit(resource.RLIMIT_CORE, 0)
+    _set_limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # where the system does not tell, there is no bound
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
+        _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
 
 
-def _limit(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
+def _set_limit(limit_kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(limit_kind)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)
-    resource.setrlimit(what, (most, hard))
+    resource.setrlimit(limit_kind, (most, hard))
 
 
-class OrderRunner:
+class TokenizeJobRunner:
     """Does orders.
 
     Args:
@@ -310,66 +310,72 @@ class OrderRunner:
         self._tokenizer.prepare()
         self._trial = GrammarTrial(self._tokenizer)
 
-    def do(self, order: Order) -> Done:
+    def run_job(self, job: TokenizeJob) -> TokenizeResult:
         """The result of an order; no exception leaves it."""
         try:
-            if order.token_ids is not None:
-                return Done(text=self._tokenizer.decode(order.token_ids))
-            if order.form is not None:
-                self._trial.run(order.form)
-                return Done()
-            return self._tokenised(order)
+            if job.token_ids is not None:
+                return TokenizeResult(text=self._tokenizer.decode(job.token_ids))
+            if job.spec is not None:
+                self._trial.run(job.spec)
+                return TokenizeResult()
+            return self._tokenize(job)
         except MemoryError:
-            return Done(
-                spent=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
+            return TokenizeResult(
+                exceeded_limit=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
             )
         except RecursionError:
-            if order.form is not None:
-                words = "nests too deep: use fewer references and cases within each other"
-                path = f"structured_outputs.{order.form.kind}"
-                return Done(refused=ErrorInfo(path, (words,), kind=ErrorKind.TOO_LARGE))
+            if job.spec is not None:
+                problem = "nests too deep: use fewer references and cases within each other"
+                path = f"structured_outputs.{job.spec.kind}"
+                return TokenizeResult(
+                    job_error=ErrorInfo(path, (problem,), kind=ErrorKind.TOO_LARGE)
+                )
             problem = "the chat template nests too deep with these messages"
-            return Done(refused=ErrorInfo("", (problem,)))
+            return TokenizeResult(job_error=ErrorInfo("", (problem,)))
         except (TypeError, ValueError) as error:
             syntax = error.__cause__
             if isinstance(syntax, jinja2.TemplateSyntaxError):
-                mistake = f"line {syntax.lineno}: {syntax.message}"
-                return Done(refused=info_of(error), mistake=mistake)
-            return Done(refused=info_of(error))
+                template_error = f"line {syntax.lineno}: {syntax.message}"
+                return TokenizeResult(job_error=error_info(error), template_error=template_error)
+            return TokenizeResult(job_error=error_info(error))
         except Exception as error:
-            return Done(failed=repr(error)[:1000])
+            return TokenizeResult(internal_error=repr(error)[:1000])
 
-    def _tokenised(self, order: Order) -> Done:
+    def _tokenize(self, job: TokenizeJob) -> TokenizeResult:
         tokenizer, settings = self._tokenizer, self._settings
         chat = None
-        text = order.text or ""
-        if order.messages is not None:
+        text = job.text or ""
+        if job.messages is not None:
             chat = tokenizer.write_chat(
-                [_with_arguments(message) for message in order.messages],
+                [_parse_call_arguments(message) for message in job.messages],
                 chat_template=settings.chat_template,
                 allow_special_tokens=settings.allow_special_tokens,
                 max_characters=settings.max_characters,
-                **order.options,
+                **job.options,
             )
             text = chat.text
-        if order.last is None and order.most is not None and tokenizer.is_longer(text, order.most):
-            return Done(is_longer=True)
+        if (
+            job.last is None
+            and job.max_num_tokens is not None
+            and tokenizer.is_longer(text, job.max_num_tokens)
+        ):
+            return TokenizeResult(is_longer=True)
         if chat is not None:
-            ids = tokenizer.encode_chat(chat, last=order.last)
+            ids = tokenizer.encode_chat(chat, last=job.last)
         else:
-            special = order.add_special_tokens
-            ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
-        strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
-        return Done(token_ids=ids, strings=strings)
+            special = job.add_special_tokens
+            ids = tokenizer.encode(text, add_special_tokens=special, last=job.last)
+        strings = [tokenizer.decode([each]) for each in ids] if job.strings else None
+        return TokenizeResult(token_ids=ids, strings=strings)
 
 
-def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: the arguments of its calls are objects."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        own = call["function"]
-        arguments = json.loads(own["arguments"] or "{}")
-        calls.append(call | {"function": own | {"arguments": arguments}})
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        calls.append(call | {"function": function | {"arguments": arguments}})
     return message | {"tool_calls": calls}

@@ -19,46 +19,48 @@ from dataclasses import replace
 from typing import Any
 
 from jpaged import Engine, RequestDelta, processes
-from jpaged.errors import ErrorInfo, ErrorKind, info_of
+from jpaged.errors import ErrorInfo, ErrorKind, error_info
 from jpaged.serve.dashboard.sampler import PoolSampler
 from jpaged.serve.engine.messages import (
-    Abort,
-    AskPoolFrames,
+    AbortRequests,
     Command,
-    Died,
+    EngineFailed,
+    EngineInfo,
     EngineRequest,
-    Ready,
-    Refused,
+    EngineUpdate,
+    FetchPoolDiffs,
     Report,
-    Start,
-    Stop,
-    Turn,
-    command_of,
+    RequestRefused,
+    StartEngine,
+    StopEngine,
+    decode_command,
     encode,
 )
-from jpaged.serve.errors import say
+from jpaged.serve.errors import log_line
 
-IDLE_BEAT = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two signs of life of an engine that has nothing to do."""
 
-PART = 512
+LOGPROBS_CHUNK_SIZE = 512
 """Prompt tokens whose log-probabilities, up to twenty each, are told at a time."""
 
-_STATS_EVERY = 0.2  # seconds
-_COMMANDS_TIME = 0.005  # seconds before a step, and what the last command takes
-_PARENT_CHECK = 1.0  # seconds
+_STATS_INTERVAL_S = 0.2  # seconds
+_MAX_COMMANDS_TIME_S = 0.005  # seconds before a step, and what the last command takes
+_PARENT_CHECK_INTERVAL_S = 1.0  # seconds
 
 
-class Worker:
+class EngineWorker:
     """Runs one engine for the process at the other end of a link."""
 
-    def __init__(self, engine: Engine, link: processes.Link):
+    def __init__(self, engine: Engine, link: processes.MessageSocket):
         self._engine = engine
         self._link = link
         self._sampler = PoolSampler(engine)
-        self._stopped = False
+        self._is_stopped = False
         self._stats_due = 0.0
-        self._parts: dict[str, deque[RequestDelta]] = {}  # what a request's news are told in
+        self._chunks_by_request: dict[
+            str, deque[RequestDelta]
+        ] = {}  # what a request's news are told in
 
     def run(self) -> None:
         """Serve until told to stop or the other side is gone; what is unfinished is aborted.
@@ -66,92 +68,97 @@ class Worker:
         Raises:
             RuntimeError: a step failed. The other side knows.
         """
-        self._send(_description(self._engine))
+        self._send(_engine_info(self._engine))
         try:
-            while not self._stopped:
-                self._go_round()
+            while not self._is_stopped:
+                self._run_iteration()
         except EOFError:
             pass
         except Exception as error:
-            self._send(Died(f"{type(error).__name__}: {error}"))
+            self._send(EngineFailed(f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._engine.abort_all()
             self._link.close()
 
-    def _go_round(self) -> None:
+    def _run_iteration(self) -> None:
         """One turn: commands in, a step, news out."""
-        self._take_commands()
+        self._handle_commands()
         if self._engine.has_work:
             self._engine.advance()
             self._sampler.after_step()
-        if self._link.is_clear:
-            self._tell()
+        if self._link.is_flushed:
+            self._send_update()
 
     def _send(self, report: Report) -> None:
         self._link.send(encode(report))
 
     def _receive(self, timeout: float) -> Command | None:
         message = self._link.receive(timeout)
-        return None if message is None else command_of(message)
+        return None if message is None else decode_command(message)
 
-    def _take_commands(self) -> None:
+    def _handle_commands(self) -> None:
         """Run the commands that wait; only some of many while requests run, whose steps wait."""
-        busy = self._engine.has_work
-        can_tell = self._parts and self._link.is_clear
-        command = self._receive(0.0 if busy or can_tell else IDLE_BEAT)
-        end = time.monotonic() + _COMMANDS_TIME
+        is_busy = self._engine.has_work
+        can_send = self._chunks_by_request and self._link.is_flushed
+        command = self._receive(0.0 if is_busy or can_send else HEARTBEAT_INTERVAL_S)
+        deadline = time.monotonic() + _MAX_COMMANDS_TIME_S
         while command is not None:
-            self._obey(command)
-            if self._stopped or (busy and time.monotonic() > end):
+            self._handle_command(command)
+            if self._is_stopped or (is_busy and time.monotonic() > deadline):
                 break
             command = self._receive(0.0)
 
-    def _tell(self) -> None:
-        news, now = self._engine.take_deltas(), time.monotonic()
-        for delta in news:
+    def _send_update(self) -> None:
+        deltas, now = self._engine.take_deltas(), time.monotonic()
+        for delta in deltas:
             if delta.error is not None:  # clients are told where to look, not what
-                say(f"{delta.request_id}: {delta.error}")
-        news = self._parted(news)
-        idle = not self._engine.has_work
+                log_line(f"{delta.request_id}: {delta.error}")
+        deltas = self._split_deltas(deltas)
+        is_idle = not self._engine.has_work
         stats = None
-        if idle or now >= self._stats_due:
-            stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY
-        if news or stats is not None:
-            self._send(Turn(news, stats))
+        if is_idle or now >= self._stats_due:
+            stats, self._stats_due = self._engine.stats(), now + _STATS_INTERVAL_S
+        if deltas or stats is not None:
+            self._send(EngineUpdate(deltas, stats))
 
-    def _parted(self, news: list[RequestDelta]) -> list[RequestDelta]:
+    def _split_deltas(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
         """The news to send now, in each request's order; of long ones one part, in turn."""
-        told = []
-        for delta in news:
-            if len(delta.prompt_logprobs or ()) > PART or delta.request_id in self._parts:
-                self._parts.setdefault(delta.request_id, deque()).extend(_parts_of(delta))
+        to_send = []
+        for delta in deltas:
+            if (
+                len(delta.prompt_logprobs or ()) > LOGPROBS_CHUNK_SIZE
+                or delta.request_id in self._chunks_by_request
+            ):
+                self._chunks_by_request.setdefault(delta.request_id, deque()).extend(
+                    _split_delta(delta)
+                )
             else:
-                told.append(delta)
-        if self._parts:
-            request_id = next(iter(self._parts))
-            parts = self._parts.pop(request_id)
-            told.append(parts.popleft())
-            while parts and not parts[0].prompt_logprobs:  # what came after them is short
-                told.append(parts.popleft())
-            if parts:  # after those of others
-                self._parts[request_id] = parts
-        return told
+                to_send.append(delta)
+        if self._chunks_by_request:
+            request_id = next(iter(self._chunks_by_request))
+            chunks = self._chunks_by_request.pop(request_id)
+            to_send.append(chunks.popleft())
+            while chunks and not chunks[0].prompt_logprobs:  # what came after them is short
+                to_send.append(chunks.popleft())
+            if chunks:  # after those of others
+                self._chunks_by_request[request_id] = chunks
+        return to_send
 
-    def _obey(self, command: Command) -> None:
+    def _handle_command(self, command: Command) -> None:
         match command:
             case EngineRequest():
-                self._add(command)
-            case Abort():
+                self._add_request(command)
+            case AbortRequests():
                 for request_id in command.request_ids:
-                    self._parts.pop(request_id, None)
+                    self._chunks_by_request.pop(request_id, None)
                     self._engine.abort(request_id)
-            case AskPoolFrames():
+            case FetchPoolDiffs():
                 self._send(self._sampler.fetch(command.snapshot, command.tokens))
-            case Stop():
-                self._stopped = True
+            case StopEngine():
+                self._is_stopped = True
 
-    def _add(self, request: EngineRequest) -> None:
+    def _add_request(self, request: EngineRequest) -> None:
         name, ids, salt = request.request_id, request.prompt_token_ids, request.cache_salt
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         try:
@@ -159,26 +166,26 @@ class Worker:
                 prompt, request.params, request_id=name, priority=request.priority
             )
         except (TypeError, ValueError) as error:
-            self._send(Refused(name, info_of(error)))
+            self._send(RequestRefused(name, error_info(error)))
         except Exception as error:  # of this request; if a step failed, the next one says so
-            say(f"{name}: {error!r}")
-            self._send(Refused(name, ErrorInfo("", ("it failed",), kind=ErrorKind.INTERNAL)))
+            log_line(f"{name}: {error!r}")
+            self._send(RequestRefused(name, ErrorInfo("", ("it failed",), kind=ErrorKind.INTERNAL)))
 
 
-def _parts_of(delta: RequestDelta) -> Iterator[RequestDelta]:
+def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
     """The same news in several: first a prompt's log-probabilities, then with the last the rest."""
     scores = delta.prompt_logprobs
-    while scores is not None and len(scores) > PART:
+    while scores is not None and len(scores) > LOGPROBS_CHUNK_SIZE:
         cached = delta.num_cached_tokens
-        part = scores[:PART]
-        yield RequestDelta(delta.request_id, [], prompt_logprobs=part, num_cached_tokens=cached)
-        scores = scores[PART:]
+        chunk = scores[:LOGPROBS_CHUNK_SIZE]
+        yield RequestDelta(delta.request_id, [], prompt_logprobs=chunk, num_cached_tokens=cached)
+        scores = scores[LOGPROBS_CHUNK_SIZE:]
     yield replace(delta, prompt_logprobs=scores)
 
 
-def _description(engine: Engine) -> Ready:
+def _engine_info(engine: Engine) -> EngineInfo:
     config = engine.runtime_config
-    return Ready(
+    return EngineInfo(
         folder=str(engine.folder),
         vocab_size=engine.vocab_size,
         max_model_len=config.max_model_len,
@@ -189,29 +196,29 @@ def _description(engine: Engine) -> Ready:
     )
 
 
-def why_not(error: Exception) -> str:
+def describe_start_error(error: Exception) -> str:
     """Why no engine was made, in one line; an unforeseen error also goes to the log."""
-    words = str(error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in words:
+    message = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message:
         remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
-        return f"the device's memory does not suffice: {remedy} ({words})"
-    if not (words and isinstance(error, (ValueError, RuntimeError, OSError))):
+        return f"the device's memory does not suffice: {remedy} ({message})"
+    if not (message and isinstance(error, (ValueError, RuntimeError, OSError))):
         traceback.print_exception(error, file=sys.stderr)
-        return f"{type(error).__name__}: {words}"
-    return words
+        return f"{type(error).__name__}: {message}"
+    return message
 
 
-def _options(link: processes.Link) -> dict[str, Any]:
+def _receive_options(link: processes.MessageSocket) -> dict[str, Any]:
     while True:
-        message = link.receive(IDLE_BEAT)
-        if message is not None and isinstance(command := command_of(message), Start):
+        message = link.receive(HEARTBEAT_INTERVAL_S)
+        if message is not None and isinstance(command := decode_command(message), StartEngine):
             return command.options
 
 
-def _leave_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process when its parent is gone, whatever it does at the moment."""
     while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK)
+        time.sleep(_PARENT_CHECK_INTERVAL_S)
     os._exit(1)
 
 
@@ -221,19 +228,19 @@ def main(sock: socket.socket, parent: str) -> int:
     # Some supervisors send SIGTERM to the whole group of processes; what becomes of the engine is
     # for the parent to say.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(int(parent),), daemon=True).start()
-    link = processes.Link(sock)
+    threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
+    link = processes.MessageSocket(sock)
     try:
-        engine = Engine(**_options(link))
+        engine = Engine(**_receive_options(link))
     except EOFError:
         return 1
     except Exception as error:
-        link.send(encode(Died(why_not(error))))
+        link.send(encode(EngineFailed(describe_start_error(error))))
         link.close()
         return 1
     try:
-        Worker(engine, link).run()
+        EngineWorker(engine, link).run()
     except Exception as error:
-        say(f"the engine failed: {error!r}")
+        log_line(f"the engine failed: {error!r}")
         return 1
     return 0

@@ -23,20 +23,20 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from jpaged import errors
-from jpaged.serve.errors import ApiError, bad_field, not_serving
-from jpaged.serve.options import Limits, host_name
+from jpaged.serve.errors import ApiError, field_error, unavailable_error
+from jpaged.serve.options import Limits, normalize_host
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", "/ping"})
 """What is answered without a key."""
 
-INVALID_KEY = "invalid_api_key"
+INVALID_KEY_CODE = "invalid_api_key"
 """OpenAI's code of a 401, by which clients know it."""
 
-_HARMLESS = frozenset({"GET", "HEAD"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 ANY_HOST = "*"
 
-_RETRY_AFTER = 1  # seconds
+_RETRY_AFTER_S = 1  # seconds
 
 
 class Access:
@@ -47,15 +47,15 @@ class Access:
 
     Args:
         keys: One of these is needed; none: nothing is.
-        hosts: Names in addition to this machine's own, as of `host_name`; `ANY_HOST` stands for
+        hosts: Names in addition to this machine's own, as of `normalize_host`; `ANY_HOST` stands for
             all, and so does None.
         has_page: Whether browsers have something to open at `/`, and so may use Basic.
     """
 
-    def __init__(self, keys: Sequence[str], hosts: Sequence[str] | None, *, has_page: bool):
-        self._digests = [_digest(key) for key in keys]
-        self._hosts = None if hosts is None or ANY_HOST in hosts else frozenset(hosts)
-        self._has_page = has_page
+    def __init__(self, keys: Sequence[str], hosts: Sequence[str] | None, *, has_dashboard: bool):
+        self._key_digests = [_digest(key) for key in keys]
+        self._allowed_hosts = None if hosts is None or ANY_HOST in hosts else frozenset(hosts)
+        self._has_dashboard = has_dashboard
 
     def check(self, scope: Scope) -> None:
         """Let a request pass, or not.
@@ -65,40 +65,42 @@ class Access:
                 a browser was made to send.
         """
         self._check_host(Headers(scope=scope).get("host", ""))
-        if self._digests and scope["path"] not in OPEN_PATHS:
+        if self._key_digests and scope["path"] not in UNAUTHENTICATED_PATHS:
             self._check_key(scope)
 
-    def _check_host(self, given: str) -> None:
-        name, hosts = host_name(given), self._hosts
+    def _check_host(self, host_header: str) -> None:
+        name, hosts = normalize_host(host_header), self._allowed_hosts
         is_served = hosts is None or name in hosts or name in ("", "localhost")
         if not (is_served or is_loopback(name)):
-            message = f"the Host {given[:100]!r} is not served here"
+            message = f"the Host {host_header[:100]!r} is not served here"
             raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
 
     def _check_key(self, scope: Scope) -> None:
-        kind, key = _credentials(scope)
+        scheme, key = _credentials(scope)
         digest = _digest(key)
         # All of them are compared, so that the time tells nothing.
-        is_known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
-        if not is_known or (kind == "basic" and not self._has_page):
-            raise self._denial(scope["path"])
-        if kind == "basic" and not _is_of_own_page(scope):
+        is_known = (
+            sum(hmac.compare_digest(digest, known_digest) for known_digest in self._key_digests) > 0
+        )
+        if not is_known or (scheme == "basic" and not self._has_dashboard):
+            raise self._unauthorized_error(scope["path"])
+        if scheme == "basic" and not _is_first_party(scope):
             message = "a user name and a password are for this server's own page only"
             raise ApiError(403, f"{message}: send Authorization: Bearer KEY instead")
 
-    def _denial(self, path: str) -> ApiError:
-        if self._has_page and (path == "/" or path.startswith("/picture/")):
+    def _unauthorized_error(self, path: str) -> ApiError:
+        if self._has_dashboard and (path == "/" or path.startswith("/picture/")):
             message = "give any user name, and a valid API key as the password"
             challenge = 'Basic realm="jpaged", charset="UTF-8"'
         else:
             message, challenge = "give a valid API key: Authorization: Bearer KEY", "Bearer"
         headers = {"WWW-Authenticate": challenge}
-        return ApiError(401, message, code=INVALID_KEY, headers=headers)
+        return ApiError(401, message, code=INVALID_KEY_CODE, headers=headers)
 
 
-def client_of(scope: Scope, *, keyed: bool) -> str:
+def client_id(scope: Scope, *, has_keys: bool) -> str:
     """Names a request's client: a digest of its key where keys are needed, else its address."""
-    if keyed:
+    if has_keys:
         return _digest(_credentials(scope)[1]).hex()
     return str((scope.get("client") or ("unknown",))[0])
 
@@ -109,11 +111,11 @@ def _credentials(scope: Scope) -> tuple[str, str]:
     headers = Headers(scope=scope)
     if "authorization" not in headers and "x-api-key" in headers:
         return "bearer", headers["x-api-key"].strip()
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    kind, given = kind.lower(), given.strip()
-    if kind == "bearer":
-        return kind, given
-    return (kind, _password(given)) if kind == "basic" else ("", "")
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    scheme, credentials = scheme.lower(), credentials.strip()
+    if scheme == "bearer":
+        return scheme, credentials
+    return (scheme, _password(credentials)) if scheme == "basic" else ("", "")
 
 
 def _password(encoded: str) -> str:
@@ -123,21 +125,23 @@ def _password(encoded: str) -> str:
         return ""
 
 
-def _is_of_own_page(scope: Scope) -> bool:
+def _is_first_party(scope: Scope) -> bool:
     """Whether the user or this server's own page made the browser send this request.
 
     Browsers say so in Sec-Fetch-Site; where they do not (plain HTTP from another machine), they
     send the Origin with all that may change something.
     """
     headers = Headers(scope=scope)
-    site, is_harmless = headers.get("sec-fetch-site"), scope["method"] in _HARMLESS
+    site, has_safe_method = headers.get("sec-fetch-site"), scope["method"] in _SAFE_METHODS
     if site is not None:
         # A link to the page may be on any site.
-        is_opened = is_harmless and (site == "none" or headers.get("sec-fetch-mode") == "navigate")
-        return site == "same-origin" or is_opened
+        is_navigation = has_safe_method and (
+            site == "none" or headers.get("sec-fetch-mode") == "navigate"
+        )
+        return site == "same-origin" or is_navigation
     origin = headers.get("origin")
     if origin is None:
-        return is_harmless
+        return has_safe_method
     return origin.lower().partition("://")[2] == headers.get("host", "").lower() != ""
 
 
@@ -154,7 +158,7 @@ def is_loopback(name: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-class InFlight:
+class InFlightLimiter:
     """Admits requests, and counts those in flight: the queue is bounded, and each client's share.
 
     Attributes:
@@ -166,7 +170,7 @@ class InFlight:
         self._limits = limits
         self._max_num_seqs = max_num_seqs
         self._num_sequences = 0
-        self._of_client: Counter[str] = Counter()
+        self._num_requests_by_client: Counter[str] = Counter()
 
     @contextmanager
     def admit(self, client: str, num_sequences: int) -> Iterator[None]:
@@ -179,28 +183,33 @@ class InFlight:
         self._check(client, num_sequences)
         self.num_requests += 1
         self._num_sequences += num_sequences
-        self._of_client[client] += 1
+        self._num_requests_by_client[client] += 1
         try:
             yield
         finally:
             self.num_requests -= 1
             self._num_sequences -= num_sequences
-            self._of_client[client] -= 1
-            if not self._of_client[client]:
-                del self._of_client[client]
+            self._num_requests_by_client[client] -= 1
+            if not self._num_requests_by_client[client]:
+                del self._num_requests_by_client[client]
 
     def _check(self, client: str, num_sequences: int) -> None:
-        share = self._limits.max_num_client_reqs
-        if share is not None and self._of_client[client] >= share:
-            in_flight = errors.counted(share, "request")
+        client_limit = self._limits.max_num_client_reqs
+        if client_limit is not None and self._num_requests_by_client[client] >= client_limit:
+            in_flight = errors.format_count(client_limit, "request")
             message = f"this client has {in_flight} in flight already: wait for one to end"
             raise ApiError(
-                429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}
+                429,
+                message,
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
-        most = self._max_num_seqs + self._limits.max_num_queued_reqs
-        if num_sequences > most:
-            message = f"{num_sequences} sequences are asked for at once: {most} at most, here"
-            raise bad_field("prompt", message, shows_path=False)
-        queued = max(0, self._num_sequences + num_sequences - self._max_num_seqs)
-        if queued > self._limits.max_num_queued_reqs:
-            raise not_serving("the queue is full: try again later", _RETRY_AFTER)
+        max_sequences = self._max_num_seqs + self._limits.max_num_queued_reqs
+        if num_sequences > max_sequences:
+            message = (
+                f"{num_sequences} sequences are asked for at once: {max_sequences} at most, here"
+            )
+            raise field_error("prompt", message, shows_path=False)
+        num_queued = max(0, self._num_sequences + num_sequences - self._max_num_seqs)
+        if num_queued > self._limits.max_num_queued_reqs:
+            raise unavailable_error("the queue is full: try again later", _RETRY_AFTER_S)

@@ -10,46 +10,46 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve.api.chat import Chat
-from jpaged.serve.api.completions import Completions
-from jpaged.serve.api.conversation import Body, check_calls_are_found
+from jpaged.serve.api.chat import ChatCompletionsGeneration
+from jpaged.serve.api.completions import CompletionsGeneration
+from jpaged.serve.api.conversation import Body, check_tools_enabled
 from jpaged.serve.api.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     SamplingFields,
     TokenizeRequest,
-    components,
-    read,
+    component_schemas,
+    parse_body,
 )
 from jpaged.serve.api.messages import (
-    ANTHROPIC_ERROR,
+    ANTHROPIC_ERROR_SCHEMA,
     CountTokensRequest,
-    Messages,
+    MessagesGeneration,
     MessagesRequest,
-    anthropic_answer,
+    anthropic_error_response,
 )
 from jpaged.serve.api.messages import failure_event as messages_failure
-from jpaged.serve.api.responses import Responses, ResponsesRequest
+from jpaged.serve.api.responses import ResponsesGeneration, ResponsesRequest
 from jpaged.serve.api.responses import failure_event as responses_failure
 from jpaged.serve.dashboard.broadcast import dashboard_routes
-from jpaged.serve.engine.tokenizing_process import Order
+from jpaged.serve.engine.tokenizing_process import TokenizeJob
 from jpaged.serve.errors import ApiError
-from jpaged.serve.http.access import OPEN_PATHS, Access, client_of
+from jpaged.serve.http.access import UNAUTHENTICATED_PATHS, Access, client_id
 from jpaged.serve.http.bodies import BodyReader
 from jpaged.serve.http.connections import SurplusGuard
 from jpaged.serve.http.exchange import (
-    Exchange,
-    as_api_error,
-    error_answer,
-    json_answer,
-    json_bytes,
-    large_json,
+    GeneratorResponse,
+    encode_json,
+    encode_large_json,
+    error_response,
+    json_response,
+    to_api_error,
 )
 from jpaged.serve.http.metrics import CONTENT_TYPE
-from jpaged.serve.http.serving import Serving
+from jpaged.serve.http.serving import ServerState
 
-_BODIES: dict[str, tuple[type, str]] = {
+_POST_ENDPOINTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, as OpenAI's Responses API has it."),
@@ -58,48 +58,53 @@ _BODIES: dict[str, tuple[type, str]] = {
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
-MESSAGES = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 """Errors at this path and below it have Anthropic's format."""
 
-_PING = "/ping"
-_MODEL = "/v1/models/{name}"
-_READS = {
+_PING_PATH = "/ping"
+_MODEL_PATH = "/v1/models/{name}"
+_GET_ENDPOINTS = {
     "/v1/models": "What the model may be called.",
-    _MODEL: "One of the model's names.",
+    _MODEL_PATH: "One of the model's names.",
     "/health": "200 as long as the engine's loop goes round, else 503.",
     "/ready": "200 as long as new requests are welcome, else 503.",
-    _PING: "The same as /health.",
+    _PING_PATH: "The same as /health.",
     "/version": "jpaged's version.",
     "/load": "Requests in flight.",
     "/metrics": "Figures for Prometheus, with vLLM's names.",
     "/openapi.json": "This.",
 }
-_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_NO_MODEL = {"404": "No model has this name."}
-_ERRORS_OF_READS = {
+_STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_MODEL_NOT_FOUND = {"404": "No model has this name."}
+_GET_ERRORS = {
     "403": "The Host header is not allowed (`--allowed-hosts`).",
     "503": (
         "The server is starting, full, unresponsive or shutting down: retry after Retry-After "
         "seconds."
     ),
 }
-_ERRORS_OF_BODIES = {
+_POST_ERRORS = {
     "400": "A field is not acceptable; the error names it.",
-    **_NO_MODEL,
+    **_MODEL_NOT_FOUND,
     "413": "The body is too large.",
     "415": "The body is not said to be JSON.",
     "429": "This client has its share in flight; Retry-After says when to come back.",
     "500": "The request failed on the server.",
-    **_ERRORS_OF_READS,
+    **_GET_ERRORS,
 }
-_MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-_KEYS = {
+_MODEL_NAME_PARAMETER = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+}
+_SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer"},
     "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_DENIED = {"401": "The API key is missing or wrong."}
-_NULLABLE_TEXT = {"type": ["string", "null"]}
-_ERROR = {
+_UNAUTHORIZED = {"401": "The API key is missing or wrong."}
+_NULLABLE_STRING = {"type": ["string", "null"]}
+_ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -109,8 +114,8 @@ _ERROR = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": _NULLABLE_TEXT,
-                "code": _NULLABLE_TEXT,
+                "param": _NULLABLE_STRING,
+                "code": _NULLABLE_STRING,
             },
         }
     },
@@ -118,91 +123,89 @@ _ERROR = {
 
 T = TypeVar("T", bound=Body)
 
-_OTHER_VALUES = 64 * 1024
+_MAX_EXTRA_VALUES = 64 * 1024
 """Values that a body may have in addition to the token ids of a prompt."""
 
-_LARGE_ANSWER = 16 * 1024
+_MAX_INLINE_SIZE = 16 * 1024
 """Characters or tokens above which an answer is made JSON in a thread."""
 
 
-def openapi() -> dict[str, Any]:
+def build_openapi() -> dict[str, Any]:
     """The API, as OpenAPI 3.1 has it."""
     paths: dict[str, Any] = {
-        path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()
+        path: {"get": _operation(path, description)} for path, description in _GET_ENDPOINTS.items()
     }
-    paths[_PING]["post"] = paths[_PING]["get"]
-    paths[_MODEL] |= {"parameters": [_MODEL_NAME]}
-    schemas = components(*(body for body, _ in _BODIES.values()))
+    paths[_PING_PATH]["post"] = paths[_PING_PATH]["get"]
+    paths[_MODEL_PATH] |= {"parameters": [_MODEL_NAME_PARAMETER]}
+    schemas = component_schemas(*(body for body, _ in _POST_ENDPOINTS.values()))
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": __version__},
-        "paths": {path: {"post": _post(path)} for path in _BODIES} | paths,
+        "paths": {path: {"post": _post_operation(path)} for path in _POST_ENDPOINTS} | paths,
         "components": {
-            "schemas": schemas | {"Error": _ERROR, "AnthropicError": ANTHROPIC_ERROR},
-            "securitySchemes": _KEYS,
+            "schemas": schemas | {"Error": _ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA},
+            "securitySchemes": _SECURITY_SCHEMES,
         },
-        "security": [{}, *({name: []} for name in _KEYS)],
+        "security": [{}, *({name: []} for name in _SECURITY_SCHEMES)],
     }
 
 
-def _post(path: str) -> dict[str, Any]:
-    record, meaning = _BODIES[path]
-    schema = {"$ref": f"#/components/schemas/{record.__name__}"}
+def _post_operation(path: str) -> dict[str, Any]:
+    body_type, description = _POST_ENDPOINTS[path]
+    schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return _operation(path, meaning, _ERRORS_OF_BODIES) | {"requestBody": body}
+    return _operation(path, description, _POST_ERRORS) | {"requestBody": body}
 
 
-def _operation(
-    path: str, meaning: str, errors: dict[str, str] = _ERRORS_OF_READS
-) -> dict[str, Any]:
-    told = errors | (_NO_MODEL if path == _MODEL else {})
-    told |= {} if path in OPEN_PATHS else _DENIED
-    answers = {status: _error(path, text) for status, text in told.items()}
-    if path in OPEN_PATHS:
+def _operation(path: str, description: str, errors: dict[str, str] = _GET_ERRORS) -> dict[str, Any]:
+    errors_by_status = errors | (_MODEL_NOT_FOUND if path == _MODEL_PATH else {})
+    errors_by_status |= {} if path in UNAUTHENTICATED_PATHS else _UNAUTHORIZED
+    answers = {status: _error_description(path, text) for status, text in errors_by_status.items()}
+    if path in UNAUTHENTICATED_PATHS:
         answers["503"] = {"description": "The server is not healthy, or not ready."}
-    return {"summary": meaning, "responses": {"200": _success(path), **answers}}
+    return {"summary": description, "responses": {"200": _success_response(path), **answers}}
 
 
-def _success(path: str) -> dict[str, Any]:
-    if path in OPEN_PATHS:
+def _success_response(path: str) -> dict[str, Any]:
+    if path in UNAUTHENTICATED_PATHS:
         return {"description": "Yes."}
-    kinds = ["text/plain"] if path == "/metrics" else ["application/json"]
-    kinds += ["text/event-stream"] if path in _STREAMED else []
-    return {"description": "The answer.", "content": {kind: {} for kind in kinds}}
+    media_types = ["text/plain"] if path == "/metrics" else ["application/json"]
+    media_types += ["text/event-stream"] if path in _STREAMING_PATHS else []
+    return {"description": "The answer.", "content": {media_type: {} for media_type in media_types}}
 
 
-def _error(path: str, meaning: str) -> dict[str, Any]:
-    name = "AnthropicError" if _is_anthropics(path) else "Error"
+def _error_description(path: str, description: str) -> dict[str, Any]:
+    name = "AnthropicError" if _is_anthropic_path(path) else "Error"
     schema = {"$ref": f"#/components/schemas/{name}"}
-    return {"description": meaning, "content": {"application/json": {"schema": schema}}}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def make_app(serving: Serving) -> ASGIApp:
+def make_app(serving: ServerState) -> ASGIApp:
     """The application: endpoints behind Hosts and keys, every failure an answer."""
-    return SurplusGuard(App(serving), _refusal)
+    return SurplusGuard(App(serving), _format_error)
 
 
 class App:
     """The endpoints, and what surrounds them."""
 
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: ServerState):
         self._serving = serving
         config = serving.config
-        self._access = Access(config.api_keys, config.allowed_hosts, has_page=config.dashboard)
+        self._access = Access(config.api_keys, config.allowed_hosts, has_dashboard=config.dashboard)
         self._bodies = BodyReader(config.limits)
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/responses", self._responses, methods=["POST"]),
-            Route(MESSAGES, self._messages, methods=["POST"]),
-            Route(f"{MESSAGES}/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._one_model, methods=["GET"]),
+            Route(MESSAGES_PATH, self._messages, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
+            Route("/v1/models", self._list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._retrieve_model, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
-            Route(_PING, self._health, methods=["GET", "POST"]),
+            Route(_PING_PATH, self._health, methods=["GET", "POST"]),
             Route("/version", self._version, methods=["GET"]),
             Route("/load", self._load, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -210,7 +213,7 @@ class App:
         ]
         if config.dashboard:
             routes += dashboard_routes(serving)
-        self._router = Router(routes, redirect_slashes=False, default=_nowhere)
+        self._router = Router(routes, redirect_slashes=False, default=_raise_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an ASGI request.
@@ -219,7 +222,7 @@ class App:
         """
         started = False
 
-        async def watched(message: Message) -> None:
+        async def send_and_watch_start(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)
@@ -230,134 +233,159 @@ class App:
             self._access.check(scope)
             # With an app in the scope, routes raise what they refuse, as all here does.
             scope = {**scope, "app": self}
-            with self._bodies.held_for(scope):
-                await self._router(scope, receive, watched)
+            with self._bodies.track_buffered_bytes(scope):
+                await self._router(scope, receive, send_and_watch_start)
         except Exception as error:
             if started:
                 raise
-            await _refusal(scope["path"], as_api_error(error))(scope, receive, send)
+            await _format_error(scope["path"], to_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, Completions, "cmpl-")
+        return await self._generate(request, CompletionRequest, CompletionsGeneration, "cmpl-")
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, Chat, "chatcmpl-")
+        return await self._generate(request, ChatRequest, ChatCompletionsGeneration, "chatcmpl-")
 
     async def _responses(self, request: Request) -> Response:
-        how = {"failure": responses_failure}
-        return await self._generate(request, ResponsesRequest, Responses, "resp_", **how)
+        response_options = {"format_error_event": responses_failure}
+        return await self._generate(
+            request, ResponsesRequest, ResponsesGeneration, "resp_", **response_options
+        )
 
     async def _messages(self, request: Request) -> Response:
-        how = {"failure": messages_failure, "refusal": anthropic_answer}
-        return await self._generate(request, MessagesRequest, Messages, "msg_", **how)
+        response_options = {
+            "format_error_event": messages_failure,
+            "format_error": anthropic_error_response,
+        }
+        return await self._generate(
+            request, MessagesRequest, MessagesGeneration, "msg_", **response_options
+        )
 
     async def _generate(
         self,
         request: Request,
-        record: type[SamplingFields] | type[ResponsesRequest] | type[MessagesRequest],
-        generation: type[Completions] | type[Chat] | type[Responses] | type[Messages],
+        body_type: type[SamplingFields] | type[ResponsesRequest] | type[MessagesRequest],
+        generation_type: type[CompletionsGeneration]
+        | type[ChatCompletionsGeneration]
+        | type[ResponsesGeneration]
+        | type[MessagesGeneration],
         prefix: str,
-        **how: Any,
+        **response_options: Any,
     ) -> Response:
         """Read a body, check what it asks, and begin its answer in the endpoint's words."""
         serving = self._serving
         config = serving.config
         serving.check_engine()
-        asked: Any = await self._read(request, record)
-        model = serving.model_name(asked.model)
-        if isinstance(asked, SamplingFields):
-            asked.check(config.limits)
-        if isinstance(asked, ChatRequest):
-            asked.check_template(config.template_variables)
-            check_calls_are_found(asked.offered_tools, config)
-        elif isinstance(asked, (ResponsesRequest, MessagesRequest)):  # a chat in other words
-            check_calls_are_found(asked.chat.offered_tools, config)
-        request_id, client = f"{prefix}{uuid.uuid4().hex}", self._client_of(request)
-        made = generation(serving, asked, request_id, model, client)
-        stall = config.limits.stall_timeout
-        return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall, **how)
+        request_body: Any = await self._read_body(request, body_type)
+        model = serving.model_name(request_body.model)
+        if isinstance(request_body, SamplingFields):
+            request_body.check(config.limits)
+        if isinstance(request_body, ChatRequest):
+            request_body.check_template(config.template_variables)
+            check_tools_enabled(request_body.offered_tools, config)
+        elif isinstance(request_body, (ResponsesRequest, MessagesRequest)):  # a chat in other words
+            check_tools_enabled(request_body.chat.offered_tools, config)
+        request_id, client = f"{prefix}{uuid.uuid4().hex}", self._client_id(request)
+        new_generation = generation_type(serving, request_body, request_id, model, client)
+        stall_timeout = config.limits.stall_timeout
+        return GeneratorResponse(
+            new_generation.iter_body(),
+            is_stream=request_body.stream,
+            stall_timeout=stall_timeout,
+            **response_options,
+        )
 
     async def _count_tokens(self, request: Request) -> Response:
         serving = self._serving
-        asked = await self._read(request, CountTokensRequest)
-        serving.model_name(asked.model)
-        chat = asked.chat
-        order = Order(messages=chat.conversation, options=chat.template_options)
+        request_body = await self._read_body(request, CountTokensRequest)
+        serving.model_name(request_body.model)
+        chat = request_body.chat
+        job = TokenizeJob(messages=chat.template_messages, options=chat.template_options)
 
         async def answer() -> dict[str, Any]:
-            done = await serving.tokenizing.tokenized(order, "messages")
-            return {"input_tokens": len(done.token_ids)}
+            result = await serving.tokenizing.tokenize(job, "messages")
+            return {"input_tokens": len(result.token_ids)}
 
-        return self._made(request, answer, refusal=anthropic_answer)
+        return self._respond_when_ready(request, answer, format_error=anthropic_error_response)
 
     async def _tokenize(self, request: Request) -> Response:
         serving, tokenizing = self._serving, self._serving.tokenizing
-        asked = await self._read(request, TokenizeRequest)
-        serving.model_name(asked.model)
-        asked.check()
-        strings = asked.return_token_strs
-        if asked.messages is None:
-            path, order = "prompt", Order(asked.prompt, asked.add_special_tokens, strings=strings)
+        request_body = await self._read_body(request, TokenizeRequest)
+        serving.model_name(request_body.model)
+        request_body.check()
+        strings = request_body.return_token_strs
+        if request_body.messages is None:
+            path, job = (
+                "prompt",
+                TokenizeJob(request_body.prompt, request_body.add_special_tokens, strings=strings),
+            )
         else:
-            asked.check_template(serving.config.template_variables)
-            told, options = asked.conversation, asked.template_options
-            path, order = "messages", Order(messages=told, options=options, strings=strings)
+            request_body.check_template(serving.config.template_variables)
+            messages, options = request_body.template_messages, request_body.template_options
+            path, job = "messages", TokenizeJob(messages=messages, options=options, strings=strings)
 
         async def answer() -> dict[str, Any]:
-            done = await tokenizing.tokenized(order, path)
+            result = await tokenizing.tokenize(job, path)
             return {
-                "count": len(done.token_ids),
+                "count": len(result.token_ids),
                 "max_model_len": tokenizing.max_model_len,
-                "tokens": done.token_ids,
-                "token_strs": done.strings,
+                "tokens": result.token_ids,
+                "token_strs": result.strings,
             }
 
-        return self._made(request, answer)
+        return self._respond_when_ready(request, answer)
 
     async def _detokenize(self, request: Request) -> Response:
         serving = self._serving
-        asked = await self._read(request, DetokenizeRequest)
-        serving.model_name(asked.model)
+        request_body = await self._read_body(request, DetokenizeRequest)
+        serving.model_name(request_body.model)
 
         async def answer() -> dict[str, Any]:
-            return {"prompt": await serving.tokenizing.decode(asked.tokens)}
+            return {"prompt": await serving.tokenizing.decode(request_body.tokens)}
 
-        return self._made(request, answer)
+        return self._respond_when_ready(request, answer)
 
-    async def _read(self, request: Request, record: type[T]) -> T:
+    async def _read_body(self, request: Request, body_type: type[T]) -> T:
         """The record in a body, which may always name as many token ids as the model takes."""
         serving = self._serving
-        longest = serving.tokenizing.max_model_len + _OTHER_VALUES
+        longest = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES
         most = max(serving.config.limits.max_body_values, longest)
-        return await self._bodies.read(request, lambda value: read(record, value), most)
+        return await self._bodies.read(request, lambda value: parse_body(body_type, value), most)
 
-    def _made(
-        self, request: Request, make: Callable[[], Awaitable[dict[str, Any]]], **how: Any
+    def _respond_when_ready(
+        self,
+        request: Request,
+        make: Callable[[], Awaitable[dict[str, Any]]],
+        **response_options: Any,
     ) -> Response:
         """An answer that is made while its client waits: one of the client's requests in flight."""
-        serving, client = self._serving, self._client_of(request)
+        serving, client = self._serving, self._client_id(request)
 
-        async def piece() -> AsyncGenerator[bytes, None]:
+        async def body_chunks() -> AsyncGenerator[bytes, None]:
             with serving.admit(client, 0):
                 answer = await make()
                 size = sum(len(it) for it in answer.values() if isinstance(it, (str, list)))
-                if size <= _LARGE_ANSWER:
-                    yield json_bytes(answer)
+                if size <= _MAX_INLINE_SIZE:
+                    yield encode_json(answer)
                 else:
-                    yield await serving.in_thread(lambda: large_json(answer))
+                    yield await serving.run_in_thread(lambda: encode_large_json(answer))
 
-        stall = serving.config.limits.stall_timeout
-        return Exchange(piece(), streams=False, stall_timeout=stall, **how)
+        stall_timeout = serving.config.limits.stall_timeout
+        return GeneratorResponse(
+            body_chunks(), is_stream=False, stall_timeout=stall_timeout, **response_options
+        )
 
-    def _client_of(self, request: Request) -> str:
-        return client_of(request.scope, keyed=bool(self._serving.config.api_keys))
+    def _client_id(self, request: Request) -> str:
+        return client_id(request.scope, has_keys=bool(self._serving.config.api_keys))
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         names = self._serving.config.model_names
-        return json_answer({"object": "list", "data": [self._card(name) for name in names]})
+        return json_response({"object": "list", "data": [self._model_card(name) for name in names]})
 
-    async def _one_model(self, request: Request) -> Response:
-        return json_answer(self._card(self._serving.model_name(request.path_params["name"])))
+    async def _retrieve_model(self, request: Request) -> Response:
+        return json_response(
+            self._model_card(self._serving.model_name(request.path_params["name"]))
+        )
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._serving.is_healthy else 503)
@@ -366,10 +394,10 @@ class App:
         return Response(status_code=200 if self._serving.is_ready else 503)
 
     async def _version(self, request: Request) -> Response:
-        return json_answer({"version": __version__})
+        return json_response({"version": __version__})
 
     async def _load(self, request: Request) -> Response:
-        return json_answer({"server_load": self._serving.num_requests})
+        return json_response({"server_load": self._serving.num_requests})
 
     async def _metrics(self, request: Request) -> Response:
         serving = self._serving
@@ -377,13 +405,13 @@ class App:
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_answer(openapi())
+        return json_response(build_openapi())
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": self._serving.started,
+            "created": self._serving.start_time,
             "owned_by": "jpaged",
             "root": self._serving.config.model_names[0],
             "parent": None,
@@ -391,14 +419,14 @@ class App:
         }
 
 
-def _is_anthropics(path: str) -> bool:
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+def _is_anthropic_path(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def _refusal(path: str, error: ApiError) -> Response:
+def _format_error(path: str, error: ApiError) -> Response:
     """Return an error response in the format of the API at `path`."""
-    return anthropic_answer(error) if _is_anthropics(path) else error_answer(error)
+    return anthropic_error_response(error) if _is_anthropic_path(path) else error_response(error)
 
 
-async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+async def _raise_not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise ApiError(404, "there is nothing at this address; /openapi.json lists what there is")

@@ -22,39 +22,43 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from jpaged.serve.errors import ApiError, not_serving
-from jpaged.serve.http.access import OPEN_PATHS
-from jpaged.serve.http.exchange import error_answer, json_bytes
+from jpaged.serve.errors import ApiError, unavailable_error
+from jpaged.serve.http.access import UNAUTHENTICATED_PATHS
+from jpaged.serve.http.exchange import encode_json, error_response
 from jpaged.serve.options import Limits
 
-HEADER_TIMEOUT = 20.0
+HEADER_TIMEOUT_S = 20.0
 """Seconds for a request's line and headers to arrive, from the connection or its first byte.
 A body has `Limits.body_timeout` more."""
 
-LINGER_TIME = 2.0
+LINGER_TIME_S = 2.0
 """Seconds to read on after an answer whose request is not in."""
 
-HALF_CLOSED_TIME = 1.0
+PROBE_DELAY_S = 1.0
 """Seconds for the answer to a client that sends no more, before it is asked whether it reads."""
 
-NUM_SPARE = 64
+NUM_SPARE_CONNECTIONS = 64
 """Connections beyond the limit that still get an answer, such as health checks."""
 
-OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+OUT_OF_FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of `accept` that last until connections are closed."""
 
-_LOOK_AGAIN = 0.1  # seconds between looks whether a half-closed client is gone
-_AT_A_TIME = 4  # connections that are accepted before those before them are looked at, at least
-_SURPLUS = "jpaged_surplus"
-_CLOSE = (b"connection", b"close")
-_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.I)
-_QUOTED = re.compile(r": (?:b|bytearray\(b)['\"]")
+_PROBE_INTERVAL_S = 0.1  # seconds between looks whether a half-closed client is gone
+_MIN_ACCEPT_BATCH = (
+    4  # connections that are accepted before those before them are looked at, at least
+)
+_SURPLUS_KEY = "jpaged_surplus"
+_CLOSE_HEADER = (b"connection", b"close")
+_ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)([^#]*)", re.I)
+_QUOTED_BYTES = re.compile(r": (?:b|bytearray\(b)['\"]")
 
 
-def bounded_by(limits: Limits, num_spare: int = NUM_SPARE) -> type["BoundedProtocol"]:
+def make_bounded_protocol(
+    limits: Limits, num_spare: int = NUM_SPARE_CONNECTIONS
+) -> type["BoundedProtocol"]:
     """The protocol for uvicorn, with these limits."""
-    own = {"limits": limits, "num_spare": num_spare}
-    return type("BoundedProtocol", (BoundedProtocol,), own)
+    attributes = {"limits": limits, "num_spare": num_spare}
+    return type("BoundedProtocol", (BoundedProtocol,), attributes)
 
 
 class BoundedProtocol(H11Protocol):
@@ -71,57 +75,63 @@ class BoundedProtocol(H11Protocol):
     """
 
     limits = Limits()
-    num_spare = NUM_SPARE
+    num_spare = NUM_SPARE_CONNECTIONS
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn: StrictConnection = StrictConnection(self.limits.max_header_bytes)
         # Those who may be hung up on to make room, the oldest first; one list for all connections.
-        self._idlers: dict[BoundedProtocol, None]
-        self._idlers = self.server_state.__dict__.setdefault("idlers", {})
-        self._since = 0.0  # when the request began to come
-        self._awaited: Any = None  # the client's state that the clock runs for
-        self._clock: asyncio.TimerHandle | None = None
-        self._reader_clock: asyncio.TimerHandle | None = None
-        self._probe_clock: asyncio.TimerHandle | None = None
-        self._lingers = self._is_half_closed = self._is_probed = False
+        self._idle_connections: dict[BoundedProtocol, None]
+        self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
+        self._request_start = 0.0  # when the request began to come
+        self._timed_state: Any = None  # the client's state that the clock runs for
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_lingering = self._is_half_closed = self._is_probed = False
 
     def connection_made(self, transport: Any) -> None:
         """The clock runs from the connection on."""
         super().connection_made(transport)
-        self._socket: asyncio.Transport = transport
-        self.transport: Any = _Hold(transport, self._hang_up, lambda: self._lingers)
+        self._raw_transport: asyncio.Transport = transport
+        self.transport: Any = _TransportProxy(
+            transport, self._close_or_linger, lambda: self._is_lingering
+        )
         num_surplus = len(self.connections) - self.limits.max_connections
         if num_surplus > self.num_spare:
-            if not self._idlers:
+            if not self._idle_connections:
                 transport.abort()
                 return
-            next(iter(self._idlers))._make_room()
+            next(iter(self._idle_connections))._evict()
         if num_surplus > 0:
-            self.app_state = {**self.app_state, _SURPLUS: True}
-            self._idlers[self] = None
-        self._set_clock()
+            self.app_state = {**self.app_state, _SURPLUS_KEY: True}
+            self._idle_connections[self] = None
+        self._update_request_timer()
 
     def data_received(self, data: bytes) -> None:
         """The clock follows what the client has sent."""
-        if self._lingers:
+        if self._is_lingering:
             return
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE and not self._lingers:
-            self._idlers.pop(self, None)
-        self._set_clock()
+        if self.conn.their_state is not h11.IDLE and not self._is_lingering:
+            self._idle_connections.pop(self, None)
+        self._update_request_timer()
 
     def eof_received(self) -> bool:
         """Whether the connection stays: a client may end its half, and wait for its answer.
 
         One that is gone looks the same until it is sent something.
         """
-        waits = self.cycle is not None and not self.cycle.response_complete
-        if self._lingers or not waits or self.conn.their_state in (h11.SEND_BODY, h11.ERROR):
-            self._await_reader()
+        is_response_pending = self.cycle is not None and not self.cycle.response_complete
+        if (
+            self._is_lingering
+            or not is_response_pending
+            or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        ):
+            self._limit_stall()
             return False
         self._is_half_closed = True
-        self._probe_clock = self.loop.call_later(HALF_CLOSED_TIME, self._probe)
+        self._probe_timer = self.loop.call_later(PROBE_DELAY_S, self._probe)
         return True
 
     def on_response_complete(self) -> None:
@@ -129,7 +139,7 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         if self._is_half_closed and self.cycle.response_complete:
             self.transport.close()
-        self._set_clock()
+        self._update_request_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in OpenAI's shape, where that is still possible, and close."""
@@ -137,13 +147,13 @@ class BoundedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = self.conn.why_refused()
-            body = json_bytes(error.body)
+            error = self.conn.client_error()
+            body = encode_json(error.body)
             headers = [
                 *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
-                _CLOSE,
+                _CLOSE_HEADER,
             ]
             status, reason = error.status, STATUS_PHRASES[error.status]
             start = h11.Response(status_code=status, headers=headers, reason=reason)
@@ -154,68 +164,73 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Much is unread: from now on the client has to read."""
         super().pause_writing()
-        self._await_reader()
+        self._limit_stall()
 
     def resume_writing(self) -> None:
         """It reads."""
         super().resume_writing()
-        if not self._socket.is_closing():
-            self._reader_clock = _stop(self._reader_clock)
+        if not self._raw_transport.is_closing():
+            self._stall_timer = _cancel_timer(self._stall_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
-        self._idlers.pop(self, None)
-        for clock in (self._clock, self._reader_clock, self._probe_clock):
-            _stop(clock)
+        self._idle_connections.pop(self, None)
+        for timer in (self._request_timer, self._stall_timer, self._probe_timer):
+            _cancel_timer(timer)
         super().connection_lost(exc)
 
-    def _set_clock(self) -> None:
+    def _update_request_timer(self) -> None:
         """One clock a request, which goes on from its headers to its body."""
         state = self.conn.their_state
-        comes = state is h11.SEND_BODY or (
+        is_receiving = state is h11.SEND_BODY or (
             state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
         )
-        awaited = state if comes and not self._lingers else None
-        if awaited is self._awaited:
+        timed_state = state if is_receiving and not self._is_lingering else None
+        if timed_state is self._timed_state:
             return
-        if self._awaited is None:
-            self._since = self.loop.time()
-        self._awaited, self._clock = awaited, _stop(self._clock)
-        if awaited is not None:
-            span = HEADER_TIMEOUT + (self.limits.body_timeout if state is h11.SEND_BODY else 0)
-            self._clock = self.loop.call_at(self._since + span, self._socket.abort)
+        if self._timed_state is None:
+            self._request_start = self.loop.time()
+        self._timed_state, self._request_timer = timed_state, _cancel_timer(self._request_timer)
+        if timed_state is not None:
+            timeout = HEADER_TIMEOUT_S + (self.limits.body_timeout if state is h11.SEND_BODY else 0)
+            self._request_timer = self.loop.call_at(
+                self._request_start + timeout, self._raw_transport.abort
+            )
 
-    def _hang_up(self) -> None:
+    def _close_or_linger(self) -> None:
         """Close; who has sent something that is not read yet may read its answer before."""
-        if self._lingers or self._socket.is_closing():
+        if self._is_lingering or self._raw_transport.is_closing():
             return
-        if self.conn.their_state in (h11.SEND_BODY, h11.ERROR) and self._socket.can_write_eof():
-            self._lingers = True
-            self._idlers[self] = None
-            self._set_clock()
-            self._clock = self.loop.call_later(LINGER_TIME, self._socket.abort)
+        if (
+            self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+            and self._raw_transport.can_write_eof()
+        ):
+            self._is_lingering = True
+            self._idle_connections[self] = None
+            self._update_request_timer()
+            self._request_timer = self.loop.call_later(LINGER_TIME_S, self._raw_transport.abort)
             self.flow.resume_reading()
             try:
-                self._socket.write_eof()
+                self._raw_transport.write_eof()
             except OSError:  # the client has reset the connection just now
-                self._socket.abort()
+                self._raw_transport.abort()
         else:
-            self._socket.close()
-            self._await_reader()
+            self._raw_transport.close()
+            self._limit_stall()
 
-    def _make_room(self) -> None:
-        self._idlers.pop(self, None)
-        self._socket.abort()
+    def _evict(self) -> None:
+        self._idle_connections.pop(self, None)
+        self._raw_transport.abort()
 
-    def _await_reader(self, before: float = float("inf")) -> None:
+    def _limit_stall(self, num_unread_before: float = float("inf")) -> None:
         """Hang up on a client that reads nothing of what is left for `--stall-timeout`."""
-        self._reader_clock = _stop(self._reader_clock)
-        unread = self._socket.get_write_buffer_size()
-        if unread >= before:
-            self._socket.abort()
-        elif unread:
-            wait = self.limits.stall_timeout
-            self._reader_clock = self.loop.call_later(wait, self._await_reader, unread)
+        self._stall_timer = _cancel_timer(self._stall_timer)
+        num_unread = self._raw_transport.get_write_buffer_size()
+        if num_unread >= num_unread_before:
+            self._raw_transport.abort()
+        elif num_unread:
+            timeout = self.limits.stall_timeout
+            self._stall_timer = self.loop.call_later(timeout, self._limit_stall, num_unread)
 
     def _probe(self) -> None:
         """Find out whether a client that sends no more is still there.
@@ -224,17 +239,19 @@ class BoundedProtocol(H11Protocol):
         answer that is an interim response, which every client of HTTP/1.1 passes over; one
         of HTTP/1.0 may not get any, and counts as gone.
         """
-        may_ask = (self.conn.their_http_version or b"") >= b"1.1"
-        is_asked = self._is_probed or self.conn.our_state is not h11.SEND_RESPONSE
-        own = self._socket.get_extra_info("socket")
-        if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or not (is_asked or may_ask):
-            self._socket.abort()
+        can_probe = (self.conn.their_http_version or b"") >= b"1.1"
+        is_probe_done = self._is_probed or self.conn.our_state is not h11.SEND_RESPONSE
+        raw_socket = self._raw_transport.get_extra_info("socket")
+        if raw_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or not (
+            is_probe_done or can_probe
+        ):
+            self._raw_transport.abort()
             return
-        if not is_asked:
+        if not is_probe_done:
             self._is_probed = True
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             self.transport.write(self.conn.send(interim))
-        self._probe_clock = self.loop.call_later(_LOOK_AGAIN, self._probe)
+        self._probe_timer = self.loop.call_later(_PROBE_INTERVAL_S, self._probe)
 
 
 class StrictConnection(h11.Connection):
@@ -253,7 +270,7 @@ class StrictConnection(h11.Connection):
     def __init__(self, max_header_bytes: int):
         super().__init__(h11.SERVER, max_header_bytes)
         self._max_header_bytes = max_header_bytes
-        self._fault: h11.RemoteProtocolError | None = None
+        self._protocol_error: h11.RemoteProtocolError | None = None
 
     def next_event(self) -> Any:
         """As h11's."""
@@ -262,30 +279,32 @@ class StrictConnection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check(event, num_before - len(self.trailing_data[0]))
-                return _with_path(event)
+                return _to_origin_form(event)
         except h11.RemoteProtocolError as error:
-            self._fault = error
+            self._protocol_error = error
             raise
         return event
 
     def send(self, event: h11.Event) -> Any:
         """As h11's."""
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
-            headers = [pair for pair in event.headers if pair != _CLOSE]
+            headers = [pair for pair in event.headers if pair != _CLOSE_HEADER]
             status, reason = event.status_code, event.reason
-            event = h11.Response(status_code=status, headers=[*headers, _CLOSE], reason=reason)
+            event = h11.Response(
+                status_code=status, headers=[*headers, _CLOSE_HEADER], reason=reason
+            )
         return super().send(event)
 
-    def why_refused(self) -> ApiError:
+    def client_error(self) -> ApiError:
         """What is wrong with what came, for the client."""
-        fault = self._fault or h11.RemoteProtocolError("it is malformed")
-        status = fault.error_status_hint
+        protocol_error = self._protocol_error or h11.RemoteProtocolError("it is malformed")
+        status = protocol_error.error_status_hint
         if status == 431:
             message = (
                 f"the request's line and headers are larger than {self._max_header_bytes} bytes"
             )
             return ApiError(status, f"{message}: send fewer or shorter ones")
-        why = _QUOTED.split(str(fault))[0]  # without the client's own bytes
+        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # without the client's own bytes
         return ApiError(status, f"the request cannot be read as HTTP/1.1: {why}")
 
     def _check(self, event: h11.Request, size: int) -> None:
@@ -308,25 +327,27 @@ class SurplusGuard:
     def __init__(
         self,
         app: ASGIApp,
-        refusal: Callable[[str, ApiError], ASGIApp] = lambda path, error: error_answer(error),
+        format_error: Callable[[str, ApiError], ASGIApp] = lambda path, error: error_response(
+            error
+        ),
     ):
-        self._app, self._refusal = app, refusal
+        self._app, self._format_error = app, format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse, as ASGI has it."""
 
-        async def send_last(message: Message) -> None:
+        async def send_and_close(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], _CLOSE]}
+                message = {**message, "headers": [*message["headers"], _CLOSE_HEADER]}
             await send(message)
 
-        if _SURPLUS not in scope.get("state", ()):
+        if _SURPLUS_KEY not in scope.get("state", ()):
             await self._app(scope, receive, send)
-        elif scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send_last)
+        elif scope["path"] in UNAUTHENTICATED_PATHS:
+            await self._app(scope, receive, send_and_close)
         else:
-            error = not_serving("there are too many connections: try again later")
-            await self._refusal(scope["path"], error)(scope, receive, send_last)
+            error = unavailable_error("there are too many connections: try again later")
+            await self._format_error(scope["path"], error)(scope, receive, send_and_close)
 
 
 class Listener(socket.socket):
@@ -348,40 +369,43 @@ class Listener(socket.socket):
         # Said to be TCP: of other sockets asyncio does not set TCP_NODELAY, and the body of an
         # answer would wait for the client to acknowledge its headers, 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self.at_a_time = self._num_left = _AT_A_TIME
+        self.accept_batch = self._num_accepts_left = _MIN_ACCEPT_BATCH
 
     def accept(self) -> tuple[socket.socket, Any]:
         """As sockets do, but now and then it reports that no connection waits."""
-        if not self._num_left:
-            self._num_left = self.at_a_time
+        if not self._num_accepts_left:
+            self._num_accepts_left = self.accept_batch
             raise BlockingIOError
-        self._num_left -= 1
+        self._num_accepts_left -= 1
         try:
             return super().accept()
         except OSError as error:
-            self._num_left = 0 if error.errno in OUT_OF_FILES else self.at_a_time
+            self._num_accepts_left = 0 if error.errno in OUT_OF_FILES_ERRNOS else self.accept_batch
             raise
 
 
-class _Hold:
+class _TransportProxy:
     """A transport whose `close` the protocol decides."""
 
     def __init__(
-        self, transport: asyncio.Transport, close: Callable[[], None], lingers: Callable[[], bool]
+        self,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+        is_lingering: Callable[[], bool],
     ):
-        self._transport, self._lingers = transport, lingers
+        self._transport, self._is_lingering = transport, is_lingering
         self.close = close
 
     def is_closing(self) -> bool:
-        return self._lingers() or self._transport.is_closing()
+        return self._is_lingering() or self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 
-def _with_path(event: h11.Request) -> h11.Request:
+def _to_origin_form(event: h11.Request) -> h11.Request:
     """The request with a path for a target that was absolute."""
-    found = _ABSOLUTE.fullmatch(event.target)
+    found = _ABSOLUTE_TARGET.fullmatch(event.target)
     if found is None:
         return event
     authority, path = found.groups()
@@ -394,6 +418,6 @@ def _with_path(event: h11.Request) -> h11.Request:
     )
 
 
-def _stop(clock: asyncio.TimerHandle | None) -> None:
-    if clock is not None:
-        clock.cancel()
+def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

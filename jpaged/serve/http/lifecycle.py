@@ -18,32 +18,37 @@ from starlette.types import ASGIApp
 
 from jpaged import Tokenizer, check_model, errors
 from jpaged.serve.engine.client import EngineClient, EngineProcess
-from jpaged.serve.engine.tokenizing import Tokenizing
+from jpaged.serve.engine.tokenizing import TokenizingService
 from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
-from jpaged.serve.errors import say
+from jpaged.serve.errors import log_line
 from jpaged.serve.http.access import is_loopback
 from jpaged.serve.http.app import make_app
-from jpaged.serve.http.connections import NUM_SPARE, OUT_OF_FILES, Listener, bounded_by
-from jpaged.serve.http.serving import Serving
-from jpaged.serve.options import Flags, host_name
+from jpaged.serve.http.connections import (
+    NUM_SPARE_CONNECTIONS,
+    OUT_OF_FILES_ERRNOS,
+    Listener,
+    make_bounded_protocol,
+)
+from jpaged.serve.http.serving import ServerState
+from jpaged.serve.options import Flags, normalize_host
 
-_KEEP_ALIVE = 75
+_KEEP_ALIVE_S = 75
 """Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
 
-_LONGEST_LINE = 1000
+_MAX_ERROR_CHARACTERS = 1000
 """Characters of an error at the start."""
 
-_OTHER_FILES = 128
+_NUM_OTHER_FILES = 128
 """Open files that are no connections."""
 
-_SWITCH_INTERVAL = 2e-5
+_SWITCH_INTERVAL_S = 2e-5
 """Seconds that a thread keeps the interpreter from the event loop each time, and the loop yields it
 several times a token."""
 
-_TICK = 0.5
+_POLL_INTERVAL_S = 0.5
 """Seconds between two looks at whether the engine's loop goes round."""
 
-_LAST_WORDS = 5
+_CLOSE_TIMEOUT_S = 5
 """Seconds for connections to close once there is nothing more to say."""
 
 
@@ -54,30 +59,30 @@ def run_server(flags: Flags) -> int:
     except (OSError, ValueError) as error:  # ValueError: a host that is no name
         where = f"{flags.serve.host}:{flags.serve.port}"
         why = getattr(error, "strerror", None) or error
-        say(f"cannot listen at {where} ({why}): use another --port or --host")
+        log_line(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with sock:
         return asyncio.run(_serve(flags, sock))
 
 
 async def _serve(flags: Flags, sock: Listener) -> int:
     limits = flags.serve.limits
-    most, num_spare = allow_connections(limits.max_connections)
-    if num_spare == NUM_SPARE:  # files are not scarce
-        sock.at_a_time = num_spare // 2
-    limits = replace(limits, max_connections=most)
-    hosts = hosts_served(flags, sock.getsockname()[0])
-    serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
+    max_connections, num_spare = raise_file_limit(limits.max_connections)
+    if num_spare == NUM_SPARE_CONNECTIONS:  # files are not scarce
+        sock.accept_batch = num_spare // 2
+    limits = replace(limits, max_connections=max_connections)
+    hosts = served_hosts(flags, sock.getsockname()[0])
+    serving = ServerState(replace(flags.serve, limits=limits, allowed_hosts=hosts))
     http = HttpServer(_uvicorn_config(serving, num_spare))
-    life = Life(serving, http)
-    life.watch_signals()
-    asyncio.get_running_loop().set_exception_handler(Complaints().hear)
-    talking = asyncio.create_task(http.serve([sock]))
-    await life.start(flags.engine, f"http://{_host(sock)}:{sock.getsockname()[1]}")
-    await talking
-    await life.end_engine()
-    return life.exit_code
+    lifecycle = Lifecycle(serving, http)
+    lifecycle.watch_signals()
+    asyncio.get_running_loop().set_exception_handler(LoopExceptionHandler().handle)
+    serve_task = asyncio.create_task(http.serve([sock]))
+    await lifecycle.start(flags.engine, f"http://{_url_host(sock)}:{sock.getsockname()[1]}")
+    await serve_task
+    await lifecycle.end_engine()
+    return lifecycle.exit_code
 
 
 class HttpServer(uvicorn.Server):
@@ -85,11 +90,11 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none: `Life` handles them."""
+        """Capture none: `Lifecycle` handles them."""
         yield
 
 
-class Life:
+class Lifecycle:
     """Brings a server up, and down.
 
     Args:
@@ -100,28 +105,28 @@ class Life:
         exit_code: 1 if there was no engine, or none any more, before a signal came.
     """
 
-    def __init__(self, serving: Serving, http: HttpServer):
+    def __init__(self, serving: ServerState, http: HttpServer):
         self.exit_code = 0
         self._serving, self._http = serving, http
         self._process: EngineProcess | None = None
-        self._ending: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._shutdown_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     async def start(self, options: Mapping[str, Any], address: str) -> None:
         """Make an `Engine(**options)` and serve with it."""
         try:
             process = self._process = await EngineProcess.start(options)
-            if self._ending is not None:  # it did not know of the process
+            if self._shutdown_task is not None:  # it did not know of the process
                 process.kill()
-            await open_in_time(self._serving, process)
+            await start_with_timeout(self._serving, process)
         except Exception as error:
-            if self._ending is None:
-                say(f"error: {await self._why(error)}")
+            if self._shutdown_task is None:
+                log_line(f"error: {await self._describe_error(error)}")
                 self._fail()
             return
         gc.freeze()  # what is there by now stays: to walk it takes longer than a step
-        say(f"serving {self._serving.config.model_names[0]} at {address}")
-        self._watching = asyncio.create_task(self._watch(process))
+        log_line(f"serving {self._serving.config.model_names[0]} at {address}")
+        self._watch_task = asyncio.create_task(self._watch(process))
 
     async def end_engine(self) -> None:
         """End the engine's process, last of all."""
@@ -131,9 +136,9 @@ class Life:
     async def _watch(self, process: EngineProcess) -> None:
         """Once an engine is gone, end the server, so that its supervisor starts another."""
         await watch_engine(process, self._serving.config.limits.hang_timeout)
-        if self._ending is None:
-            why = await self._why(RuntimeError(process.client.death))
-            say(f"the engine is gone, no request can be served: {why}")
+        if self._shutdown_task is None:
+            why = await self._describe_error(RuntimeError(process.client.close_reason))
+            log_line(f"the engine is gone, no request can be served: {why}")
             self._fail()
 
     def _fail(self) -> None:
@@ -141,12 +146,12 @@ class Life:
         self.exit_code = 1
         self._http.should_exit = True
 
-    async def _why(self, error: Exception) -> str:
+    async def _describe_error(self, error: Exception) -> str:
         """One line on an error, with what became of the engine's process."""
         known = isinstance(error, (RuntimeError, ValueError)) and str(error)
-        words = str(error) if known else f"{type(error).__name__}: {error}"
-        how = "" if self._process is None else await self._process.how_it_ended()
-        return " ".join(words.split())[:_LONGEST_LINE] + how
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        exit_text = "" if self._process is None else await self._process.exit_description()
+        return " ".join(message.split())[:_MAX_ERROR_CHARACTERS] + exit_text
 
     def watch_signals(self) -> None:
         """SIGTERM and Ctrl-C drain; the second one of either ends all at once."""
@@ -155,14 +160,14 @@ class Life:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
-        if self._ending is not None:
+        if self._shutdown_task is not None:
             if self._process is not None:
                 self._process.kill()
             os._exit(128 + number)
-        say("shutting down: no new requests; a second signal ends those in flight at once")
-        self._ending = asyncio.create_task(self._end())
+        log_line("shutting down: no new requests; a second signal ends those in flight at once")
+        self._shutdown_task = asyncio.create_task(self._shut_down())
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         serving = self._serving
         serving.stop_admitting()
         try:
@@ -170,19 +175,19 @@ class Life:
                 while serving.num_requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            say(f"aborting {errors.counted(serving.num_requests, 'request')}")
-            serving.engine.cut_all()
+            log_line(f"aborting {errors.format_count(serving.num_requests, 'request')}")
+            serving.engine.abort_all()
         self._http.should_exit = True
         if self._process is not None and not self._process.client.is_ready:
             self._process.kill()
 
 
 @asynccontextmanager
-async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
+async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]]:
     """The server's application with an engine of its own, for a program that listens itself.
 
     That program bounds connections and headers, says which Hosts are served, ends when the engine
-    is gone (`Serving.engine.died`), and drains: it calls `Serving.stop_admitting` and waits until
+    is gone (`ServerState.engine.closed`), and drains: it calls `ServerState.stop_admitting` and waits until
     `num_requests` is 0. An engine that hangs is ended here (--hang-timeout). At the end of the
     block the engine ends, whatever runs.
 
@@ -191,27 +196,27 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
     """
     if "model" in flags.engine:
         await asyncio.to_thread(check_model, flags.engine["model"])
-    serving = Serving(flags.serve)
+    serving = ServerState(flags.serve)
     async with AsyncExitStack() as stack:
         process = await EngineProcess.start(flags.engine)
         stack.push_async_callback(process.stop)
 
-        def text_process(settings: TokenizingSettings) -> TokenizingProcess:
+        def start_tokenizing(settings: TokenizingSettings) -> TokenizingProcess:
             made = TokenizingProcess(settings)
             stack.callback(made.close)
             return made
 
-        await open_in_time(serving, process, text_process)
+        await start_with_timeout(serving, process, start_tokenizing)
         stack.callback(serving.tokenizing.close)
-        watching = asyncio.create_task(watch_engine(process, flags.serve.limits.hang_timeout))
-        stack.callback(watching.cancel)
+        watch_task = asyncio.create_task(watch_engine(process, flags.serve.limits.hang_timeout))
+        stack.callback(watch_task.cancel)
         yield make_app(serving), serving
 
 
-async def open_in_time(
-    serving: Serving,
+async def start_with_timeout(
+    serving: ServerState,
     process: EngineProcess,
-    text_process: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
+    start_tokenizing: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
     """`start_serving`, but an engine that is not there after `--start-timeout` is ended: it may
     hang in a driver, or in NCCL.
@@ -222,32 +227,32 @@ async def open_in_time(
     limit = serving.config.limits.start_timeout
     try:
         async with asyncio.timeout(limit):
-            await start_serving(serving, process.client, text_process)
+            await start_serving(serving, process.client, start_tokenizing)
     except TimeoutError as error:
         reason = f"the engine did not start within {limit:g} s (--start-timeout)"
-        process.give_up(reason)
+        process.kill_and_close(reason)
         raise RuntimeError(reason) from error
 
 
-async def watch_engine(process: EngineProcess, patience: float) -> None:
-    """Wait until an engine is gone; end it if its loop stands still for `patience` seconds. Those
+async def watch_engine(process: EngineProcess, hang_timeout: float) -> None:
+    """Wait until an engine is gone; end it if its loop stands still for `hang_timeout` seconds. Those
     who wait for it then get errors.
 
     The seconds are counted in turns of this function: while this process is stopped none passes,
     since the engine may have been stopped with it.
     """
-    client, still, seen = process.client, 0.0, process.client.seen
-    while not await _comes(client.died, _TICK):
-        still = still + _TICK if client.seen == seen else 0.0
-        seen = client.seen
-        if still >= patience:
-            process.give_up(f"its loop stood still for {patience:g} s (--hang-timeout)")
+    client, stalled_s, last_heartbeat = process.client, 0.0, process.client.last_heartbeat
+    while not await _wait_for_event(client.closed, _POLL_INTERVAL_S):
+        stalled_s = stalled_s + _POLL_INTERVAL_S if client.last_heartbeat == last_heartbeat else 0.0
+        last_heartbeat = client.last_heartbeat
+        if stalled_s >= hang_timeout:
+            process.kill_and_close(f"its loop stood still for {hang_timeout:g} s (--hang-timeout)")
 
 
 async def start_serving(
-    serving: Serving,
+    serving: ServerState,
     client: EngineClient,
-    text_process: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
+    start_tokenizing: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
     """Serve with an engine, once it is made.
 
@@ -260,64 +265,64 @@ async def start_serving(
         RuntimeError, ValueError: it could not be made, or has no tokenizer.
     """
     config = serving.config
-    info = await client.ready()
+    info = await client.wait_ready()
     template, may_be_special = config.chat_template, config.allow_special_tokens
-    process = text_process(TokenizingSettings(info.folder, template, may_be_special))
+    process = start_tokenizing(TokenizingSettings(info.folder, template, may_be_special))
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
         await asyncio.to_thread(process.wait_ready)
-        texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
+        tokenizing = TokenizingService(tokenizer, process, info, config.limits.text_timeout)
         if config.chat_template is not None:
-            await texts.check_template()
+            await tokenizing.check_template()
         if config.enable_auto_tool_choice:
-            await texts.check_tools()
+            await tokenizing.check_tools()
     except BaseException:
         process.close()  # or a thread would wait for it at the server's end
         raise
-    serving.open(client, texts, info)
+    serving.open(client, tokenizing, info)
 
 
-def _uvicorn_config(serving: Serving, num_spare: int) -> uvicorn.Config:
+def _uvicorn_config(serving: ServerState, num_spare: int) -> uvicorn.Config:
     log_requests = serving.config.log_requests
     return uvicorn.Config(
         make_app(serving),
-        http=bounded_by(serving.config.limits, num_spare),
+        http=make_bounded_protocol(serving.config.limits, num_spare),
         ws="none",
         lifespan="off",
         log_level="info" if log_requests else "warning",
         access_log=log_requests,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=_LAST_WORDS,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
 
 
-def allow_connections(most: int) -> tuple[int, int]:
+def raise_file_limit(max_connections: int) -> tuple[int, int]:
     """Let the process have a file for each connection, as far as the system permits.
 
     Returns:
         How many connections it permits, and how many more that only get a refusal.
     """
-    needed = most + NUM_SPARE + _OTHER_FILES
+    needed = max_connections + NUM_SPARE_CONNECTIONS + _NUM_OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed == needed:
-        return most, NUM_SPARE
-    room = allowed - min(_OTHER_FILES, max(32, allowed // 4))
-    num_spare = max(1, min(NUM_SPARE, room // 2))
-    fewer = min(most, max(1, room - num_spare))
-    if fewer < most:
-        say(
-            f"--max-connections is {fewer}, not {most}, since the system allows {hard} open files: "
+        return max_connections, NUM_SPARE_CONNECTIONS
+    num_free_files = allowed - min(_NUM_OTHER_FILES, max(32, allowed // 4))
+    num_spare = max(1, min(NUM_SPARE_CONNECTIONS, num_free_files // 2))
+    num_allowed = min(max_connections, max(1, num_free_files - num_spare))
+    if num_allowed < max_connections:
+        log_line(
+            f"--max-connections is {num_allowed}, not {max_connections}, since the system allows {hard} open files: "
             f"raise that (ulimit -n {needed}), or lower --max-connections"
         )
-    return fewer, num_spare
+    return num_allowed, num_spare
 
 
-def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
+def served_hosts(flags: Flags, address: str) -> tuple[str, ...] | None:
     """The names that requests may give as the Host, for a server that listens at `address`.
 
     Without keys and on the loopback alone, nothing but the Host tells this machine's users from a
@@ -326,26 +331,26 @@ def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
     Returns:
         Names in addition to this machine's own; None for any.
     """
-    given = flags.serve.allowed_hosts
-    if given is None and (flags.serve.api_keys or not is_loopback(address)):
+    configured_hosts = flags.serve.allowed_hosts
+    if configured_hosts is None and (flags.serve.api_keys or not is_loopback(address)):
         return None
-    return (*(given or ()), host_name(flags.serve.host))
+    return (*(configured_hosts or ()), normalize_host(flags.serve.host))
 
 
-class Complaints:
+class LoopExceptionHandler:
     """Logs what asyncio reports; running out of files is logged once."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self._has_logged = False
 
-    def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """For `loop.set_exception_handler`."""
         error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES:
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES_ERRNOS:
             loop.default_exception_handler(context)
-        elif not self._is_said:
-            self._is_said = True
-            say(
+        elif not self._has_logged:
+            self._has_logged = True
+            log_line(
                 f"new connections wait until others are closed ({error.strerror}): raise "
                 "ulimit -n, or lower --max-connections"
             )
@@ -368,15 +373,15 @@ def listen(host: str, port: int) -> Listener:
     return sock
 
 
-async def _comes(event: asyncio.Event, within: float) -> bool:
+async def _wait_for_event(event: asyncio.Event, timeout: float) -> bool:
     """Wait for an event for so many seconds; whether it came."""
     try:
-        await asyncio.wait_for(event.wait(), within)
+        await asyncio.wait_for(event.wait(), timeout)
     except TimeoutError:
         return False
     return True
 
 
-def _host(sock: socket.socket) -> str:
+def _url_host(sock: socket.socket) -> str:
     host = sock.getsockname()[0]
     return f"[{host}]" if ":" in host else host

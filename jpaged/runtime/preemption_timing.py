@@ -14,10 +14,10 @@ from jpaged.runtime.swap import MAX_STAGED_CHUNKS
 from jpaged.sampling_params import SamplingParams
 
 _REPEATS = 3
-_IMAGE = -1
+_SWAP_ENTRY_ID = -1
 
 
-def measure_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
+def measure_preemption_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
     """Time every prefill bucket and every size of swap; all of it touches the null block only.
 
     Args:
@@ -26,20 +26,23 @@ def measure_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts
     """
     # Every size of a chunk, and as many of the largest as are on their way at once.
     chunks = sorted(size for kind, size in runner.programs if kind == "gather_blocks")
-    most = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
-    blocks = sorted({*chunks, max(most, chunks[-1])})
-    prefill = [(n, _best(time_prefill, runner, config, n)) for n in config.buckets.prefill_tokens]
-    swaps = [(n, _best(time_swap, runner, n) / 2) for n in blocks]
+    max_blocks = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
+    blocks = sorted({*chunks, max(max_blocks, chunks[-1])})
+    prefill = [
+        (n, _min_seconds(time_prefill, runner, config, n))
+        for n in config.buckets.prefill_token_sizes
+    ]
+    swaps = [(n, _min_seconds(time_swap, runner, n) / 2) for n in blocks]
     return PreemptionCosts(tuple(prefill), tuple(swaps))
 
 
 def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) -> float:
     """Seconds of a step that prefills `num_tokens` tokens, until the host has its result."""
-    requests = _requests(config, num_tokens)
+    requests = _make_requests(config, num_tokens)
     plan = StepPlan(
         step_id=-1,
         scheduled=tuple(
-            ScheduledSequence(sequence, 0, len(sequence.token_ids), samples=True)
+            ScheduledSequence(sequence, 0, len(sequence.token_ids), is_sampled=True)
             for request in requests
             for sequence in request.sequences
         ),
@@ -50,14 +53,14 @@ def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) ->
     runner.launch(plan, sampling.__getitem__).read()
     seconds = time.perf_counter() - start
     rows = tuple(item.sequence.seq_id for item in plan.scheduled)
-    runner.launch(StepPlan(step_id=-1, scheduled=(), released=rows), {}.__getitem__)
+    runner.launch(StepPlan(step_id=-1, scheduled=(), released_seq_ids=rows), {}.__getitem__)
     return seconds
 
 
 def time_swap(runner: ModelRunner, num_blocks: int) -> float:
     """Seconds to bring `num_blocks` blocks to the host and, when they are there, back."""
-    out = SwapOut(_IMAGE, (0,) * num_blocks)
-    back = SwapIn(_IMAGE, tuple((entry, 0) for entry in range(num_blocks)))
+    out = SwapOut(_SWAP_ENTRY_ID, (0,) * num_blocks)
+    back = SwapIn(_SWAP_ENTRY_ID, tuple((entry, 0) for entry in range(num_blocks)))
     plans = (
         StepPlan(step_id=-1, scheduled=(), swap_outs=(out,)),
         StepPlan(step_id=-1, scheduled=(), swap_ins=(back,)),
@@ -70,19 +73,21 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
     return time.perf_counter() - start
 
 
-def _requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
+def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
     """Prompts of so many tokens in all, as far as a step has room, whose blocks are all null."""
-    seq_ids, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
+    seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)
     lengths += [rest] if (rest := num_tokens % config.max_model_len) else []
     requests = []
     for length in lengths[: config.max_num_seqs]:
-        request = Request.from_prompt(f"timing {length}", [0] * length, stop, seq_ids=seq_ids)
+        request = Request.from_prompt(
+            f"timing {length}", [0] * length, stop, seq_id_counter=seq_id_counter
+        )
         num_blocks = -(-length // config.block_size)
         request.sequences[0].block_table = [0] * num_blocks
         requests.append(request)
     return requests
 
 
-def _best(measure: Callable[..., float], *arguments: Any) -> float:
+def _min_seconds(measure: Callable[..., float], *arguments: Any) -> float:
     return min(measure(*arguments) for _ in range(_REPEATS))
