@@ -39,7 +39,9 @@ def make_trace(rate: float, seconds: float) -> list[TraceRequest]:
     return traces.poisson(traces.log_normal("small", (20.0, 10.0), 64), rate, seconds, 0)
 
 
-@pytest.mark.parametrize("system", ["orca_oracle", "fastertransformer"])
+@pytest.mark.parametrize(
+    "system", ["orca_oracle", pytest.param("fastertransformer", marks=pytest.mark.full)]
+)
 def test_contiguous_ranges_give_the_same_tokens(
     system: str, servers: Callable[..., Server], kept_engines: Callable[..., Engine]
 ):

@@ -313,7 +313,8 @@ def test_text_needs_a_tokenizer(engines: Engines):
 
 
 @pytest.mark.parametrize(
-    "loop", ["overlapped", "bursts", pytest.param("synchronous", marks=pytest.mark.full)]
+    "loop",
+    ["bursts", *(pytest.param(it, marks=pytest.mark.full) for it in ("overlapped", "synchronous"))],
 )
 def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
     options = {"num_blocks": 129, **SMALL, **LOOPS[loop]}

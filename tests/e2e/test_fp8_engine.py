@@ -59,7 +59,8 @@ def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_differ_less_with_the_devices_than_with_fp8(
     engines: Engines, shallow_folder: Path, dtype: str
 ):

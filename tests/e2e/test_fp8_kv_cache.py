@@ -45,7 +45,7 @@ def test_it_answers_as_before(engines: Engines, loop: str):
 @pytest.mark.parametrize(
     ("mode", "loop"),
     [
-        ("swap", "overlapped"),
+        pytest.param("swap", "overlapped", marks=pytest.mark.full),
         pytest.param("recompute", "synchronous", marks=pytest.mark.full),
         pytest.param("recompute", "overlapped", marks=pytest.mark.soak),
         pytest.param("auto", "overlapped", marks=pytest.mark.soak),
@@ -81,8 +81,8 @@ def test_pressure_and_sharing_change_no_token(
         ("float32", "fp8", 4),
         ("bfloat16", "fp8_e4m3", 2),
         pytest.param("float16", "fp8", 2, marks=pytest.mark.soak),
-        ("float32", "bfloat16", 2),
-        ("float32", "auto", 1),
+        pytest.param("float32", "bfloat16", 2, marks=pytest.mark.full),
+        pytest.param("float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
 def test_more_blocks_fit_the_same_bytes(

@@ -501,7 +501,7 @@ def test_generation_waits_for_a_busy_mask_worker(
     assert stopped
 
 
-@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("mode", MOSTLY_OVERLAPPED)
 def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode: str):
     """Rows that cannot leave a step fail; the others get their tokens when it has gone on."""
     engine = engines(**LOOPS[mode])
@@ -576,7 +576,11 @@ def test_plain_rows_wait_a_tenth_of_a_second_for_a_row_that_cannot_leave(
     assert told[failing].outputs[0].finish_reason == "error"
 
 
-@pytest.mark.parametrize("kind", [2, 5], ids=["of several", "with penalties"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(2, marks=pytest.mark.full), 5],
+    ids=["of several", "with penalties"],
+)
 def test_rows_that_cannot_be_computed_again_are_waited_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
 ):

@@ -367,9 +367,8 @@ def test_a_device_that_has_lost_another_ends_the_engine(
 @pytest.mark.parametrize(
     "family",
     [
-        "gpt2",
         "gemma3_text",
-        *(pytest.param(it, marks=pytest.mark.full) for it in ("opt-350m", "llama")),
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("gpt2", "opt-350m", "llama")),
     ],
 )
 def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(

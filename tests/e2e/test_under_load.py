@@ -63,7 +63,8 @@ def test_pressure_changes_no_answer_and_answers_are_true(
     assert right.count(False) <= math.ceil(0.02 * len(right))
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(80, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [FEW, 80])
 def test_random_aborts_touch_nobody_else(
     engines: Engines, shallow_folder: Path, examples: list[Example], count: int
 ):
