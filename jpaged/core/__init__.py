@@ -1,1 +1,1 @@
-"""Host-side policy: requests, blocks, scheduling. Imports no JAX."""
+"""Scheduling on the host: requests, KV blocks and step plans. Does not import JAX."""

@@ -1,5 +1,4 @@
-"""Admission: the scheduler's limits, which requests they refuse on arrival, and whether the first
-waiting request may join the batch now."""
+"""Check whether a request can ever run, and decide when a waiting request joins the batch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,16 +13,19 @@ from jpaged.core.swap import SwapSpace
 from jpaged.errors import ErrorKind, RequestError, format_count
 
 ROWS_PER_FREE_ROW = 32
-"""Of so many seats one is left free while others get free too: 8 of 256."""
+"""Divisor of `max_num_seqs` for the number of free batch rows that make a prefill worthwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and of a sequence.
+    """Limits of the scheduler.
 
-    `max_num_seqs` sequences run at once, `max_num_batched_tokens` tokens are computed a step, and
-    prompt and outputs together stay within `max_model_len` tokens. `has_priorities`, requests are
-    served in the order of their priorities; if not, in that of their arrival.
+    Attributes:
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum number of tokens that one step computes.
+        max_model_len: Maximum number of tokens of a sequence, prompt and outputs together.
+        has_priorities: Whether requests may have priorities. If False, the scheduler serves
+            requests in order of arrival.
     """
 
     max_num_seqs: int
@@ -38,11 +40,11 @@ class SchedulerConfig:
 
 
 class Admission:
-    """Tells whether the head of the line may join, and remembers a refusal.
+    """Decides whether the first waiting request may join the batch, and caches refusals.
 
-    While the head waits, no request passes it, so free blocks only become fewer until one is freed,
-    and its prefix grows only by the block right after it. A refused head thus costs a step one look
-    at that block, however long its prompt is.
+    No request overtakes the first waiting request. Until a block is freed, the number of free
+    blocks therefore only falls. The cached prefix of the request can only grow by the next block.
+    Checking a refused request again costs one prefix-cache lookup, however long the prompt is.
     """
 
     def __init__(
@@ -54,14 +56,18 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        self._refused_state: tuple[object, ...] = ()  # who, and all else that the refusal rests on
+        # The first sequence and the pool state of the last refusal, and the prefix it had then.
+        self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        self._no_room_state: tuple[object, ...] = ()  # likewise, if others yield
-        self._no_room_prefix: list[PrefixCacheEntry] = []
+        # The same for the last refusal by `would_fit_after_preemption`.
+        self._preemption_refused_state: tuple[object, ...] = ()
+        self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
     def find_fit(self, request: Request) -> GroupFit | None:
-        """How the whole group, its stem settled, fits now: seats and blocks; None if it must
-        wait."""
+        """Return the `GroupFit` of a waiting request, or None if rows or blocks are missing.
+
+        Call `set_common_prefix` for the request first.
+        """
         if request.num_rows > self.num_free_rows:
             return None
         manager, first, num_spare = (
@@ -75,7 +81,7 @@ class Admission:
             if not manager.can_extend_prefix(self._refused_prefix, first, max_prefix_tokens):
                 return None
         fit = self.measure_fit(request)
-        # The spare block keeps a newcomer from being preempted by the next one to grow.
+        # Without a spare block, the next running sequence that needs one would preempt the request.
         if manager.can_admit(first, fit.num_needed_blocks + num_spare):
             self._refused_state = ()
             return fit
@@ -84,7 +90,7 @@ class Admission:
         return None
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """How a waiting group would fit if enough blocks were free."""
+        """Return the `GroupFit` of a waiting request, whether or not enough blocks are free."""
         if request.status is RequestStatus.SWAPPED:
             return self._swap_space.measure_fit(request)
         manager, (first, *others) = self._manager, request.live_sequences
@@ -98,12 +104,17 @@ class Admission:
     def would_fit_after_preemption(
         self, request: Request, victims: list[Request], token_budget: int
     ) -> bool:
-        """Whether there would be seats and blocks for one that `find_fit` has refused, if these runners
-        gave all of theirs back; also behind the next step of the others, of `token_budget` tokens.
+        """Return whether a waiting request would fit if all `victims` were preempted.
 
-        A refusal is remembered here too. Until a block is given back, a repeated call costs one
-        lookup of the block right after the prefix: a block that a yielding request takes leaves the
-        free blocks and joins the blocks that it would give back.
+        The other running requests must also have enough blocks for the next step. Refusals are
+        cached: until a block reference is dropped, another call costs one prefix-cache lookup.
+        A block that a victim allocates in between does not change the result, because preempting
+        the victim frees that block.
+
+        Args:
+            request: Waiting request that `find_fit` refused.
+            victims: Running requests to preempt.
+            token_budget: Maximum number of tokens that the next step computes.
         """
         if request.num_rows > self.num_free_rows + sum(r.num_rows for r in victims):
             return False
@@ -111,37 +122,41 @@ class Admission:
         sequences = [s for r in victims for s in r.live_sequences]
         num_spare = int(len(victims) < len(self._running))
         state = first, len(request.live_sequences), manager.pool.num_free_calls, num_spare
-        if state == self._no_room_state:
+        if state == self._preemption_refused_state:
             max_prefix_tokens = _max_prefix_tokens(request)
-            if not manager.can_extend_prefix(self._no_room_prefix, first, max_prefix_tokens):
+            if not manager.can_extend_prefix(
+                self._preemption_refused_prefix, first, max_prefix_tokens
+            ):
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # What it finds cached in these blocks it takes, though to find them costs nothing now.
+        # Cached blocks that victims hold count as needed: preempting the victims would free them.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
-        num_room = manager.num_free_blocks + len(freed_blocks) - num_needed
-        if num_room < 0:
-            self._no_room_state = state
-            self._no_room_prefix = [get_cache_entry(block) for block in fit.hits[0]]
+        num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
+        if num_surplus_blocks < 0:
+            self._preemption_refused_state = state
+            self._preemption_refused_prefix = [get_cache_entry(block) for block in fit.hits[0]]
             return False
-        self._no_room_state = ()
+        self._preemption_refused_state = ()
         staying = [r for r in self._running if r.priority <= request.priority]
-        return num_room >= sum(
+        return num_surplus_blocks >= sum(
             manager.total_new_blocks(pending_work(r, token_budget)) for r in staying
         )
 
     @property
     def num_free_rows(self) -> int:
-        """Sequences that a step has places for, besides those that run."""
+        """Number of sequences that can still join the batch."""
         return self._config.max_num_seqs - self._running.num_rows
 
     def is_prefill_worthwhile(self, num_waiting: int) -> bool:
-        """Whether seats enough are free for so many that wait, of whatever kind, that a step with
-        prompts pays.
+        """Return whether enough batch rows are free to run a step with prompts.
 
-        Such a step takes longer than its tokens account for, and the seats left free meanwhile cost
-        little: as the scheduler plans case B (bench/throughput.py), 36 such steps instead of 168.
+        A step with prompts takes longer than its number of tokens suggests, so a few large prefills
+        beat many small ones. The batch rows that stay free in between cost little.
+
+        Args:
+            num_waiting: Number of waiting requests.
         """
         num_wanted = min(num_waiting, self._config.max_num_seqs // ROWS_PER_FREE_ROW)
         return not self._running or self.num_free_rows >= num_wanted
@@ -149,9 +164,17 @@ class Admission:
     def would_fill_step(
         self, partial_prefills: list[Request], waiting: RequestQueue, num_tokens: int
     ) -> bool:
-        """Whether what is left of prompts that were begun, and those of new lone sequences at the
-        head of the line, nothing of which is cached, come to so many tokens; with seats and blocks
-        for all of them, and one for each that runs, so that no request is soon preempted for them.
+        """Return whether prompts alone can fill a step.
+
+        The prompts are `partial_prefills`, then new single-sequence requests at the front of
+        `waiting`. The result is False if one of these prompts has a cached prefix or does not fit
+        in the free blocks. One free block per running sequence is reserved, so that the prompts do
+        not soon cause a preemption.
+
+        Args:
+            partial_prefills: Running requests whose prompts are partly computed.
+            waiting: Waiting requests.
+            num_tokens: Number of tokens that fill the step.
         """
         if not partial_prefills and not self.is_prefill_worthwhile(len(waiting)):
             return False
@@ -162,7 +185,7 @@ class Admission:
             first = request.live_sequences[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            # A prompt of which anything is cached begins with a cached block.
+            # One block is enough to look up: any cached prefix includes the prompt's first block.
             max_prefix_tokens = min(manager.block_size, _max_prefix_tokens(request))
             is_cached = not first.block_table and manager.find_prefix(first, max_prefix_tokens)
             if is_cached or not manager.can_admit(first, num_blocks):
@@ -177,25 +200,35 @@ def _is_new_single_sequence(request: Request) -> bool:
 
 
 def _max_prefix_tokens(request: Request) -> int:
-    """A stem is shared by all; without one a last token is left to compute."""
+    """Return the maximum number of leading tokens that the prefix cache may supply.
+
+    A group may take its whole common prefix. A single sequence must compute at least its last
+    token, from which the step samples.
+    """
     if request.status is RequestStatus.SWAPPED:
         return request.live_sequences[0].num_computed_tokens
     return request.num_common_prefix_tokens or len(request.live_sequences[0].token_ids) - 1
 
 
 def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> int:
-    """The most tokens that each of the request's sequences reaches, its prompt counted; ValueError
-    unless the request, alone in the pool, can run to its end."""
+    """Check a new request, and return the maximum number of tokens of each of its sequences.
+
+    Returns:
+        Prompt length plus `max_tokens`, limited by `max_model_len`.
+
+    Raises:
+        ValueError: The request is invalid, or could not run to its end even alone in the pool.
+    """
     name, prompt = f"request {request.request_id!r}", request.sequences[0].num_prompt_tokens
     if request.priority and not config.has_priorities:
         raise RequestError(
             "priority",
             f"of {name} has no effect",
             value=f"{request.priority}",
-            remedy="make the engine with scheduling_policy='priority', or leave it at 0",
+            remedy="create the engine with scheduling_policy='priority', or omit the priority",
         )
     if prompt < 1:
-        raise ValueError(f"prompt_token_ids of {name} is empty")
+        raise ValueError(f"prompt_token_ids of {name} is empty: pass at least one token id")
     if prompt + 1 > config.max_model_len:
         raise ValueError(
             f"the prompt of {name} has {format_count(prompt, 'token')}, and "
@@ -206,7 +239,7 @@ def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: 
     if num_rows > limit:
         raise RequestError(
             "",
-            f"{name} runs {num_rows} sequences and max_num_seqs={limit}",
+            f"{name} runs {num_rows} sequences, but max_num_seqs={limit}",
             remedy="lower n, best_of or beam_width, or raise max_num_seqs",
         )
     max_num_tokens = min(prompt + request.stop_criteria.max_tokens, config.max_model_len)
@@ -214,15 +247,17 @@ def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: 
     pinned = manager.pins.num_blocks
     usable = manager.pool.num_usable_blocks - pinned
     if needed > usable:
-        pinned_note = f" beside {pinned} pinned ones" if pinned else ""
+        pinned_note = f" in addition to {pinned} pinned blocks" if pinned else ""
         several = f", {num_rows} sequences" if num_rows > 1 else ""
         unpin = ", unpin a prefix" if pinned else ""
         fewer = ", n or beam_width" if several else ""
         raise RequestError(
             "",
-            f"{name} may need {format_count(needed, 'block')} ({format_count(prompt, 'prompt token')}, ",
+            f"{name} may need {format_count(needed, 'block')} "
+            f"({format_count(prompt, 'prompt token')}, ",
             "max_tokens",
-            f"={request.stop_criteria.max_tokens}{several}) and the pool has {usable}{pinned_note}",
+            f"={request.stop_criteria.max_tokens}{several}), "
+            f"but the pool has {usable}{pinned_note}",
             remedy=(f"raise num_blocks{unpin} or lower ", "max_tokens", fewer),
             kind=ErrorKind.TOO_LARGE,
         )
@@ -232,29 +267,40 @@ def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: 
 def check_pin_fits(
     manager: BlockManager, num_new_blocks: int, unfinished_requests: Iterable[Request]
 ) -> None:
-    """Raise ValueError unless each unfinished request could still run to its end, alone, beside
-    `num_new_blocks` more pinned ones; what it may share with these is not counted on."""
+    """Check that every unfinished request could still run to its end after another pin.
+
+    The check assumes that the requests share no blocks with the new pin.
+
+    Args:
+        manager: Block manager whose pool holds the pinned blocks.
+        num_new_blocks: Number of blocks that the new pin adds to the pinned blocks.
+        unfinished_requests: Running and waiting requests.
+
+    Raises:
+        ValueError: The pool is too small for the pin, or for the pin and one of the requests.
+    """
     num_remaining_blocks = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
     if num_remaining_blocks < 0:
         raise ValueError(
-            f"pinning {format_count(num_new_blocks, 'block')} leaves the pool {-num_remaining_blocks} short: "
-            "raise num_blocks, or unpin another prefix"
+            f"pinning {format_count(num_new_blocks, 'block')} takes {-num_remaining_blocks} more "
+            "than the pool has: raise num_blocks, or unpin another prefix"
         )
     for request in unfinished_requests:
         needed = _num_needed_blocks(manager, request, request.max_num_tokens)
         if needed > num_remaining_blocks:
             raise ValueError(
-                f"pinning {format_count(num_new_blocks, 'block')} leaves {num_remaining_blocks}, and request "
-                f"{request.request_id!r} may need {needed}: wait for its end, or raise num_blocks"
+                f"pinning {format_count(num_new_blocks, 'block')} leaves {num_remaining_blocks}, "
+                f"but request {request.request_id!r} may need {needed}: "
+                "wait until the request has finished, or raise num_blocks"
             )
 
 
 def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
-    """Blocks that the request needs at most in addition to the pinned ones.
+    """Return the maximum number of blocks that the request can need besides pinned blocks.
 
-    The last token of a sequence is never fed back, so it needs no slot. The sequences of a group
-    share the prompt's full blocks, whatever befalls them (samples compute its last token each), and
-    a pinned prefix is there already.
+    The last token of a sequence is never an input of the model, so it needs no slot. The sequences
+    of a group always share the full blocks of the prompt. Each sample computes the last prompt
+    token for itself, so samples do not share a block that this token completes.
     """
     first = request.live_sequences[0]
     each = manager.num_blocks_for(max_num_tokens - 1)

@@ -1,8 +1,8 @@
-"""Beam search: which continuations of which beams go on, and which answers are complete.
+"""Beam search: rank the continuations of beams, and collect complete answers.
 
-The search is that of Hugging Face transformers' `generate(num_beams=width, do_sample=False)`, to
-the same answers and scores: sums and length penalties are float32, as there, for a search that
-rounds otherwise may rank two close beams the other way round.
+Answers and scores equal those of `generate(num_beams=width, do_sample=False)` in Hugging Face
+transformers. Sums and length penalties are float32 as in transformers, because other rounding
+could swap two beams with close scores.
 """
 
 import math
@@ -17,7 +17,13 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 class Continuation(NamedTuple):
-    """One beam of the next step: the beam it continues, its new token and its score."""
+    """A beam extended by one token.
+
+    Attributes:
+        parent: Index of the extended beam.
+        token_id: Token that extends the beam.
+        score: Sum of the log-probabilities of all output tokens.
+    """
 
     parent: int
     token_id: int
@@ -26,10 +32,13 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A complete answer; `is_ended` by an end token rather than by its length.
+    """A complete answer of a beam search.
 
-    `cumulative_logprob` is the sum of its tokens' log-probabilities, the end token's counted, and
-    `score` that sum divided by the number of these tokens to the power of the length penalty.
+    Attributes:
+        output_token_ids: Output tokens, including the end token if the answer has one.
+        cumulative_logprob: Sum of the log-probabilities of all output tokens.
+        score: `cumulative_logprob / len(output_token_ids) ** length_penalty`.
+        is_ended: Whether the last token is an end token.
     """
 
     output_token_ids: tuple[int, ...]
@@ -40,20 +49,23 @@ class Hypothesis:
 
 @dataclass(eq=False)
 class BeamSearch:
-    """The state of one search for the `width` best answers.
+    """State of a beam search for the `width` best answers.
 
-    `early_stopping` says when a search that has `width` complete answers is over: at once (True);
-    when the best beam, scored at its present length, is no better than the worst of them (False);
-    or likewise, but with a beam scored at the length that suits it best ("never"): at `max_tokens`
-    if `length_penalty` is positive, for that raises the scores of long answers. A search of width
-    1 is greedy search, as in transformers, and is over at its first end token.
+    Attributes:
+        width: Number of beams, and maximum number of answers. A width of 1 is greedy search, which
+            stops at the first end token.
+        length_penalty: Exponent of the length in `Hypothesis.score`.
+        early_stopping: When a search with `width` complete answers stops. True: immediately. False:
+            when no beam, scored at its current length, beats the worst answer. "never": as False,
+            but beams are scored at length `max_tokens` if `length_penalty` is positive.
+        end_token_ids: Tokens that complete an answer.
+        hypotheses: Complete answers so far, best first. A finished search has fewer than `width`
+            only if too few tokens had finite log-probabilities. In that case, transformers adds
+            placeholder answers with a score of -1e9.
 
-    `hypotheses` are the complete answers so far, best first, `width` at most. At the end there are
-    fewer only if the vocabulary (of finite log-probabilities) was too small for more; transformers
-    fills the list with made-up answers of score -1e9 then.
-
-    Raises ValueError for a width below 1, a length_penalty that is not finite, and any other
-    early_stopping.
+    Raises:
+        ValueError: `width` is below 1, `length_penalty` is not finite, or `early_stopping` is none
+            of the listed values.
     """
 
     width: int
@@ -73,17 +85,16 @@ class BeamSearch:
             raise ValueError(
                 f'early_stopping={self.early_stopping!r} must be True, False or "never"'
             )
-        # They may be numbers of numpy, and a set that its owner changes.
+        # Convert NumPy numbers, and copy the set in case the caller changes it later.
         self.width, self.length_penalty = int(width), float(penalty)
         self.end_token_ids = frozenset(self.end_token_ids)
 
     @property
     def num_candidates(self) -> int:
-        """The next tokens that each beam must bring (a smaller vocabulary brings all it has).
+        """Number of most probable next tokens per beam that make the search exact.
 
-        They are enough for an exact search. A step asks for the `width` best continuations, of
-        which a beam has `width` at most, and for the `width` best that end nothing; of these too
-        a beam has `width` at most, and only the end tokens can come between them.
+        A step needs the `width` best continuations, and the `width` best without an end token. One
+        beam supplies at most `width` of each, and only end tokens can rank between them.
         """
         return self.width + len(self.end_token_ids)
 
@@ -96,53 +107,61 @@ class BeamSearch:
         *,
         max_tokens: int,
     ) -> list[Continuation]:
-        """Take a step: the beams of the next one, best first, or [] when the search is over.
+        """Take one step of the search, and add complete answers to `hypotheses`.
 
-        Beam i has the output tokens `outputs[i]`, all beams equally many, of summed
-        log-probabilities `scores[i]`. Its likeliest next tokens, best first, are
-        `token_ids[i]` (int [k, L]) with `logprobs[i]` (float32 [k, L]); L is `num_candidates` at
-        least, or the whole vocabulary. The first step has one beam: no output, score 0. A token
-        whose log-probability is not finite is no candidate. Of equal scores the earlier beam's
-        comes first, then the earlier candidate's.
+        An answer is complete when it has `max_tokens` tokens or ends with an end token. End tokens
+        count only among the `width` best continuations of a step. Between equal scores, the earlier
+        beam ranks first, then the earlier candidate.
 
-        An answer is complete with an end token or with `max_tokens` tokens, but an end token
-        counts only among the `width` best continuations of its step; `hypotheses` has the best.
+        Args:
+            outputs: Output tokens of each of the k beams, equally long. The first step has one beam
+                without output tokens.
+            scores: Sum of the output tokens' log-probabilities for each beam.
+            token_ids: int [k, L]; most probable next tokens of each beam, best first. L is at least
+                `num_candidates`, or the size of a smaller vocabulary.
+            logprobs: float32 [k, L]; log-probabilities of `token_ids`. Tokens with a value that is
+                not finite are ignored.
+            max_tokens: Maximum number of output tokens.
 
-        Raises ValueError if the beams are not of one number and one length.
+        Returns:
+            Beams of the next step, best first; an empty list when the search is over.
+
+        Raises:
+            ValueError: The arguments have different numbers of beams, or `outputs` differ in
+                length.
         """
         _check_beams(outputs, scores, token_ids, logprobs)
         ranked = _rank_continuations(scores, token_ids, logprobs)
         length = len(outputs[0]) + 1
         is_full_length = length >= max_tokens
-        self._collect(outputs, ranked[: self.width], length, is_full_length)
+        self._add_complete_answers(outputs, ranked[: self.width], length, is_full_length)
         if is_full_length:
             return []
         beams = [each for each in ranked if each.token_id not in self.end_token_ids][: self.width]
         return beams if beams and self._can_improve(beams[0], length, max_tokens) else []
 
-    def _collect(
+    def _add_complete_answers(
         self,
         outputs: Sequence[Sequence[int]],
         best: list[Continuation],
         length: int,
         is_full_length: bool,
     ) -> None:
-        """Enter those of the `best` continuations that are complete among the hypotheses."""
         for parent, token_id, logprob in best:
             is_ended = token_id in self.end_token_ids
             if is_ended or is_full_length:
                 tokens = (*outputs[parent], token_id)
                 score = self._score(logprob, length)
                 self.hypotheses.append(Hypothesis(tokens, logprob, score, is_ended))
-        # The sort is stable: of equal scores the older answer stays.
+        # The sort is stable, so the older of two answers with equal scores ranks first.
         self.hypotheses.sort(key=lambda each: -each.score)
         del self.hypotheses[self.width :]
 
     def _can_improve(self, best: Continuation, length: int, max_tokens: int) -> bool:
-        """Whether the beams, of which `best` leads, may still change the hypotheses."""
+        """Return whether a beam may still yield a better answer; `best` is the best beam."""
         if len(self.hypotheses) < self.width:
             return True
-        # Of width 1 the answer in hand is the greedy one: no other is looked for.
+        # With a width of 1 the first complete answer is the greedy answer.
         if self.early_stopping is True or self.width == 1:
             return False
         looks_ahead = self.early_stopping == "never" and self.length_penalty > 0
@@ -150,10 +169,10 @@ class BeamSearch:
         return best_possible_score > self.hypotheses[-1].score
 
     def _score(self, logprob: float, length: int) -> float:
-        """The score of an answer, or of a beam as if it were one; float32 arithmetic."""
+        """Return `logprob / length ** length_penalty`, rounded as in transformers."""
         with np.errstate(over="ignore", under="ignore"):
             divisor = np.float64(length) ** self.length_penalty
-            # An extreme penalty must not end a serving loop: no infinity, no division by zero.
+            # With an extreme length_penalty the divisor would become 0 or infinite.
             divisor = np.float32(np.clip(divisor, _FLOAT32.tiny, _FLOAT32.max))
             return float(np.float32(logprob) / divisor)
 
@@ -161,7 +180,7 @@ class BeamSearch:
 def _rank_continuations(
     scores: Sequence[float], token_ids: np.ndarray, logprobs: np.ndarray
 ) -> list[Continuation]:
-    """All continuations, best first."""
+    """Return all continuations with a finite score, best first."""
     totals = np.asarray(scores, np.float32)[:, None] + np.asarray(logprobs, np.float32)
     order = np.argsort(-totals, axis=None, kind="stable")
     order = order[np.isfinite(totals.ravel()[order])]
@@ -180,12 +199,12 @@ def _check_beams(
     if np.shape(logprobs) != shape or len(shape) != 2:
         raise ValueError(
             f"token_ids of shape {shape} and logprobs of shape {np.shape(logprobs)} must have "
-            "one shape [beams, candidates]"
+            "the same shape [beams, candidates]"
         )
     if not len(outputs) == len(scores) == shape[0] > 0:
         raise ValueError(
             f"outputs ({len(outputs)} beams), scores ({len(scores)}) and token_ids ({shape[0]}) "
-            "must be of the same beams, at least one"
+            "must have the same number of beams, at least one"
         )
     lengths = {len(output) for output in outputs}
     if len(lengths) > 1:

@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold a sequence's keys and values."""
+"""Block tables: allocate, share, copy and free the KV blocks of sequences."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -17,8 +17,12 @@ from jpaged.core.request import Sequence
 
 
 class BlockChanges(NamedTuple):
-    """What an append did: block-table entries (index, block id), and blocks (source, destination)
-    to copy on the device before anything is written."""
+    """Changes of one block table that the device must apply.
+
+    Attributes:
+        updates: New block-table entries, each (index, block id).
+        copies: Blocks to copy before the step writes to the pool, each (source, destination).
+    """
 
     updates: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
@@ -28,13 +32,13 @@ NO_CHANGES = BlockChanges()
 
 
 class GroupFit(NamedTuple):
-    """What a waiting group finds of its own in the pool, and what it takes besides.
+    """Cached blocks that a waiting group can share, and the number of free blocks that it needs.
 
     Attributes:
-        hits: Lists of cached blocks: of a swapped-out group one for each live sequence, in their
-            order; of another one for its first sequence alone, from which the others fork.
-        num_needed_blocks: Free blocks it takes to compute all its tokens, the cached ones that are
-            free counted.
+        hits: Lists of cached prefix blocks. A swapped-out group has one list for each live
+            sequence. Any other group has one list, for its first sequence.
+        num_needed_blocks: Number of free blocks that the group takes to compute all its tokens,
+            including cached blocks that are free now.
     """
 
     hits: list[list[KVBlock]]
@@ -42,21 +46,26 @@ class GroupFit(NamedTuple):
 
 
 class BlockManager:
-    """Gives sequences just the blocks that their computed tokens fill: under one block is waste.
+    """Gives each sequence exactly the blocks that its computed tokens fill.
 
-    `num_blocks` counts the pool's blocks with the null block; `block_size` is slots (tokens) a
-    block. Token `i` of a sequence lies in slot `i % block_size` of `block_table[i // block_size]`.
-    All growth starts at `sequence.num_computed_tokens`, which the caller advances afterwards.
+    Token `i` of a sequence lies in slot `i % block_size` of block `block_table[i // block_size]`.
+    New tokens start at `sequence.num_computed_tokens`, which the caller advances after `append`.
 
-    With a `prefix_cache` of the same block size, full blocks are shared between sequences that
-    begin with the same tokens; without one (None) nothing is kept.
+    Args:
+        num_blocks: Number of blocks in the pool, including the null block.
+        block_size: Number of slots (tokens) per block.
+        prefix_cache: Index of full blocks for sequences that begin with the same tokens. None: no
+            prefixes are cached.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None = None):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         if prefix_cache is not None and prefix_cache.block_size != block_size:
-            raise ValueError(f"prefix_cache has block_size={prefix_cache.block_size}")
+            raise ValueError(
+                f"prefix_cache has block_size={prefix_cache.block_size}: "
+                "create it with the block_size of the block manager"
+            )
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(num_blocks, None if prefix_cache is None else prefix_cache.unregister)
@@ -64,35 +73,52 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now."""
+        """Number of blocks that can be allocated now."""
         return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    # A group is admitted once, and then its sequences append what each step computes. An allocator
-    # that reserves memory at admission is a subclass that overrides these two, `append` and `free`:
-    # see `bench/paper/allocators.py`.
+    # `can_admit` and `admit` are called once per group, `append` in each step. The subclasses in
+    # bench/paper/allocators.py override them to reserve memory at admission.
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Whether a waiting group fits. `first` is its first sequence; it needs `num_blocks` free
-        blocks to compute the tokens it has, those that must stay free counted. After a no, a yes
-        may come only when a block was freed: admission asks again then."""
+        """Return whether a waiting group fits in the free blocks.
+
+        A result of False must hold until a block is freed, because `Admission` caches it.
+
+        Args:
+            first: First sequence of the group.
+            num_blocks: Number of free blocks that the group needs, including spare blocks.
+        """
         return num_blocks <= self.num_free_blocks
 
     def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:
-        """Begin a group that fits: `first` is its first sequence, which has no blocks yet. It gets
-        its cached `prefix`, as computed tokens."""
+        """Give the first sequence of a new group its cached prefix blocks as computed tokens.
+
+        Args:
+            first: First sequence of the group, without blocks.
+            prefix: Cached blocks of the sequence's first tokens.
+        """
         self.assign_blocks(first, [block.block_id for block in prefix], prefix)
         first.num_computed_tokens = len(prefix) * self.block_size
 
     def assign_blocks(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
-        """Let a sequence without blocks hold those of `block_table`, of which cached ones lead."""
+        """Set the block table of a sequence without blocks, and add a reference to each block.
+
+        Args:
+            sequence: Sequence without blocks.
+            block_table: Block ids for the sequence's tokens.
+            prefix: Cached blocks at the start of `block_table`.
+
+        Raises:
+            ValueError: The sequence already has blocks.
+        """
         if sequence.block_table:
-            raise ValueError(f"sequence {sequence.seq_id} has blocks already")
+            raise ValueError(f"sequence {sequence.seq_id} already has blocks: free them first")
         self.pool.touch(block_table)
         sequence.block_table = block_table
         if prefix and sequence.num_registered_blocks != REGISTRATION_ENDED:
@@ -101,7 +127,7 @@ class BlockManager:
             sequence.last_cache_entry_id = get_cache_entry(last).entry_id
 
     def num_new_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that appending `num_tokens` takes, a copy on write counted."""
+        """Return the number of blocks that `append` would allocate, including a copy on write."""
         start, block_size = sequence.num_computed_tokens, self.block_size
         table = sequence.block_table
         grown = -(-(start + num_tokens) // block_size) - len(table)
@@ -110,15 +136,23 @@ class BlockManager:
         return grown
 
     def has_free_slot(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next token takes no free block, as `num_new_blocks` of one tells:
-        its last block is partly filled, and no other sequence holds it."""
+        """Return whether the sequence can append one token without a new block.
+
+        True if the last block is partly filled and no other sequence holds this block.
+        """
         if sequence.num_computed_tokens % self.block_size == 0:
             return False
         return self.pool.blocks[sequence.block_table[-1]].ref_cnt == 1
 
     def total_new_blocks(self, work: list[tuple[Sequence, int]]) -> int:
-        """As `num_new_blocks`, of sequences and tokens that are appended one after the other: the
-        last to write a block that only they share need not copy it."""
+        """Return the number of blocks that several `append` calls would allocate together.
+
+        If only the sequences in `work` share a partly filled block, the last of them to write keeps
+        the block without a copy.
+
+        Args:
+            work: (sequence, number of tokens to append) pairs.
+        """
         if len(work) == 1:
             return self.num_new_blocks(*work[0])
         num_blocks, writers = 0, Counter[int]()
@@ -132,15 +166,18 @@ class BlockManager:
         return num_blocks + sum(copies)
 
     def exclusive_blocks(self, sequences: Iterable[Sequence]) -> set[int]:
-        """Blocks that become free if all of these sequences give theirs back."""
+        """Return the ids of the blocks whose only holders are `sequences`."""
         held = Counter(block_id for sequence in sequences for block_id in sequence.block_table)
         return {b for b, count in held.items() if self.pool.blocks[b].ref_cnt == count}
 
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
         """Give the sequence writable slots for its next `num_tokens` tokens.
 
-        A partly filled last block that others hold too is replaced by a fresh one, to be copied
-        from it (copy on write). OutOfBlocksError, with nothing changed, if too few are free.
+        If other sequences share the partly filled last block, a copy of the block replaces it in
+        this block table (copy on write).
+
+        Raises:
+            OutOfBlocksError: Too few blocks are free; no block has been allocated.
         """
         num_blocks = self.num_new_blocks(sequence, num_tokens)
         if num_blocks == 0:
@@ -155,24 +192,35 @@ class BlockManager:
         return BlockChanges(tuple(enumerate(fresh, first)), copies)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all of the parent's blocks, the partly filled last one too."""
+        """Let `child` share all blocks of `parent`, including a partly filled last block.
+
+        Raises:
+            ValueError: `child` already has blocks.
+        """
         if child.block_table:
-            raise ValueError(f"sequence {child.seq_id} has blocks already")
+            raise ValueError(f"sequence {child.seq_id} already has blocks: free them first")
         self.pool.touch(parent.block_table)
         child.block_table = list(parent.block_table)
         child.num_registered_blocks = parent.num_registered_blocks
         child.last_cache_entry_id = parent.last_cache_entry_id
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past those that computed tokens fill: of a step that was not made."""
+        """Free the blocks after the sequence's last computed token.
+
+        A sequence has such blocks when its part of a step was withdrawn after `append`.
+        """
         table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
         if len(table) > needed:
             self.pool.free(reversed(table[needed:]))
-            sequence.block_table = table[:needed]  # another list: see `pool_changes.py`
+            # Assign a new list: `pool_changes.py` detects removed blocks by the list's identity.
+            sequence.block_table = table[:needed]
 
     def free(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
-        is then evicted before the head, without which the tail is of no use."""
+        """Free all blocks of the sequence, last block first.
+
+        The pool evicts cached blocks in this order. A cached block is useless without the blocks
+        before it, so the last block must go first.
+        """
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
         sequence.num_registered_blocks, sequence.last_cache_entry_id = 0, ROOT_ENTRY_ID
@@ -180,10 +228,12 @@ class BlockManager:
     # ---- the prefix cache
 
     def find_prefix(self, sequence: Sequence, max_tokens: int | None = None) -> list[KVBlock]:
-        """Blocks that hold the longest known prefix of the sequence, of `max_tokens` at most.
+        """Return the blocks of the sequence's longest cached prefix.
 
-        By default one token at least is left out: a step must have something to compute, or there
-        is nothing to sample from.
+        Args:
+            sequence: Sequence whose known tokens are looked up.
+            max_tokens: Maximum length of the prefix. By default the last token is left out, because
+                a step must compute at least one token to sample from.
         """
         if self.prefix_cache is None or not sequence.reads_prefix_cache:
             return []
@@ -192,14 +242,16 @@ class BlockManager:
         return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
     def num_pinned_prefix_blocks(self, sequence: Sequence) -> int:
-        """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
-        are cached as long as they are pinned, and found before others of the same content."""
+        """Return the number of pinned blocks that the sequence holds or will find in the cache.
+
+        Pinned blocks stay cached, and a lookup returns them before other blocks of the same tokens.
+        """
         if not (self.pins and sequence.reads_prefix_cache):
             return 0
         if sequence.block_table:
             return sum(block_id in self.pins.holder_counts for block_id in sequence.block_table)
-        # What a swapped-out sequence has not computed yet, it will compute itself.
-        # Of steps in flight the last tokens are not known yet.
+        # A swapped-out sequence looks up computed tokens only, and computes all others itself.
+        # The host does not know the tokens that steps in flight sample.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         most = known if sequence.host_block_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))
@@ -207,8 +259,14 @@ class BlockManager:
     def can_extend_prefix(
         self, cache_entries: list[PrefixCacheEntry], sequence: Sequence, max_tokens: int
     ) -> bool:
-        """Whether the prefix of these contents, found earlier by `find_prefix`, is longer by now.
-        Those evicted meanwhile are taken off the list's end."""
+        """Return whether the cache now holds a longer prefix than an earlier `find_prefix` found.
+
+        Args:
+            cache_entries: Cache entries of the earlier prefix. Evicted entries at the end of the
+                list are removed.
+            sequence: Sequence whose known tokens are looked up.
+            max_tokens: Maximum length of the prefix.
+        """
         cache, tokens = self.prefix_cache, sequence.token_ids
         if cache is None or not sequence.reads_prefix_cache:
             return False
@@ -223,9 +281,11 @@ class BlockManager:
         )
 
     def register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others use the full blocks of the sequence's first `num_tokens` tokens, whose KV is
-        computed. Tokens the host does not know are left out, and so is all of a sequence that lost
-        its blocks meanwhile."""
+        """Add the full blocks of the sequence's first `num_tokens` tokens to the prefix cache.
+
+        The KV of these tokens must be computed. Tokens that the host has not read yet are left out.
+        A sequence without blocks is ignored, since it may have been preempted in the meantime.
+        """
         cache, size, table = self.prefix_cache, self.block_size, sequence.block_table
         if cache is None or not table:
             return
@@ -233,21 +293,27 @@ class BlockManager:
         first, end = sequence.num_registered_blocks, min(num_tokens, len(tokens)) // size
         for index in range(first, end):
             block_tokens = tokens[index * size : (index + 1) * size]
-            content = cache.register(
+            cache_entry_id = cache.register(
                 blocks[table[index]], sequence.last_cache_entry_id, block_tokens, salt
             )
-            if content is None:
+            if cache_entry_id is None:
                 sequence.num_registered_blocks = REGISTRATION_ENDED
                 return
-            sequence.num_registered_blocks, sequence.last_cache_entry_id = index + 1, content
+            sequence.num_registered_blocks, sequence.last_cache_entry_id = index + 1, cache_entry_id
 
     def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> None:
-        """Forget all cached content; `sequences`, all that hold blocks, add none of theirs.
+        """Clear the prefix cache, and register no more blocks of `sequences`.
 
-        ValueError, with nothing changed, while a prefix is pinned.
+        Args:
+            sequences: All sequences that hold blocks.
+
+        Raises:
+            ValueError: A prefix is pinned; the cache is unchanged.
         """
         if self.pins:
-            raise ValueError(f"{len(self.pins)} prefixes are pinned: unpin them before the reset")
+            raise ValueError(
+                f"{len(self.pins)} prefixes are pinned: unpin them, then reset the cache"
+            )
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
@@ -256,7 +322,14 @@ class BlockManager:
                 sequence.num_registered_blocks = REGISTRATION_ENDED
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Prove pool and tables sound; `sequences` must be all that may hold blocks."""
+        """Check that pool, prefix cache and block tables are consistent.
+
+        Args:
+            sequences: All sequences that may hold blocks.
+
+        Raises:
+            IntegrityError: An inconsistency was found.
+        """
         self.pool.check_integrity()
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity(self.pool.blocks)
@@ -266,24 +339,29 @@ class BlockManager:
             holder_counts.update(sequence.block_table)
         counted = {b.block_id: b.ref_cnt for b in self.pool.blocks if b.ref_cnt}
         wrong = sorted({block_id for block_id, _ in counted.items() ^ holder_counts.items()})
-        require(not wrong, f"blocks {wrong} are not held as often as they count")
+        require(not wrong, f"the ref_cnt of blocks {wrong} is not their number of holders")
 
     def _check_table(self, sequence: Sequence) -> None:
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens)
         if sequence.host_block_table:
-            require(not table, f"sequence {sequence.seq_id} is swapped out and holds {table}")
+            require(not table, f"swapped-out sequence {sequence.seq_id} holds blocks {table}")
             needed -= len(sequence.host_block_table)
         is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
-        require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")
+        require(
+            is_sound, f"sequence {sequence.seq_id} needs {needed} distinct blocks, holds {table}"
+        )
         cache, size = self.prefix_cache, self.block_size
         for index, block_id in enumerate(table):
             block_tokens = sequence.token_ids[index * size : (index + 1) * size]
             block = self.pool.blocks[block_id]
             salt = sequence.cache_salt
-            is_own = (
+            has_same_tokens = (
                 cache is None
                 or block.cache_entry is None
                 or cache.matches(block, block_tokens, salt)
             )
-            require(is_own, f"sequence {sequence.seq_id} holds {block} of other content")
+            require(
+                has_same_tokens,
+                f"sequence {sequence.seq_id} holds {block}, which is cached with other tokens",
+            )

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who is free, who is in use, and how often."""
+"""The pool of KV blocks: free blocks, reference counts and cached content."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -11,38 +11,52 @@ NULL_BLOCK_ID = 0
 
 
 class IntegrityError(RuntimeError):
-    """The account of blocks, sequences or requests does not add up: a bug, never bad input."""
+    """The state of blocks, sequences or requests is inconsistent because of a bug in jpaged."""
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free; callers ask how many are free first."""
+    """More blocks were requested than are free. Callers check `num_free_blocks` first."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise IntegrityError with `message` unless `condition`."""
+    """Raise IntegrityError with `message` if `condition` is false."""
     if not condition:
         raise IntegrityError(message)
 
 
 @dataclass(slots=True, eq=False)
 class PrefixCacheEntry:
-    """What a full block holds, as the prefix cache knows it; see there."""
+    """Entry of the prefix cache for the tokens of one full block and all tokens before them.
+
+    Attributes:
+        entry_id: Unique id, which is never reused.
+        parent: `entry_id` of the preceding block's entry; `ROOT_ENTRY_ID` for a first block.
+        digest: Hash of `key`.
+        key: Parent, token ids and salt as bytes.
+        blocks: Blocks that hold these tokens, by block id, oldest first.
+    """
 
     entry_id: int
-    parent: int  # content_id of the block before it
+    parent: int
     digest: int
-    key: bytes  # parent, token ids and salt, spelled out
-    blocks: dict[int, "KVBlock"] = field(default_factory=dict)  # all that hold it, oldest first
+    key: bytes
+    blocks: dict[int, "KVBlock"] = field(default_factory=dict)
 
     @property
     def block(self) -> "KVBlock":
-        """The block that serves it."""
+        """Block that a cache hit returns: the oldest of `blocks`."""
         return next(iter(self.blocks.values()))
 
 
 @dataclass(slots=True, eq=False)
 class KVBlock:
-    """One block's books. `cache_entry` is set while the prefix cache may serve its KV to others."""
+    """State of one block of the pool.
+
+    Attributes:
+        block_id: Index of the block in the pool.
+        ref_cnt: Number of block tables and pins that hold the block.
+        cache_entry: Entry of the prefix cache that lists the block; None if no entry does.
+    """
 
     block_id: int
     ref_cnt: int = 0
@@ -53,16 +67,24 @@ class KVBlock:
 
 
 def get_cache_entry(block: KVBlock) -> PrefixCacheEntry:
-    """The content of a block that the prefix cache knows; IntegrityError if it does not."""
+    """Return the prefix-cache entry of a block.
+
+    Raises:
+        IntegrityError: The block is not in the prefix cache.
+    """
     if block.cache_entry is None:
         raise IntegrityError(f"{block} is not registered")
     return block.cache_entry
 
 
 class BlockCounts(NamedTuple):
-    """Where the pool's blocks are, the null block left out; the first three add up to the last.
+    """Numbers of blocks in the pool, without the null block.
 
-    `cached` blocks are free ones whose content may still serve a prefix hit.
+    Attributes:
+        free: Number of free blocks that are not cached.
+        used: Number of blocks that a block table or a pin holds.
+        cached: Number of free blocks that the prefix cache can still return.
+        total: Number of all blocks: `free + used + cached`.
     """
 
     free: int
@@ -72,18 +94,22 @@ class BlockCounts(NamedTuple):
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts; allocate, touch and free cost O(1) a block.
+    """Pool of reference-counted blocks. `allocate`, `touch` and `free` take O(1) per block.
 
-    Block 0 is the null block: padding reads and writes it, so it is never handed out. A free block
-    keeps its content until it is handed out; `on_evict` is then told to forget it.
+    Block 0 is the null block, which padding reads and writes. The pool never allocates block 0. A
+    free block keeps its content until it is allocated again.
+
+    Args:
+        num_blocks: Number of blocks, including the null block.
+        on_evict: Function that the pool calls with each cached block that it allocates again.
 
     Attributes:
-        blocks: All of them, by id.
-        free_block_queue: The free ones by id, the least recently used first. A prefix hit takes a
-            block out of the middle.
-        num_cached_blocks: Free blocks whose content may still serve a prefix hit.
-        num_freed: Times a block lost its last reference, since the start.
-        num_returns: Calls of `free`, after which others may be the only holders of a block.
+        blocks: All blocks; the index is the block id.
+        free_block_queue: Free blocks by id, least recently used first. A dictionary, because a
+            cache hit removes a block from the middle.
+        num_cached_blocks: Number of free blocks that the prefix cache can still return.
+        num_blocks_freed: Number of times that a block lost its last reference.
+        num_free_calls: Number of calls of `free`.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[KVBlock], None] | None = None):
@@ -98,16 +124,20 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out: all but the null block."""
+        """Number of all blocks except the null block."""
         return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now."""
+        """Number of blocks that can be allocated now, including cached blocks."""
         return len(self.free_block_queue)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out the least recently used free blocks; OutOfBlocksError if too few are free."""
+        """Allocate the least recently used free blocks, and return their ids.
+
+        Raises:
+            OutOfBlocksError: Too few blocks are free; no block has been allocated.
+        """
         if num_blocks > self.num_free_blocks:
             wanted = format_count(num_blocks, "block")
             raise OutOfBlocksError(f"{wanted} wanted, {self.num_free_blocks} free")
@@ -122,7 +152,7 @@ class BlockPool:
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each block, taking it out of the free queue if it lies there."""
+        """Add a reference to each block, and remove free blocks from the free queue."""
         for block_id in block_ids:
             block = self._get_usable_block(block_id)
             if block.ref_cnt == 0:
@@ -132,7 +162,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each block; those without any queue up in the order given."""
+        """Drop a reference to each block, and append unreferenced blocks to the free queue."""
         self.num_free_calls += 1
         for block_id in block_ids:
             block = self._get_usable_block(block_id)
@@ -146,23 +176,36 @@ class BlockPool:
 
     def _get_usable_block(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):
-            raise IntegrityError(f"block {block_id} is never handed out")
+            raise IntegrityError(
+                f"block {block_id} cannot be held: it is the null block or not in the pool"
+            )
         return self.blocks[block_id]
 
     def block_counts(self) -> BlockCounts:
-        """Count the blocks by looking at each (O(blocks): for reports and checks)."""
+        """Count the blocks in O(number of blocks), for reports and checks."""
         cached = sum(block.cache_entry is not None for block in self.free_block_queue.values())
         used = sum(block.ref_cnt > 0 for block in self.blocks[1:])
         free = len(self.free_block_queue) - cached
         return BlockCounts(free, used, cached, self.num_usable_blocks)
 
     def check_integrity(self) -> None:
-        """Prove that every block but the null block is either queued or referenced, not both."""
+        """Check that each block except the null block is either free or referenced.
+
+        Raises:
+            IntegrityError: The free queue, reference counts and counters disagree.
+        """
         queued = {block.block_id for block in self.free_block_queue.values()}
-        require(queued == self.free_block_queue.keys(), "a block is queued under another's id")
+        require(
+            queued == self.free_block_queue.keys(),
+            "a free block is queued under the id of another block",
+        )
         unused = {block.block_id for block in self.blocks[1:] if block.ref_cnt == 0}
-        require(queued == unused, f"blocks free and used, or lost: {sorted(queued ^ unused)}")
+        require(
+            queued == unused, f"blocks both free and used, or neither: {sorted(queued ^ unused)}"
+        )
         require(min(b.ref_cnt for b in self.blocks) == 0, "a reference count is negative")
-        require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was handed out")
+        require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block has a reference")
         cached, counted = self.block_counts().cached, self.num_cached_blocks
-        require(counted == cached, f"{cached} blocks cached, {counted} counted")
+        require(
+            counted == cached, f"{cached} free blocks are cached, but num_cached_blocks={counted}"
+        )

@@ -1,8 +1,8 @@
-"""What a request's sequences do as a group: compute what they share once, then go their own ways.
+"""Common prefixes, forks and beam-search steps of a request's group of sequences.
 
-A group's *stem* is what all its sequences begin with: the prompt of samples, and after a preemption
-of beams also the outputs they have in common. One sequence computes it, the others fork from there
-and share its blocks. A fresh request and one that is computed again are the same case.
+The first sequence of a group computes the tokens that all sequences have in common. The other
+sequences then fork from the first and share its blocks. The common prefix of a new request is the
+prompt without its last token. After a preemption, the common prefix may include output tokens.
 """
 
 import numpy as np
@@ -16,9 +16,11 @@ from jpaged.core.sequence_table import SequenceTable
 
 
 def set_common_prefix(request: Request) -> None:
-    """Settle how much of a waiting group's tokens its first sequence computes for all: what they
-    have in common, and of the shortest all but one, which it needs to sample from. The stem of one
-    that was swapped out stays: its image has it."""
+    """Set the number of tokens that the first sequence of a waiting group computes for all.
+
+    The common prefix never includes the last token of a sequence, which is needed for sampling. A
+    swapped-out group keeps its value, because its swap entry holds the tokens computed so far.
+    """
     if request.status is RequestStatus.SWAPPED:
         return
     request.num_common_prefix_tokens = 0
@@ -30,15 +32,15 @@ def set_common_prefix(request: Request) -> None:
 
 
 def common_prefix_length(sequences: list[Sequence]) -> int:
-    """Length of the longest beginning that all sequences share."""
+    """Return the length of the longest common prefix of the sequences' tokens."""
     token_lists = [sequence.token_ids for sequence in sequences]
-    low, high = min(token_lists), max(token_lists)  # all others lie between
+    low, high = min(token_lists), max(token_lists)  # lexicographic bounds of all others
     pairs = zip(low, high, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
 
 
 def num_tokens_to_recompute(request: Request) -> int:
-    """Tokens whose KV is computed again if the group loses its blocks."""
+    """Return the number of tokens to compute again if the group loses its blocks."""
     computed = [sequence.num_computed_tokens for sequence in request.live_sequences]
     shared = (
         min(common_prefix_length(request.live_sequences), *computed) if len(computed) > 1 else 0
@@ -47,7 +49,11 @@ def num_tokens_to_recompute(request: Request) -> int:
 
 
 def fork_sequences(manager: BlockManager, request: Request) -> list[RowFork]:
-    """Once the stem is computed, let the other sequences fork from the first."""
+    """Fork the other sequences from the first, if the first has computed the common prefix.
+
+    Returns:
+        The forks, as (parent, child); empty if the common prefix is not computed yet.
+    """
     first, *others = request.live_sequences
     if first.num_computed_tokens < request.num_common_prefix_tokens:
         return []
@@ -59,7 +65,7 @@ def fork_sequences(manager: BlockManager, request: Request) -> list[RowFork]:
 
 
 def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, int]]:
-    """The sequences that have something to compute, and how many tokens of a step's budget."""
+    """Return (sequence, number of tokens to compute) pairs, within `token_budget` in total."""
     if request.num_common_prefix_tokens:
         first = request.live_sequences[0]
         return [
@@ -68,10 +74,10 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
     work = []
     for sequence in request.live_sequences:
         known = len(sequence.token_ids)
-        if request.beam is None:  # the token that a step samples is the sequence's next one
+        if request.beam is None:  # a sample continues with its pending token, a beam may not
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:
-                continue  # complete once its pending token is read
+                continue  # the pending token completes the sequence
         num_tokens = min(known - sequence.num_computed_tokens, token_budget)
         if num_tokens:
             work.append((sequence, num_tokens))
@@ -80,25 +86,29 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
 
 
 def is_decoding(request: Request) -> bool:
-    """Whether each sequence of a running request has at most one token left to compute."""
+    """Return whether each live sequence has at most one token left to compute."""
     return all(s.num_tokens - s.num_computed_tokens <= 1 for s in request.live_sequences)
 
 
 def is_beam_ready(beam: Sequence) -> bool:
-    """Whether a beam's next tokens are known and no step in flight holds it."""
+    """Return whether a beam has its candidates and no step in flight computes the beam."""
     return beam.candidates is not None and not beam.num_in_flight_steps
 
 
 def advance_beam_search(
     manager: BlockManager, sequences: SequenceTable, request: Request
 ) -> FinishReason | None:
-    """Take a step of the request's beam search; all its beams must be ready.
+    """Take one step of the request's beam search. All beams must be ready (`is_beam_ready`).
 
-    Returns why its best answer ended if the search is over, NoTokenError if it then has none.
+    Returns:
+        Finish reason of the best answer if the search is over, otherwise None.
+
+    Raises:
+        NoTokenError: The search is over without an answer.
     """
     beams, search = request.live_sequences, request.beam
     if search is None:
-        raise IntegrityError(f"request {request.request_id!r} is no beam search")
+        raise IntegrityError(f"request {request.request_id!r} is not a beam search")
     columns = zip(*(beam.candidates for beam in beams if beam.candidates is not None), strict=True)
     token_ids, logprobs = (np.stack(column) for column in columns)
     continuations = search.advance(
@@ -122,9 +132,9 @@ def _continue_beams(
     request: Request,
     continuations: list[Continuation],
 ) -> None:
-    """Make the continuations the request's beams, forking where a parent has several.
+    """Replace the beams of a request by `continuations`.
 
-    A parent goes on as its first continuation, so that only the others cost a row and a reference.
+    A beam becomes its own first continuation. Only further continuations need a fork.
     """
     parents, continued_parents = request.live_sequences, set[int]()
     forks: list[RowFork] = []
@@ -133,7 +143,7 @@ def _continue_beams(
         parent = beam = parents[parent_index]
         if parent_index in continued_parents:
             beam = _make_child(parent)
-            sequences.add(beam)  # before it holds anything: what fails in between loses no block
+            sequences.add(beam)  # before the fork, so that an error in it cannot lose blocks
             _fork_blocks(manager, parent, beam)
             forks.append((parent, beam))
         continued_parents.add(parent_index)
@@ -149,7 +159,7 @@ def _continue_beams(
 
 
 def _make_child(parent: Sequence) -> Sequence:
-    """A sequence like its parent, to which `_fork_blocks` gives the blocks."""
+    """Return a copy of `parent` without device blocks, which `_fork_blocks` adds."""
     return Sequence(
         next(parent.request.seq_id_counter),
         list(parent.token_ids),

@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the loop: a goal in, step plans out, tokens back."""
+"""Data that the scheduler and the engine loop exchange: goals, step plans and step results."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -9,86 +9,111 @@ from jpaged.core.request import FinishReason, Request, Sequence
 
 
 class SchedulingGoal(Enum):
-    """What steps are to favour."""
+    """Quantity that the scheduler optimizes."""
 
     LATENCY = auto()
-    """Every token soon, and every arriving request in a step soon."""
+    """Short time to each token: running requests decode in each step, and new ones join early."""
 
     THROUGHPUT = auto()
-    """The end of the last request soon: no request arrives, and no token is read, before it."""
+    """Short total time for a fixed set of requests, whose outputs are needed only at the end."""
 
 
 NO_TOKEN = -1
-"""As a sampled token: the row's logits had no finite maximum."""
+"""Sampled token id of a row whose logits have no finite maximum."""
 
 make_tuple = tuple.__new__
-"""Makes a named tuple of all its fields in half the time that calling its class takes: for those
-made by the hundred each step."""
+"""Create a named tuple from its class and all its fields.
+
+This is faster than calling the class, for tuples that a step creates by the hundred.
+"""
 
 RowFork = tuple[Sequence, Sequence]
-"""(parent, child): the child's device row starts as a copy of the parent's."""
+"""(parent, child) sequences. The device row of the child starts as a copy of the parent's row."""
 
 
 class SwapOut(NamedTuple):
-    """Blocks to copy to host memory: block `block_ids[i]` becomes entry `i` of a new image."""
+    """Blocks to copy to a new swap entry in host memory.
+
+    Attributes:
+        swap_entry_id: Id of the new swap entry.
+        block_ids: Blocks to copy; `block_ids[i]` becomes block `i` of the swap entry.
+    """
 
     swap_entry_id: int
     block_ids: tuple[int, ...]
 
 
 class SwapIn(NamedTuple):
-    """An image's entries to copy back, each (entry, block id); what is left of it is dropped."""
+    """Blocks to copy from a swap entry to the device. The entry is dropped afterwards.
+
+    Attributes:
+        swap_entry_id: Id of the swap entry.
+        copies: Copies, each (block index in the swap entry, destination block id).
+    """
 
     swap_entry_id: int
     copies: tuple[tuple[int, int], ...]
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step.
+    """Tokens that one step computes for one sequence.
 
-    The step computes the tokens at positions `start` to `start + num_scheduled_tokens - 1`. Where
-    `sequence.token_ids` does not reach that far, the last of them is still on the device: it is
-    the token that the sequence's previous step sampled.
+    The last computed token may be missing from `sequence.token_ids`. The sequence's previous step
+    sampled this token, and the device still has it.
+
+    Attributes:
+        sequence: The sequence.
+        start: Position of the first computed token.
+        num_scheduled_tokens: Number of computed tokens.
+        is_sampled: Whether the step samples the sequence's next token. False if the step does not
+            reach the last token of the sequence.
+        block_updates: New block-table entries since the sequence's previous step, each (index,
+            block id). The whole block table if the sequence joins the batch.
     """
 
     sequence: Sequence
-    start: int  # num_computed_tokens before this step
+    start: int
     num_scheduled_tokens: int
-    is_sampled: bool  # the step reaches the sequence's last token, so the token it samples counts
+    is_sampled: bool
     block_updates: tuple[tuple[int, int], ...] = ()
-    """(index in the block table, block id) for each entry that is new since the sequence's last
-    scheduled step: the whole table when it joins the batch."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the device.
+    """Plan of one step on the device.
 
-    The runner applies its parts in this order, and the device runs them in the order of launch:
+    The model runner applies the parts of a plan in this order:
 
-    1. `released_seq_ids`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
-       since the last plan, each reported once a stay. A preempted sequence that comes back is in
-       `released_seq_ids` of this plan or an earlier one, and joins like a new one, with its whole table.
-    2. `row_forks`: the child gets a row, and in it a copy of the block table that the parent's row
-       has now.
-    3. `dropped_swap_entry_ids`: images of requests that ended while they were out.
-    4. `swap_outs`: read before anything is written, since other sequences may get these blocks.
-    5. `block_copies` (source, destination): before the step's writes.
-    6. The step, unless `scheduled` is empty.
-    7. `swap_ins`: no sequence of this step needs them, so they travel while it runs.
+    1. `released_seq_ids`: free the device rows of these sequences.
+    2. `row_forks`: give each child a row, with a copy of the parent row's block table.
+    3. `dropped_swap_entry_ids`: drop these swap entries.
+    4. `swap_outs`: copy blocks to host memory before other sequences write to these blocks.
+    5. `block_copies`: copy blocks before the step writes to the pool.
+    6. `scheduled`: launch the step, unless no sequence is scheduled.
+    7. `swap_ins`: copy blocks to the device while the step runs, since this step does not need
+       them.
 
-    `failed` are the requests for which planning failed, and the errors; they have ended. A plan may
-    hold nothing else.
-
-    `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host
-    but a token and at most one block-table entry a row. A row that joins the batch brings its
-    whole table, so that even a one-token prompt, or a last chunk of one token, is no decode row.
+    Attributes:
+        step_id: Index of the step.
+        scheduled: Sequences that the step computes, one per batch row.
+        released_seq_ids: Sequences that left the batch since the last plan. A preempted sequence is
+            released before it joins again with its whole block table.
+        preempted_request_ids: Requests that were preempted since the last plan.
+        block_copies: Blocks to copy, each (source, destination).
+        row_forks: Device rows to copy from a parent to a child sequence.
+        dropped_swap_entry_ids: Swap entries of requests that ended while they were swapped out.
+        swap_outs: Blocks to copy to host memory.
+        swap_ins: Blocks to copy to the device.
+        failed: Requests that ended because planning failed for them, and the errors.
+        num_tokens: Number of tokens that the step computes.
+        is_decode: Whether each row computes one token and needs at most one new block-table entry.
+            False if a row joins the batch, even with one token: its whole block table is new.
     """
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     released_seq_ids: tuple[int, ...] = ()
-    preempted_request_ids: tuple[str, ...] = ()  # ids of requests preempted since the last plan
+    preempted_request_ids: tuple[str, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     row_forks: tuple[RowFork, ...] = ()
     dropped_swap_entry_ids: tuple[int, ...] = ()
@@ -99,7 +124,7 @@ class StepPlan:
     is_decode: bool = field(init=False)
 
     def __post_init__(self):
-        # Settled now: later steps move the sequences' counters.
+        # Computed now, because later steps change the counters of the sequences.
         scheduled = self.scheduled
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
@@ -107,16 +132,18 @@ class StepPlan:
 
     @property
     def num_new_tokens(self) -> int:
-        """Prompt tokens (after a preemption all tokens) that the step computes, and those that it
-        samples. O(sequences) where some have more than a token."""
-        if self.is_decode:  # each computes the token sampled last, and samples the next
+        """Number of prompt tokens that the step computes, plus the number of tokens it samples.
+
+        After a preemption, recomputed output tokens count as prompt tokens.
+        """
+        if self.is_decode:  # each row samples one token, and computes no prompt token
             return self.num_tokens
         joined = (s for s in self.scheduled if s.start < s.sequence.num_admitted_tokens)
         return self.num_tokens + sum(s.is_sampled for s in joined)
 
     @property
     def has_block_moves(self) -> bool:
-        """Whether it copies blocks, or swaps or drops images."""
+        """Whether the plan copies blocks, or creates, reads or drops swap entries."""
         return bool(
             self.block_copies or self.dropped_swap_entry_ids or self.swap_outs or self.swap_ins
         )
@@ -127,7 +154,14 @@ def _is_decode_row(row: ScheduledSequence) -> bool:
 
 
 class EmittedToken(NamedTuple):
-    """A sampled token that the host has read, and why its sequence ended if it did."""
+    """Sampled token that the host has read.
+
+    Attributes:
+        sequence: Sequence of the token.
+        request: Request of the sequence.
+        token_id: The token.
+        finish_reason: Set if the token ends the sequence.
+    """
 
     sequence: Sequence
     request: Request
@@ -136,8 +170,13 @@ class EmittedToken(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """What reading a step brought: tokens of samples, beam searches that took a step, and requests
-    that ended with an error over it."""
+    """Results of reading one step.
+
+    Attributes:
+        emitted_tokens: Sampled tokens of sequences that are not beams.
+        advanced_beam_requests: Requests whose beam search took a step.
+        failed: Requests that ended with an error, and the errors.
+    """
 
     emitted_tokens: list[EmittedToken]
     advanced_beam_requests: list[Request]
@@ -146,34 +185,46 @@ class StepUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """Collects a step's sequences until its budget of tokens is spent."""
+    """Collects the sequences of one step until the token budget is spent.
+
+    Attributes:
+        max_num_tokens: Token budget of the whole step.
+        goal: Quantity that the scheduler optimizes.
+        token_budget: Number of tokens that can still be scheduled.
+        scheduled: Sequences scheduled so far.
+        joined_sequences: Sequences that join the batch and get a device row in this step.
+        block_copies: Blocks to copy before the step, each (source, destination).
+        has_preempted: Whether a request was preempted for lack of blocks.
+        is_waiting_for_blocks: Whether a request waits for blocks that steps in flight still use.
+        planning_errors: First error of each request for which planning failed.
+    """
 
     max_num_tokens: int
     goal: SchedulingGoal
-    token_budget: int = field(init=False)  # tokens left
+    token_budget: int = field(init=False)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    joined_sequences: set[Sequence] = field(
-        default_factory=set
-    )  # those that get a row with this step
+    joined_sequences: set[Sequence] = field(default_factory=set)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     has_preempted: bool = False
-    is_waiting_for_blocks: bool = (
-        False  # a request waits for blocks that steps in flight still hold
-    )
-    planning_errors: dict[Request, Exception] = field(
-        default_factory=dict
-    )  # of planning, the first each
+    is_waiting_for_blocks: bool = False
+    planning_errors: dict[Request, Exception] = field(default_factory=dict)
 
     def __post_init__(self):
         self.token_budget = self.max_num_tokens
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a sequence computes more than one token."""
+        """Whether any sequence computes more than one token in this step."""
         return self.max_num_tokens - self.token_budget > len(self.scheduled)
 
     def add_sequence(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
-        """Give `sequence`, which has blocks for them, `num_tokens` of the step."""
+        """Schedule `num_tokens` tokens of `sequence`, which must have the blocks for them.
+
+        Args:
+            sequence: Sequence to schedule.
+            num_tokens: Number of tokens to compute.
+            changes: Changes of the sequence's block table since its previous step.
+        """
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = end = start + num_tokens
         is_sampled = end == len(sequence.token_ids) + sequence.num_pending_tokens
@@ -187,7 +238,7 @@ class PlanBuilder:
         self.scheduled.append(row)
 
     def remove_request(self, request: Request) -> None:
-        """Take a request's sequences out again; the request is to end at once."""
+        """Remove a request's sequences from the step. The caller then ends the request."""
         for row in self.scheduled:
             if row.sequence.request is request:
                 row.sequence.num_computed_tokens = row.start

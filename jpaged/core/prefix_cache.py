@@ -1,12 +1,11 @@
-"""The prefix cache: finds the block that already holds the KV a sequence is about to compute.
+"""The prefix cache: find blocks that already hold the KV of a sequence's first tokens.
 
-The KV of a token depends on all tokens before it, so a full block's content is named by its token
-ids and by the *content* of the block before it. Each content gets a number of its own the first
-time it is registered, never given again; that number, not a block id, is what a following block
-remembers. A block that was evicted and filled with something else thus vouches for no other block.
+The KV of a token depends on all tokens before it. A cache entry therefore stands for the tokens of
+a full block and for the entry of the preceding block. An entry refers to its parent by the unique
+`entry_id`, not by block id: a block id would become wrong when the block is evicted and reused.
 
-A chained xxhash finds candidates; every hit is then compared in full (`PrefixCacheEntry.key`), so that
-a collision is a miss and no request ever reads another prompt's KV.
+A chained xxhash finds candidates. Each candidate is then compared in full (`PrefixCacheEntry.key`).
+A hash collision is thus a miss, and no request reads the KV of another prompt.
 """
 
 import secrets
@@ -20,24 +19,27 @@ import xxhash
 from jpaged.core.block_pool import BlockPool, KVBlock, PrefixCacheEntry, get_cache_entry, require
 
 ROOT_ENTRY_ID = 0
-"""Stands for the parent of a sequence's first block."""
+"""Parent id of the entries for a sequence's first block."""
 
 REGISTRATION_ENDED = sys.maxsize
-"""As `Sequence.num_registered_blocks`: no further block of the sequence is registered."""
+"""Value of `Sequence.num_registered_blocks` that stops the registration of further blocks."""
 
 HashFunction = Callable[[bytes], int]
 
 
 class PrefixCache:
-    """An index of full blocks by content; the pool decides which of them live.
+    """Index of full blocks by their tokens and prefix. The `BlockPool` decides when to evict.
 
-    `block_size` is the pool's. `hash_function` maps a key to its hash; None for xxh3_64 with a random seed
-    of this process, so that no client can prepare collisions.
+    Args:
+        block_size: Number of tokens per block.
+        hash_function: Function from the key of an entry to its hash. None: xxh3_64 with a random
+            seed, so that clients cannot prepare collisions.
 
     Attributes:
-        num_query_tokens: Tokens of sequences that asked for their prefix on joining the batch.
-        num_hit_tokens: Those of them that were found.
-        num_clears: Times all blocks were forgotten.
+        num_query_tokens: Number of tokens of the sequences that looked up their prefix on joining
+            the batch.
+        num_hit_tokens: Number of cached tokens that these lookups found.
+        num_clears: Number of times the cache was cleared.
     """
 
     def __init__(self, block_size: int, hash_function: HashFunction | None = None):
@@ -51,7 +53,7 @@ class PrefixCache:
     def find_longest_prefix(
         self, token_ids: list[int], max_blocks: int, salt: str | None = None
     ) -> list[KVBlock]:
-        """The blocks that hold the longest known prefix, at most `max_blocks` of them."""
+        """Return the blocks of the longest cached prefix of `token_ids`, at most `max_blocks`."""
         chain: list[KVBlock] = []
         parent = ROOT_ENTRY_ID
         for index in range(max_blocks):
@@ -65,7 +67,14 @@ class PrefixCache:
     def find_next_entry(
         self, parent: int, index: int, token_ids: list[int], salt: str | None = None
     ) -> PrefixCacheEntry | None:
-        """The content of the `index`-th block of `token_ids`, if known, after content `parent`."""
+        """Return the entry for block `index` of `token_ids`, or None if it is not cached.
+
+        Args:
+            parent: `entry_id` for block `index - 1`; `ROOT_ENTRY_ID` for index 0.
+            index: Index of the block in the sequence.
+            token_ids: All tokens of the sequence.
+            salt: Cache salt of the sequence.
+        """
         at = index * self.block_size
         key = self._make_key(parent, token_ids[at : at + self.block_size], salt)
         cache_entry = self._index.get(self._hash_function(key))
@@ -74,14 +83,21 @@ class PrefixCache:
     def register(
         self, block: KVBlock, parent: int, token_ids: list[int], salt: str | None = None
     ) -> int | None:
-        """Let `block`, in use and filled with the KV of `token_ids` after `parent`, serve others.
+        """Add a full block to the cache, so that other sequences can share the block.
 
-        Returns its content's number, which the block of another sequence may have had before; None
-        if another content has the hash already, which keeps it.
+        Args:
+            block: Block in use that holds the KV of `token_ids`.
+            parent: `entry_id` of the preceding block's entry.
+            token_ids: Tokens of this block.
+            salt: Cache salt of the sequence.
+
+        Returns:
+            `entry_id` of the block's entry, which may have existed before. None if other tokens
+            have the same hash; the block is then not cached.
         """
         key = self._make_key(parent, token_ids, salt)
-        if block.cache_entry is not None:  # by another sequence that shares it
-            require(block.cache_entry.key == key, f"{block} is registered with other content")
+        if block.cache_entry is not None:  # registered by another sequence that holds it
+            require(block.cache_entry.key == key, f"{block} is registered with other tokens")
             return block.cache_entry.entry_id
         digest = self._hash_function(key)
         cache_entry = self._index.get(digest)
@@ -96,7 +112,11 @@ class PrefixCache:
         return cache_entry.entry_id
 
     def unregister(self, block: KVBlock) -> None:
-        """`block` is about to hold something else; IntegrityError if it was not registered."""
+        """Remove a block from the cache before its content is overwritten.
+
+        Raises:
+            IntegrityError: The block is not in the cache.
+        """
         cache_entry = get_cache_entry(block)
         del cache_entry.blocks[block.block_id]
         block.cache_entry = None
@@ -104,7 +124,10 @@ class PrefixCache:
             del self._index[cache_entry.digest]
 
     def clear(self) -> None:
-        """Forget every block. Numbers go on, so that no old chain finds its way back in."""
+        """Remove all blocks and entries.
+
+        New entries get new ids, so that they cannot have a removed entry as their parent.
+        """
         for cache_entry in self._index.values():
             for block in cache_entry.blocks.values():
                 block.cache_entry = None
@@ -113,45 +136,57 @@ class PrefixCache:
         self.num_clears += 1
 
     def matches(self, block: KVBlock, token_ids: list[int], salt: str | None) -> bool:
-        """Whether a registered block's content is that of `token_ids` and `salt`."""
+        """Return whether `block` is registered with `token_ids` and `salt`."""
         cache_entry = block.cache_entry
         return cache_entry is not None and cache_entry.key == self._make_key(
             cache_entry.parent, token_ids, salt
         )
 
     def check_integrity(self, blocks: Iterable[KVBlock]) -> None:
-        """Prove that the index holds just the registered ones of `blocks`, each after a parent."""
+        """Check that the index lists exactly the registered blocks, and that parents exist.
+
+        Args:
+            blocks: All blocks of the pool.
+
+        Raises:
+            IntegrityError: The index and the blocks disagree.
+        """
         registered = {block.block_id for block in blocks if block.cache_entry is not None}
         known = {ROOT_ENTRY_ID, *(cache_entry.entry_id for cache_entry in self._index.values())}
-        require(len(known) == len(self._index) + 1, "two contents have one number")
+        require(len(known) == len(self._index) + 1, "two cache entries have the same entry_id")
         indexed: set[int] = set()
         for digest, cache_entry in self._index.items():
-            name = f"content {cache_entry.entry_id}"
-            require(cache_entry.digest == digest, f"{name} is indexed under another hash")
-            require(bool(cache_entry.blocks), f"{name} is in no block")
-            # Numbers rise along a chain, so that none can come back to itself.
+            name = f"cache entry {cache_entry.entry_id}"
+            require(
+                cache_entry.digest == digest, f"{name} is indexed under the hash of another entry"
+            )
+            require(bool(cache_entry.blocks), f"{name} has no block")
+            # An entry is newer than its parent, which excludes cycles.
             parent = cache_entry.parent
             is_after = parent in known and parent < cache_entry.entry_id
-            require(is_after, f"{name} follows content {parent}, which is gone or came later")
-            require(indexed.isdisjoint(cache_entry.blocks), "a block has two contents")
+            require(is_after, f"{name} has parent {parent}, which is gone or newer")
+            require(indexed.isdisjoint(cache_entry.blocks), "two cache entries list the same block")
             indexed |= cache_entry.blocks.keys()
             for block_id, block in cache_entry.blocks.items():
-                is_there = block.cache_entry is cache_entry and block.block_id == block_id
-                require(is_there, f"{name} is not what block {block_id} says it holds")
-        require(indexed == registered, f"blocks wrongly indexed: {sorted(indexed ^ registered)}")
+                is_consistent = block.cache_entry is cache_entry and block.block_id == block_id
+                require(is_consistent, f"{name} lists block {block_id}, which has another entry")
+        require(
+            indexed == registered,
+            f"blocks registered or indexed, but not both: {sorted(indexed ^ registered)}",
+        )
 
     def _make_key(self, parent: int, token_ids: list[int], salt: str | None) -> bytes:
-        """The content itself, spelled out: the numbers have a fixed width, the salt follows."""
+        """Return parent, tokens and salt as bytes. Fixed-width numbers make the key unique."""
         key = self._layout.pack(parent, *token_ids)
         return key if salt is None else key + salt.encode("utf-8", "surrogatepass")
 
 
 class Pins:
-    """Holds a reference on each block of pinned prefixes, so that they are never evicted.
+    """Pinned prefixes. A pin holds a reference to each block, so that the block is never evicted.
 
     Attributes:
-        holders: How many pins hold each block, by block id.
-        num_made: Pins made so far.
+        holder_counts: Number of pins that hold each block, by block id.
+        num_created: Number of pins created so far.
     """
 
     def __init__(self, pool: BlockPool):
@@ -161,20 +196,19 @@ class Pins:
         self.num_created = 0
 
     def __len__(self) -> int:
-        """Pins held."""
         return len(self._block_ids_by_pin)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that pins hold, each counted once."""
+        """Number of different blocks that pins hold."""
         return len(self.holder_counts)
 
     def num_pinned(self, blocks: Iterable[KVBlock]) -> int:
-        """How many of `blocks` a pin holds already."""
+        """Return how many of `blocks` are pinned."""
         return sum(block.block_id in self.holder_counts for block in blocks)
 
     def pin(self, blocks: Iterable[KVBlock]) -> int:
-        """Hold the blocks of a prefix, in order; returns the pin's number."""
+        """Pin the blocks of a prefix, in order, and return the id of the pin."""
         block_ids = [block.block_id for block in blocks]
         self._pool.touch(block_ids)
         self.holder_counts.update(block_ids)
@@ -183,14 +217,20 @@ class Pins:
         return self.num_created
 
     def unpin(self, pin_id: int) -> None:
-        """Let the blocks go, tail first; ValueError if there is no such pin."""
+        """Release the blocks of a pin, last block first.
+
+        Raises:
+            ValueError: No such pin exists.
+        """
         if pin_id not in self._block_ids_by_pin:
-            raise ValueError(f"there is no pin {pin_id!r}: it was never made, or is unpinned")
+            raise ValueError(
+                f"pin {pin_id!r} does not exist: pass the id of a prefix that is still pinned"
+            )
         block_ids = self._block_ids_by_pin.pop(pin_id)
         self.holder_counts -= Counter(block_ids)
         self._pool.free(reversed(block_ids))
 
 
 def seeded_hash_function(seed: int) -> HashFunction:
-    """xxh3_64 with a seed from 0 to 2**64 - 1."""
+    """Return xxh3_64 with `seed`, an integer from 0 to 2**64 - 1."""
     return lambda key: xxhash.xxh3_64_intdigest(key, seed=seed)

@@ -1,4 +1,4 @@
-"""What is asked of the engine: requests, their sequences, and when a sequence ends."""
+"""Requests, their sequences, and the conditions that end a sequence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from jpaged.errors import format_count
 
 
 class NoTokenError(ArithmeticError):
-    """No token could be sampled for a request that has so many output tokens."""
+    """No token could be sampled for a request that has `num_output_tokens` output tokens."""
 
     def __init__(self, num_output_tokens: int):
         super().__init__(
@@ -22,17 +22,17 @@ class NoTokenError(ArithmeticError):
 
 
 class RequestStatus(StrEnum):
-    """Where a request stands in the scheduler."""
+    """State of a request in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # back in the waiting queue, to be computed again from its first token
-    SWAPPED = "swapped"  # back in the waiting queue, its KV in host memory
+    PREEMPTED = "preempted"  # waiting again; all tokens must be recomputed
+    SWAPPED = "swapped"  # waiting again; computed KV is in host memory
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, and its request with the last of them."""
+    """Reason why a sequence ended. A request has the reason of the sequence that ended last."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,10 +42,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """When a sequence ends, in token terms (stop strings are the detokenizer's business).
+    """Token conditions that end a sequence. The detokenizer checks stop strings.
 
-    `max_tokens` and `min_tokens` count output tokens. A stop token is part of the output, and ends
-    the sequence unless that leaves fewer than `min_tokens` outputs, the stop token included.
+    Attributes:
+        max_tokens: Maximum number of output tokens.
+        min_tokens: Number of output tokens, including the stop token, below which a stop token does
+            not end the sequence.
+        stop_token_ids: Tokens that end the sequence. The output includes the stop token.
     """
 
     max_tokens: int
@@ -63,7 +66,12 @@ class StopCriteria:
 
 
 class BeamCandidates(NamedTuple):
-    """The likeliest next tokens, best first: after one sequence [L], or each of a step's [n, L]."""
+    """Most probable next tokens, best first.
+
+    Attributes:
+        token_ids: int [L] for one sequence, or [n, L] for the n rows of a step.
+        logprobs: float32 log-probabilities of `token_ids`, with the same shape.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -71,7 +79,12 @@ class BeamCandidates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SwapEntry:
-    """A request's blocks in host memory: `num_blocks` of them, each once however often shared."""
+    """Blocks of a swapped-out request in host memory.
+
+    Attributes:
+        swap_entry_id: Unique id.
+        num_blocks: Number of blocks. A block that several sequences share is stored once.
+    """
 
     swap_entry_id: int
     num_blocks: int
@@ -79,79 +92,111 @@ class SwapEntry:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stream of tokens and the blocks that hold its keys and values.
+    """Tokens of one sequence, and the blocks that hold their keys and values.
 
-    The host runs behind the device, so the counters speak of steps *launched*:
-    `num_computed_tokens` tokens have their KV written by those steps, and `num_pending_tokens`
-    of the sequence's tokens were sampled by them but not read by the host yet (in the overlapped
-    loop 1 when a step is planned, 2 between planning a step and reading the one before it, with
-    bursts as many times that as a burst has steps).
+    The host reads sampled tokens later than the device computes them. The counters therefore
+    include steps that are planned or launched, but not read yet ("in flight").
 
-    `cache_salt` separates prefixes in the cache: only sequences of the same salt share KV. One that
-    does not read the cache (it needs every position computed) still fills it.
+    Attributes:
+        seq_id: Id that is unique among unfinished sequences.
+        token_ids: Prompt tokens, then the sampled tokens that the host has read.
+        num_prompt_tokens: Number of prompt tokens.
+        request: Request of the sequence; set by `Request`.
+        index: Index among the request's samples; 0 for beams.
+        seed: Seed of the sampling noise.
+        finish_reason: Reason why the sequence ended; None before that.
+        num_computed_tokens: Number of tokens whose KV is computed, including steps in flight.
+        num_pending_tokens: Number of tokens that steps in flight sample.
+        num_in_flight_steps: Number of steps in flight that compute the sequence.
+        num_admitted_tokens: Number of tokens in `token_ids` when the sequence last joined the
+            batch. Steps that start at a later position are decode steps.
+        has_row: Whether the sequence has a device row, or will have one with the next plan.
+        block_table: Ids of the sequence's blocks, in the order of its tokens.
+        host_block_table: While swapped out: index in the swap entry for each block.
+        cache_salt: Sequences share cached prefixes only if their salts are equal.
+        reads_prefix_cache: Whether the sequence may skip tokens that are cached. If False, every
+            position is computed, and the blocks are still added to the cache.
+        num_cached_tokens: Number of cached tokens when the sequence first joined the batch; None
+            before that.
+        num_registered_blocks: Number of leading blocks that are in the prefix cache, or
+            `REGISTRATION_ENDED`.
+        last_cache_entry_id: `entry_id` of the last registered block; 0 without one.
+        score: For beams: sum of the log-probabilities of the output tokens.
+        candidates: For beams: next tokens to choose from, until the beam search takes its step.
     """
 
     seq_id: int
-    token_ids: list[int]  # the prompt and the sampled tokens that the host has read
+    token_ids: list[int]
     num_prompt_tokens: int
-    request: "Request" = None  # pyright: ignore[reportAssignmentType]  (whose it is: set by Request)
-    index: int = 0  # its place among the request's samples; 0 for beams
-    seed: int = 0  # of the noise that its tokens are drawn with
+    request: "Request" = None  # pyright: ignore[reportAssignmentType]
+    index: int = 0
+    seed: int = 0
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    num_in_flight_steps: int = 0  # launched steps holding this sequence that are not read yet
-    num_admitted_tokens: int = 0  # tokens known when it last joined the batch; see StepPlan
-    has_row: bool = False  # it has a device row: planned since it joined, or forked from such
+    num_in_flight_steps: int = 0
+    num_admitted_tokens: int = 0
+    has_row: bool = False
     block_table: list[int] = field(default_factory=list)
-    host_block_table: list[int] = field(default_factory=list)  # while swapped out; see core/swap.py
+    host_block_table: list[int] = field(default_factory=list)
     cache_salt: str | None = None
     reads_prefix_cache: bool = True
-    num_cached_tokens: int | None = None  # found in the cache when it first joined the batch
-    num_registered_blocks: int = 0  # leading blocks whose content the cache knows
-    last_cache_entry_id: int = 0  # the number of the last one's content
-    score: float = 0.0  # of a beam: its outputs' log probabilities, summed
-    candidates: BeamCandidates | None = (
-        None  # of a beam: its next tokens, until all beams have theirs
-    )
+    num_cached_tokens: int | None = None
+    num_registered_blocks: int = 0
+    last_cache_entry_id: int = 0
+    score: float = 0.0
+    candidates: BeamCandidates | None = None
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those still on the device counted."""
+        """Number of tokens, including sampled tokens that the host has not read yet."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled tokens that the host has read."""
+        """Number of sampled tokens that the host has read."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The sampled tokens that the host has read (a copy)."""
+        """Copy of the sampled tokens that the host has read."""
         return self.token_ids[self.num_prompt_tokens :]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request: a group of sequences that is scheduled, preempted and swapped as a whole.
+    """A group of sequences that is scheduled, preempted and swapped as a whole.
 
-    `sequences` are its samples, finished ones too, or the beams of the moment; `live_sequences` are those of
-    them that have not ended. While `num_common_prefix_tokens` is not 0, the first live sequence alone
-    computes so many tokens, which all have in common; then the others fork from it.
+    Attributes:
+        request_id: Id that is unique among unfinished requests.
+        sequences: All samples, including ended ones; for a beam search, the current beams.
+        stop_criteria: Token conditions that end a sequence.
+        seq_id_counter: Iterator over ids for new beams.
+        beam: State of the beam search; None if the request samples.
+        priority: Requests with a lower value are served first if the scheduler has priorities.
+        status: State of the request in the scheduler.
+        finish_reason: Reason why the request ended; None before that.
+        arrival_index: Number of requests added before; set by `Scheduler.add`.
+        max_num_tokens: Maximum number of tokens of each sequence, prompt and outputs together; set
+            by `Scheduler.check`.
+        num_common_prefix_tokens: Number of leading tokens that the first live sequence computes for
+            all, before the others fork from it. 0 if there is nothing to fork.
+        swap_entry: Blocks in host memory while the request is swapped out.
+        live_sequences: Sequences that have not ended.
     """
 
     request_id: str
     sequences: list[Sequence]
     stop_criteria: StopCriteria
-    seq_id_counter: Iterator[int]  # where new beams get their ids
+    seq_id_counter: Iterator[int]
     beam: BeamSearch | None = None
-    priority: int = 0  # lower goes first, where the scheduler looks at it
+    priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    arrival_index: int = -1  # order of arrival, set by Scheduler.add
-    max_num_tokens: int = 0  # prompt and outputs at most of each sequence, set by Scheduler.add
+    arrival_index: int = -1
+    max_num_tokens: int = 0
     num_common_prefix_tokens: int = 0
-    swap_entry: SwapEntry | None = None  # while swapped out
+    swap_entry: SwapEntry | None = None
     live_sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self):
@@ -174,11 +219,22 @@ class Request:
         cache_salt: str | None = None,
         reads_prefix_cache: bool = True,
     ) -> "Request":
-        """A request of `num_samples` sequences, or one from which beams will fork.
+        """Create a request with `num_samples` samples, or with one sequence from which beams fork.
 
-        `seq_id_counter` gives ids that are unique among unfinished sequences. Each sample draws from a
-        seed of its own, so that sample i equals the only one of a request whose `seed`, a 64-bit
-        integer, is i higher.
+        Sample `i` has the seed `seed + i` (mod 2**64). A sample thus equals the only sample of a
+        request with that seed.
+
+        Args:
+            request_id: Id that is unique among unfinished requests.
+            prompt_token_ids: Tokens of the prompt.
+            stop_criteria: Token conditions that end a sequence.
+            seq_id_counter: Iterator over ids that are unique among unfinished sequences.
+            num_samples: Number of samples; 1 for a beam search.
+            seed: 64-bit seed of the first sample.
+            beam: State of a beam search; None to sample.
+            priority: See `Request.priority`.
+            cache_salt: See `Sequence.cache_salt`.
+            reads_prefix_cache: See `Sequence.reads_prefix_cache`.
         """
         sequences = [
             Sequence(
@@ -195,27 +251,27 @@ class Request:
         return cls(request_id, sequences, stop_criteria, seq_id_counter, beam, priority)
 
     def end_unqueued(self, reason: FinishReason) -> None:
-        """End it before the scheduler ever had it."""
+        """End a request that was never added to a scheduler."""
         self.status, self.finish_reason, self.live_sequences = RequestStatus.FINISHED, reason, []
         for sequence in self.sequences:
             sequence.finish_reason = reason
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Its place in line: the lowest is served first and preempted last."""
+        """Sort key of queues. Requests with a low key are served first and preempted last."""
         return self.priority, self.arrival_index
 
     @property
     def num_rows(self) -> int:
-        """Sequences it may have in a step."""
+        """Maximum number of sequences that the request has in one step."""
         return self.beam.width if self.beam is not None else len(self.live_sequences)
 
     @property
     def is_fully_read(self) -> bool:
-        """Whether the host knows all its tokens, and no step in flight computes any."""
+        """Whether the host has read every step that computes the request."""
         return not any(s.num_pending_tokens or s.num_in_flight_steps for s in self.live_sequences)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended, for whatever reason."""
+        """Whether the request has ended, for any reason."""
         return self.status is RequestStatus.FINISHED

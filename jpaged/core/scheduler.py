@@ -1,9 +1,9 @@
-"""The scheduler: decides for each step which request computes how many tokens.
+"""The scheduler: choose the requests of each step, and how many tokens each of them computes.
 
-There are no phases. A sequence has `num_computed_tokens` catching up with its tokens, and a step
-gives it some of the difference: a whole prompt, a chunk of one, one token of decoding, or its
-history again after a preemption. `schedule` assumes its plan will be launched, so the next step
-can be planned before the sampled tokens of this one were read:
+Prefill and decode are scheduled alike. A step computes tokens that a sequence has not computed yet:
+a whole prompt, a chunk of a prompt or one decode token. After a preemption, all tokens are computed
+again. `schedule` assumes that its plan is launched, so the next step can be planned before the
+sampled tokens of this step are read:
 
     synchronous: plan = schedule(); run(plan); update(plan, tokens)
     overlapped:  plan = schedule(); launch(plan); update(previous plan, previous tokens)
@@ -49,19 +49,19 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Decides steps, and owns every unfinished request and its blocks.
+    """Plans steps, and owns all unfinished requests and their blocks.
 
-    `running` and `waiting` are in the order of rank: priority, then arrival. The last of `running`
-    is preempted first and then heads `waiting`, in which no request overtakes another. Among
-    requests of one priority, all that run arrived before all that wait.
+    Both queues are sorted by priority, then arrival. The last running request is preempted first,
+    and becomes the first waiting request of its priority. No waiting request overtakes another.
+    Among requests of one priority, the running requests arrived before the waiting ones.
 
     Attributes:
-        config: The limits of a step and of a sequence.
-        block_manager: The block tables and the pool.
-        swap_space: The images of preempted requests in host memory.
+        config: Limits of the scheduler.
+        block_manager: Block tables and the pool of blocks.
+        swap_space: Swap entries of preempted requests in host memory.
         running: Requests in the batch.
-        waiting: Requests not in the batch, preempted ones first among their priority.
-        sequences: Every sequence of an unfinished request, and those that drain.
+        waiting: Requests that are not in the batch.
+        sequences: Sequences of unfinished requests, and ended sequences that are not freed yet.
     """
 
     def __init__(
@@ -78,43 +78,55 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._preempted: list[str] = []  # since the last plan
+        self._preempted: list[str] = []  # ids of requests, since the last plan
         self._failed: list[tuple[Request, Exception]] = []  # since the last plan or update
 
     @property
     def num_swapped(self) -> int:
-        """Waiting requests whose KV is in host memory."""
+        """Number of waiting requests whose KV is in host memory."""
         return sum(request.status is RequestStatus.SWAPPED for request in self.waiting)
 
     @property
     def num_in_flight_steps(self) -> int:
-        """Steps planned and not read yet."""
+        """Number of planned steps that are not read yet."""
         return self._num_planned - self._num_updated
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether any request still has tokens to come."""
+        """Whether any request is running or waiting."""
         return bool(self.running or self.waiting)
 
     @property
     def unfinished_requests(self) -> tuple[Request, ...]:
-        """Requests that have not ended: first those that run, then those that wait."""
+        """Running requests, then waiting requests."""
         return (*self.running, *self.waiting)
 
-    # ---- requests come and go
+    # ---- adding and ending requests
 
     def check(self, request: Request) -> None:
-        """ValueError if a request could never run, or its names are in use."""
+        """Check whether a new request can run, and set its `max_num_tokens`.
+
+        Raises:
+            ValueError: The request could never run, or one of its ids is in use.
+        """
         name = request.request_id
         if name in self.running or name in self.waiting:
-            raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+            raise ValueError(
+                f"request_id {name!r} is in use by an unfinished request: use another id"
+            )
         for sequence in request.sequences:
             if sequence.seq_id in self.sequences.by_id:
-                raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
+                raise ValueError(
+                    f"seq_id {sequence.seq_id} is in use by another sequence: use another id"
+                )
         request.max_num_tokens = check_request_fits(self.config, self.block_manager, request)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError, with nothing changed, as `check`."""
+        """Add a request to the waiting queue.
+
+        Raises:
+            ValueError: `check` refuses the request; the queue is unchanged.
+        """
         self.check(request)
         request.arrival_index = self._num_arrived
         self._num_arrived += 1
@@ -123,9 +135,11 @@ class Scheduler:
             self.sequences.add(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request in whatever state it is; tokens still on their way are dropped.
+        """End a request in any state. Sampled tokens that are not read yet are dropped.
 
-        Returns whether it was unfinished: ending one twice, or an unknown one, does nothing.
+        Returns:
+            True if the request was unfinished. False, with no effect, if its id is unknown or the
+            request has ended already.
         """
         request = self.running.get(request_id) or self.waiting.get(request_id)
         if request is None:
@@ -134,13 +148,13 @@ class Scheduler:
         return True
 
     def abort(self, request_id: str) -> bool:
-        """`finish` with the reason of a request that its caller gave up."""
+        """End a request with `FinishReason.ABORT`; see `finish`."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one of a request's samples, and the request with the last of them.
+        """End one sample, and the request if no live sample is left.
 
-        Of one that has ended already, only the reason changes.
+        If the sample has ended already, only its finish reason changes.
         """
         request, has_ended = sequence.request, sequence.finish_reason is not None
         sequence.finish_reason = reason
@@ -155,22 +169,24 @@ class Scheduler:
     # ---- steps
 
     def schedule(self, goal: SchedulingGoal = SchedulingGoal.LATENCY) -> StepPlan | None:
-        """Plan a step that will be launched, or None if nothing can run before the next update.
+        """Plan the next step, which the caller must launch.
 
-        Running requests go on in the order of rank, as far as the step's budget of tokens goes;
-        when blocks run out, the last of them is preempted. Then, if none was, waiting requests may
-        join.
+        Running requests continue in queue order until the token budget is spent. If blocks run out,
+        the last running request is preempted. Waiting requests may join unless a request was
+        preempted in this step. If planning fails for a request, the request ends with an error that
+        `StepPlan.failed` lists.
 
-        For throughput they join only if several can, or if the step computes prompts anyway. And
-        where their prompts fill the step no sequence decodes in it: a decode token takes the place
-        of a prompt token, and a step with both takes longer than its tokens account for.
+        With `SchedulingGoal.THROUGHPUT`, waiting requests join only if several can, or if the step
+        computes prompts anyway. If prompts alone fill the step, no sequence decodes in it. A step
+        with prompt and decode tokens would take longer than its number of tokens suggests.
 
-        With no step in flight and a request unfinished there is always a plan: the first request
-        fits the pool alone, since `add` refuses others, and all the rest are preempted for it.
-        A request for which planning fails ends with an error, and the plan tells it.
+        Returns:
+            The plan, or None if nothing can run before the next `update`. Never None while a
+            request is unfinished and no step is in flight: the first request fits the pool alone,
+            and all others can be preempted for it.
 
         Raises:
-            IntegrityError: planning for a request failed and left the books wrong.
+            IntegrityError: Planning failed for a request and left an inconsistent state.
         """
         step = PlanBuilder(self.config.max_num_batched_tokens, goal)
         if self.config.has_priorities and self.waiting:
@@ -202,19 +218,19 @@ class Scheduler:
         self._failed.clear()
         self._num_planned += 1
         if step.planning_errors:
-            self.check_integrity()  # damage to what all share is not one request's own
+            # An error ends one request alone only if the state that all share is intact.
+            self.check_integrity()
         return plan
 
     def postpone_rows(self, plan: StepPlan, rows: Iterable[int]) -> StepPlan:
-        """Let some decode rows of the plan made last sample nothing: their sequences compute the
-        same token again in the next step, and what the host knows of them it tells the device.
+        """Withdraw decode rows from the last plan. A later step computes their tokens instead.
 
         Args:
-            plan: Launched, or about to be; all before it are read.
-            rows: Places in `plan.scheduled`: lone sequences that run.
+            plan: The last plan. All plans before it must have been read.
+            rows: Indices in `plan.scheduled`, only of requests that have a single sequence.
 
         Returns:
-            The plan, as it is to be read.
+            The plan to pass to `update`, in which these rows compute and sample nothing.
         """
         scheduled = list(plan.scheduled)
         for i in rows:
@@ -231,20 +247,21 @@ class Scheduler:
         sampled_token_ids: np.ndarray,
         candidates: BeamCandidates | None = None,
     ) -> StepUpdate:
-        """Read a finished step: `sampled_token_ids[i]` is the token of `plan.scheduled[i]`, or `NO_TOKEN`.
+        """Append the sampled tokens of a finished step, and end completed sequences.
 
-        Rows that do not sample, and those of sequences that ended meanwhile, may hold anything.
-        A fault with one request, or a token that could not be sampled for it, ends that request
-        alone, and the news tell it.
+        An error of one request, or a missing token (`NO_TOKEN`), ends only that request.
+        `StepUpdate.failed` lists such requests.
 
         Args:
-            plan: Plans are read in the order of planning, each once.
-            sampled: int [rows].
-            candidates: A row each like `sampled_token_ids`; needed by plans with beam searches.
+            plan: The oldest plan that is not read yet.
+            sampled_token_ids: int [rows]; sampled token of each sequence in `plan.scheduled`.
+                Ignored for rows that do not sample and for sequences that have ended.
+            candidates: Next-token candidates, one row per scheduled sequence. Required if the step
+                sampled for a beam search.
 
         Raises:
-            ValueError: the plan is not the next to be read, or an array does not fit it.
-            IntegrityError: something went wrong with a request and left the books wrong.
+            ValueError: An older plan must be read first, or an array has the wrong shape.
+            IntegrityError: An error of a request left an inconsistent state.
         """
         if not self._num_updated == plan.step_id < self._num_planned:
             raise ValueError(
@@ -253,8 +270,8 @@ class Scheduler:
             )
         if sampled_token_ids.shape != (len(plan.scheduled),):
             raise ValueError(
-                f"sampled must have one token for each of {len(plan.scheduled)} scheduled "
-                f"sequences, got shape {sampled_token_ids.shape}"
+                f"sampled_token_ids must have one token for each of {len(plan.scheduled)} "
+                f"scheduled sequences, got shape {sampled_token_ids.shape}"
             )
         self._num_updated += 1
         emitted: list[EmittedToken] = []
@@ -291,33 +308,48 @@ class Scheduler:
         )
         failed, self._failed = self._failed, []
         if not all(isinstance(error, NoTokenError) for _, error in failed):
-            self.check_integrity()  # damage to what all share is not one request's own
+            # An error ends one request alone only if the state that all share is intact.
+            self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
     def check_integrity(self) -> None:
-        """Prove the scheduler's books, and the blocks' beneath them; IntegrityError if not."""
+        """Check that queues, sequences, swap entries and blocks are consistent.
+
+        Raises:
+            IntegrityError: An inconsistency was found.
+        """
         check_queues(self.config.max_num_seqs, self.running, self.waiting)
         self.sequences.check_integrity(self.unfinished_requests, self.num_in_flight_steps)
         self.swap_space.check_integrity(self.unfinished_requests)
         self.block_manager.check_integrity(self.sequences.by_id.values())
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: no KV computed so far serves a request that comes later.
+        """Clear the prefix cache. Later requests cannot share KV that was computed before.
 
-        ValueError, with nothing changed, while a prefix is pinned.
+        Raises:
+            ValueError: A prefix is pinned; the cache is unchanged.
         """
         self.block_manager.reset_prefix_cache(self.sequences.by_id.values())
 
     def pin_prefix(self, token_ids: list[int], salt: str | None = None) -> int | None:
-        """Pin the blocks of a prefix, `token_ids` of whole blocks, if all are cached: the pin's
-        number, or None with nothing changed.
+        """Pin the cached blocks of a prefix.
 
-        ValueError if there is no prefix cache, or an unfinished request could not run to its end in
-        the blocks that the pin leaves.
+        Args:
+            token_ids: Tokens of the prefix, which must fill whole blocks.
+            salt: Cache salt of the sequences that may use the prefix.
+
+        Returns:
+            Id of the pin, or None if a block of the prefix is not cached.
+
+        Raises:
+            ValueError: Prefix caching is off, or the blocks that remain are too few for an
+                unfinished request.
         """
         manager, cache = self.block_manager, self.block_manager.prefix_cache
         if cache is None:
-            raise ValueError("pin_prefix needs enable_prefix_caching=True")
+            raise ValueError(
+                "pin_prefix needs enable_prefix_caching=True: set it in the engine's options"
+            )
         num_blocks = len(token_ids) // manager.block_size
         found = cache.find_longest_prefix(token_ids, num_blocks, salt)
         check_pin_fits(
@@ -325,13 +357,13 @@ class Scheduler:
         )
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
-    # ---- planning: requests that run
+    # ---- planning of running requests
 
     def _continue_running(self, step: PlanBuilder) -> None:
         for request in self._requests_to_continue(step):
-            # Preemption takes the last first: after one that lost its place all have.
             if self.config.has_priorities and not step.has_preempted:
                 self._admit_waiting(step, before=request)
+            # Every request after a preempted request is preempted too, so stop here.
             if step.token_budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             try:
@@ -341,30 +373,36 @@ class Scheduler:
                 step.planning_errors.setdefault(request, error)
 
     def _requests_to_continue(self, step: PlanBuilder) -> list[Request]:
-        """All that run; but where prompts alone fill the step, only the one whose prompt was begun.
+        """Return the running requests that the step continues.
 
-        Not if another has more than a token left to compute, which would be passed over.
+        The step continues all running requests, unless it serves throughput and prompts alone can
+        fill it. In that case, only a partly computed prompt of the last request continues. All
+        requests that are left out must be decoding.
         """
-        runners = list(self.running)
+        running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:
-            return runners
-        partial_prefills = [request for request in runners[-1:] if not is_decoding(request)]
+            return running_requests
+        partial_prefills = [
+            request for request in running_requests[-1:] if not is_decoding(request)
+        ]
         try:
-            fill = self._admission.would_fill_step(
+            fills_step = self._admission.would_fill_step(
                 partial_prefills, self.waiting, step.token_budget
             )
-        except Exception:  # a fault of a waiting request shows as soon as it joins
-            fill = False
-        if not fill:
-            return runners
-        passed = runners[: len(runners) - len(partial_prefills)]
-        return partial_prefills if all(map(is_decoding, passed)) else runners
+        except Exception:  # a faulty waiting request fails again, and ends, when it is admitted
+            fills_step = False
+        if not fills_step:
+            return running_requests
+        others = running_requests[: len(running_requests) - len(partial_prefills)]
+        return partial_prefills if all(map(is_decoding, others)) else running_requests
 
     def _schedule_decode(self, step: PlanBuilder, request: Request) -> bool:
-        """Give a lone sequence its next token if it has a slot for it already; False if not.
+        """Schedule one decode token of a request, if this needs no new block.
 
-        `_schedule_request` would do the same, but it takes longer, and this is what nearly all sequences of
-        nearly all steps want.
+        This is a fast path of `_schedule_request` for the most frequent case.
+
+        Returns:
+            False, with no effect, if the request needs `_schedule_request`.
         """
         live_sequences = request.live_sequences
         sequence = live_sequences[0]
@@ -379,7 +417,6 @@ class Scheduler:
             or not self.block_manager.has_free_slot(sequence)
         ):
             return False
-        # `known` ends with the token that this step computes: its place is known - 1.
         sequence.num_computed_tokens = known
         sequence.num_pending_tokens += 1
         sequence.num_in_flight_steps += 1
@@ -388,7 +425,7 @@ class Scheduler:
         return True
 
     def _schedule_request(self, step: PlanBuilder, request: Request) -> None:
-        """Give a running request its share of the step, all of its sequences or none."""
+        """Schedule tokens of all sequences of a running request, or none if blocks are missing."""
         manager = self.block_manager
         if request.num_common_prefix_tokens:
             self.sequences.fork_rows(fork_sequences(manager, request))
@@ -406,11 +443,14 @@ class Scheduler:
             step.add_sequence(sequence, num_tokens, changes)
 
     def _make_room(self, step: PlanBuilder, request: Request, num_blocks: int) -> bool:
-        """Preempt from the back until `num_blocks` are free; False if `request` cannot go on.
+        """Preempt running requests, last first, until `num_blocks` blocks are free.
 
-        Blocks about to come back from finished sequences are waited for instead: that costs the
-        request one step, a preemption a whole sequence. Until then no request takes blocks before
-        it.
+        If ended sequences will free enough blocks after the steps in flight, the request waits for
+        these blocks instead. Waiting delays it by a step, and a preemption costs far more. No other
+        request takes new blocks in the meantime.
+
+        Returns:
+            Whether `request` can continue in this step.
         """
         manager = self.block_manager
         while not step.is_waiting_for_blocks and num_blocks > manager.num_free_blocks:
@@ -424,11 +464,12 @@ class Scheduler:
         return not step.is_waiting_for_blocks
 
     def _preempt_last(self) -> Request:
-        """Take the blocks of the last running request, all of them.
+        """Preempt the last running request: free all its blocks, or swap them out.
 
-        At once, though steps in flight may write there: the next holder of these blocks writes them
-        in a later step, and steps run in the order of their launch. A request whose last tokens are
-        only to be read yet loses nothing by it: it is not swapped out, and counts as no preemption.
+        The blocks are free immediately, although steps in flight may still write to them. This is
+        safe because steps run in launch order, and the next holder writes in a later step. A
+        request whose tokens are all sampled is neither swapped out nor reported as preempted: it
+        needs no more steps.
         """
         request = self.running.last
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live_sequences)
@@ -449,11 +490,13 @@ class Scheduler:
             self._preempted.append(request.request_id)
         return request
 
-    # ---- planning: requests that wait
+    # ---- planning of waiting requests
 
     def _preempt_for_urgent(self, step: PlanBuilder) -> None:
-        """Preempt requests of a worse priority than the first waiting one until that one fits, if
-        it then will."""
+        """Preempt requests of lower priority until the first waiting request fits.
+
+        No request is preempted if the first waiting request would not fit even then.
+        """
         head = self.waiting.first
         try:
             set_common_prefix(head)
@@ -469,8 +512,13 @@ class Scheduler:
             step.planning_errors.setdefault(head, error)
 
     def _admit_waiting(self, step: PlanBuilder, before: Request | None = None) -> None:
-        """Let the first waiting request join as long as it may; with `before`, a running request,
-        only one that outranks it, so that the less urgent do not take the step's tokens first."""
+        """Admit waiting requests in queue order, until a request must wait.
+
+        Args:
+            step: Step to which the requests are added.
+            before: Running request that is scheduled next. If given, only requests of higher
+                priority are admitted, so that they get tokens before this request.
+        """
         while self.waiting and step.token_budget and not step.is_waiting_for_blocks:
             head = self.waiting.first
             if before is not None and head.priority >= before.priority:
@@ -483,10 +531,13 @@ class Scheduler:
                 break
 
     def _admit(self, step: PlanBuilder, request: Request) -> bool:
-        """Let a waiting request join the batch, if it fits: with the prefix that is cached, or with
-        its image, which travels while this step runs."""
+        """Admit a waiting request, or return False if rows or blocks are missing.
+
+        A new request computes its first tokens in this step. A swapped-out request starts in the
+        next step, because its blocks are copied while this step runs.
+        """
         set_common_prefix(request)
-        # One preempted a moment ago has tokens that the host has not read yet.
+        # A request that was just preempted may have sampled tokens that the host has not read.
         fit = self._admission.find_fit(request) if request.is_fully_read else None
         if fit is None:
             return False
@@ -511,10 +562,13 @@ class Scheduler:
         self.running.add(request)
         request.status = RequestStatus.RUNNING
 
-    # ---- reading
+    # ---- reading sampled tokens
 
     def _append_token(self, request: Request, sequence: Sequence, token_id: int) -> EmittedToken:
-        """Append a sampled token; a stop token wins over a length reached with the same token."""
+        """Append a sampled token, and end the sequence if a stop criterion is met.
+
+        If a stop token also reaches the maximum length, the finish reason is STOP.
+        """
         sequence.token_ids.append(token_id)
         stop_criteria, reason = request.stop_criteria, None
         if (
@@ -531,10 +585,17 @@ class Scheduler:
     def _advance_beam_searches(
         self, beam_rows: list[tuple[Sequence, int]], candidates: BeamCandidates | None
     ) -> list[Request]:
-        """Give beams their rows of `candidates`; the beam searches that then took a step, since all
-        their beams were read."""
+        """Store the candidates of beams, and take a step of each search whose beams are all ready.
+
+        Args:
+            beam_rows: Beams that the step sampled, each with its row in `candidates`.
+            candidates: Next-token candidates of all rows.
+
+        Returns:
+            Requests whose beam search took a step.
+        """
         if candidates is None:
-            raise ValueError("candidates=None: a step with a beam search is read with candidates")
+            raise ValueError("candidates is None: pass the candidates of a step with a beam search")
         for beam, row in beam_rows:
             beam.candidates = BeamCandidates(candidates.token_ids[row], candidates.logprobs[row])
         advanced_beam_requests = []
@@ -550,10 +611,9 @@ class Scheduler:
                 self._fail_request(request, error)
         return advanced_beam_requests
 
-    # ---- finishing
+    # ---- ending requests
 
     def _finish_request(self, request: Request, reason: FinishReason) -> None:
-        """End a request and its live sequences."""
         self.running.discard(request)
         self.waiting.discard(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
@@ -564,18 +624,16 @@ class Scheduler:
         self.swap_space.drop(request)
 
     def _fail_request(self, request: Request, error: Exception) -> None:
-        """End a request with an error, wherever its handling stopped: perhaps with beams half
-        forked or pruned, or in the middle of ending."""
+        """End a request after an error, which may have occurred in a fork or while ending it."""
         self._failed.append((request, error))
         request.live_sequences = self.sequences.find_by_request(request)
         for sequence in request.live_sequences:
-            sequence.num_registered_blocks = (
-                REGISTRATION_ENDED  # its blocks must serve no other sequence
-            )
+            # The KV may be wrong, so keep it out of the prefix cache.
+            sequence.num_registered_blocks = REGISTRATION_ENDED
         self._finish_request(request, FinishReason.ERROR)
 
     def _fail_unplanned(self, step: PlanBuilder) -> None:
-        """End the requests for which planning failed; they may hold more blocks than they use."""
+        """End the requests for which planning failed, and remove them from the step."""
         for request, error in step.planning_errors.items():
             step.remove_request(request)
             for sequence in request.live_sequences:
@@ -583,8 +641,10 @@ class Scheduler:
             self._fail_request(request, error)
 
     def _fail_without_tokens(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """End the requests of rows that should have sampled a token, before others know what their
-        blocks hold."""
+        """End the requests for which the step sampled no token.
+
+        Call this before `register_full_blocks`, to keep their blocks out of the prefix cache.
+        """
         for index in np.flatnonzero(sampled_token_ids < 0).tolist():
             sequence, _, _, is_sampled, _ = plan.scheduled[index]
             if is_sampled and sequence.finish_reason is None:

@@ -1,4 +1,4 @@
-"""The scheduler's books: its queues of requests, the table of their sequences, and their proofs."""
+"""Queues of requests and the table of their sequences, with integrity checks."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -11,17 +11,19 @@ from jpaged.core.request import Request, RequestStatus, Sequence
 
 
 class RequestQueue:
-    """Requests by id, the lowest rank first.
+    """Requests by id, sorted by `Request.sort_key`.
 
-    A request that belongs at the end, as nearly all do, costs O(1); another one costs a sort of a
-    list that is sorted already. With `has_fast_front` (of those that wait) one that belongs at the
-    front costs O(1), too, and so does the first one; but to go through all takes five times as
-    long, as the scheduler does in each step with those that run.
+    Adding a request at the end takes O(1). Adding a request elsewhere sorts the queue again.
+
+    Args:
+        has_fast_front: Whether adding and reading the first request also takes O(1). Iteration is
+            slower then. The scheduler sets this for the waiting queue; it iterates over the running
+            queue in each step.
     """
 
     def __init__(self, *, has_fast_front: bool = False):
         self._requests: dict[str, Request] = OrderedDict() if has_fast_front else {}
-        self._groups: dict[str, Request] = {}  # those of several sequences
+        self._groups: dict[str, Request] = {}  # requests with several rows
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -36,26 +38,26 @@ class RequestQueue:
         return self._requests[request_id]
 
     def get(self, request_id: str) -> Request | None:
-        """The request of that id, if it is in the queue."""
+        """Return the request with this id, or None if it is not in the queue."""
         return self._requests.get(request_id)
 
     @property
     def first(self) -> Request:
-        """The request to serve first; StopIteration if there is none."""
+        """Request to serve first. Raises StopIteration if the queue is empty."""
         return next(iter(self._requests.values()))
 
     @property
     def last(self) -> Request:
-        """The request to preempt first; StopIteration if there is none."""
+        """Request to preempt first. Raises StopIteration if the queue is empty."""
         return next(reversed(self._requests.values()))
 
     @property
     def num_rows(self) -> int:
-        """Sequences that all of its requests may have in a step."""
+        """Maximum number of sequences that all requests together have in one step."""
         return len(self._requests) + sum(r.num_rows - 1 for r in self._groups.values())
 
     def add(self, request: Request) -> None:
-        """Insert a request by its rank; its number of seats must not rise while it is queued."""
+        """Insert a request in sort order. A queued request must not increase its `num_rows`."""
         name, requests = request.request_id, self._requests
         is_last = not requests or self.last.sort_key < request.sort_key
         is_first = not is_last and request.sort_key < self.first.sort_key
@@ -69,20 +71,26 @@ class RequestQueue:
             self._requests = type(requests)((r.request_id, r) for r in by_rank)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; IntegrityError if it is not in the queue."""
+        """Remove a request.
+
+        Raises:
+            IntegrityError: The request is not in the queue.
+        """
         name = request.request_id
         require(self._requests.pop(name, None) is not None, f"{name!r} is not in its queue")
         self._groups.pop(name, None)
 
     def discard(self, request: Request) -> None:
-        """Take a request out if it is in the queue."""
+        """Remove a request if it is in the queue."""
         if request.request_id in self._requests:
             self.remove(request)
 
     def check_integrity(self) -> None:
-        """Prove the order, and the number of seats."""
+        """Raise IntegrityError unless the queue is sorted and counts its rows correctly."""
         num_rows = sum(request.num_rows for request in self)
-        require(self.num_rows == num_rows, f"{num_rows} seats taken, {self.num_rows} counted")
+        require(
+            self.num_rows == num_rows, f"the queue has {num_rows} rows, but counts {self.num_rows}"
+        )
         for earlier, later in pairwise(self):
             require(
                 earlier.sort_key < later.sort_key,
@@ -91,12 +99,11 @@ class RequestQueue:
 
 
 class SequenceTable:
-    """All sequences from arrival until the last step that holds them is read, and the changes of
-    their device rows that the next plan carries.
+    """Sequences from arrival until their blocks are freed, and changes of their device rows.
 
     Attributes:
-        known: All sequences by id.
-        draining: Those that have ended, but whose blocks steps in flight may still write.
+        by_id: All sequences by id.
+        draining: Ended sequences whose blocks steps in flight may still write, by id.
     """
 
     def __init__(self, manager: BlockManager):
@@ -104,28 +111,28 @@ class SequenceTable:
         self.draining: dict[int, Sequence] = {}
         self._manager = manager
         self._released: list[int] = []
-        self._row_forks: dict[int, RowFork] = {}  # by the child's id
+        self._row_forks: dict[int, RowFork] = {}  # by the seq_id of the child
 
     def add(self, sequence: Sequence) -> None:
-        """Register a sequence."""
+        """Add a new sequence."""
         self.by_id[sequence.seq_id] = sequence
 
     def find_by_request(self, request: Request) -> list[Sequence]:
-        """All sequences of a request whose blocks have not all come back."""
+        """Return the sequences of a request, including ended ones that are not freed yet."""
         return [sequence for sequence in self.by_id.values() if sequence.request is request]
 
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
-        """Give the children of parents that have rows a row too, with the next plan."""
+        """Fork the device rows of the parents in the next plan, where a parent has a row."""
         for parent, child in forks:
             if parent.has_row:
                 self._row_forks[child.seq_id] = parent, child
                 child.has_row = True
 
     def release_row(self, sequence: Sequence) -> None:
-        """Take a sequence's row away, if it has one.
+        """Release the device row of a sequence in the next plan, if the sequence has one.
 
-        Children that no plan has forked from its row yet join like new sequences, with whole
-        tables.
+        Forks from this row that no plan contains yet are cancelled. The children then join the
+        batch like new sequences, with their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:
@@ -136,7 +143,7 @@ class SequenceTable:
         sequence.has_row = False
 
     def pop_row_changes(self) -> tuple[tuple[int, ...], tuple[RowFork, ...]]:
-        """Rows released and forked since the last call."""
+        """Return the `released_seq_ids` and `row_forks` since the last call, and clear them."""
         if not (self._released or self._row_forks):
             return (), ()
         changes = tuple(self._released), tuple(self._row_forks.values())
@@ -145,9 +152,9 @@ class SequenceTable:
         return changes
 
     def retire(self, sequence: Sequence) -> None:
-        """End a sequence's membership; its blocks come back when no step in flight writes them.
+        """Release the row of an ended sequence, and free its blocks after the last step in flight.
 
-        A second call, for a sequence whose first call raised midway, completes it.
+        If a call raises, a second call for the same sequence completes the work.
         """
         self.release_row(sequence)
         if sequence.host_block_table:
@@ -157,7 +164,10 @@ class SequenceTable:
             self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a draining sequence's blocks and forget it; other sequences are left alone."""
+        """Free the blocks of a draining sequence, and remove the sequence from the table.
+
+        Sequences that are not draining are ignored.
+        """
         if self.draining.pop(sequence.seq_id, None) is not None:
             self._manager.free(sequence)
             sequence.num_computed_tokens = 0
@@ -166,16 +176,27 @@ class SequenceTable:
     def check_integrity(
         self, unfinished_requests: Iterable[Request], num_in_flight_steps: int
     ) -> None:
-        """Prove that the known sequences are just the live and the draining ones."""
+        """Check that the table has exactly the live and the draining sequences.
+
+        Args:
+            unfinished_requests: Running and waiting requests.
+            num_in_flight_steps: Number of planned steps that are not read yet.
+
+        Raises:
+            IntegrityError: A sequence is missing or superfluous, or its counters are inconsistent.
+        """
         live_sequences = [
             sequence for request in unfinished_requests for sequence in request.live_sequences
         ]
         sequences = [*live_sequences, *self.draining.values()]
         ids = {sequence.seq_id for sequence in sequences}
-        require(len(ids) == len(sequences), "a sequence is in two places")
-        require(ids == self.by_id.keys(), "a sequence is lost, or outlives its request")
+        require(len(ids) == len(sequences), "a sequence is listed twice")
         require(
-            all(s.finish_reason is None for s in live_sequences), "a sequence has ended and is live"
+            ids == self.by_id.keys(),
+            "a sequence is missing in the table, or remains after its request",
+        )
+        require(
+            all(s.finish_reason is None for s in live_sequences), "an ended sequence is still live"
         )
         for sequence in sequences:
             name, pending = f"sequence {sequence.seq_id}", sequence.num_pending_tokens
@@ -186,11 +207,22 @@ class SequenceTable:
             )
         for sequence in self.draining.values():
             name = f"sequence {sequence.seq_id}"
-            require(sequence.num_in_flight_steps > 0, f"{name} drains, and nothing is in flight")
+            require(
+                sequence.num_in_flight_steps > 0, f"{name} is draining without a step in flight"
+            )
 
 
 def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue) -> None:
-    """Raise IntegrityError unless the queues are in order and hold what their names say."""
+    """Check both queues, their order and the state of their requests.
+
+    Args:
+        max_num_seqs: Maximum number of running sequences.
+        running: Requests in the batch.
+        waiting: Requests that are not in the batch.
+
+    Raises:
+        IntegrityError: A queue or a request is inconsistent.
+    """
     running.check_integrity()
     num_seqs = running.num_rows
     require(num_seqs <= max_num_seqs, f"{num_seqs} sequences run, max_num_seqs={max_num_seqs}")
@@ -199,7 +231,8 @@ def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue
         require(
             running_request.sort_key < waiting_request.sort_key
             or running_request.priority > waiting_request.priority,
-            f"{waiting_request.request_id!r} came before {running_request.request_id!r} and waits for it",
+            f"{waiting_request.request_id!r} came before {running_request.request_id!r} "
+            "and waits for it",
         )
     for request in running:
         _check_running(request)
@@ -216,17 +249,19 @@ def _check_running(request: Request) -> None:
         computed, known = sequence.num_computed_tokens, sequence.num_tokens
         has_more = computed < known or request.beam is not None
         require(computed <= known and has_more, f"{name} has computed {computed} of {known} tokens")
-        require(known <= request.max_num_tokens, f"{name} outgrows {request.max_num_tokens}")
-        require(not sequence.host_block_table, f"{name} is in an image")
+        require(
+            known <= request.max_num_tokens, f"{name} has more than {request.max_num_tokens} tokens"
+        )
+        require(not sequence.host_block_table, f"{name} is still in a swap entry")
 
 
 def _check_waiting(request: Request) -> None:
     name = f"waiting request {request.request_id!r}"
     queued = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
     require(request.status in queued, f"{name} is {request.status}")
-    is_out = request.status is RequestStatus.SWAPPED
+    is_swapped = request.status is RequestStatus.SWAPPED
     for sequence in request.live_sequences:
         require(not sequence.block_table, f"{name} holds blocks")
         require(not sequence.has_row, f"{name} has a row")
-        require(is_out or not sequence.num_computed_tokens, f"{name} has computed tokens")
-        require(is_out or not sequence.host_block_table, f"{name} is in an image")
+        require(is_swapped or not sequence.num_computed_tokens, f"{name} has computed tokens")
+        require(is_swapped or not sequence.host_block_table, f"{name} is still in a swap entry")

@@ -1,8 +1,8 @@
-"""Preemption by swap: a group's blocks go to host memory as one image and come back as one.
+"""Preemption by swap: copy the blocks of a group to a swap entry in host memory, and back.
 
-An image holds each block once, however many of the group's sequences share it. While the group is
-out, its sequences have an `host_block_table` (entries of the image) in place of their block tables, so
-that forking, pruning and ending go on as before.
+A swap entry holds each block once, even if several sequences of the group share the block. A
+swapped-out sequence has a `host_block_table` instead of a block table, with the index of each block
+in the swap entry. Beam search can therefore still fork and end swapped-out sequences.
 """
 
 from collections.abc import Iterable
@@ -21,25 +21,23 @@ from jpaged.core.request import Request, RequestStatus, SwapEntry
 
 
 class PreemptionMode(StrEnum):
-    """What becomes of the KV of a preempted group."""
+    """How to restore the KV of a preempted group."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    AUTO = "auto"  # whichever is measured to cost less for the group
+    AUTO = "auto"  # the cheaper of the two, by measured `PreemptionCosts`
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
-    """Times of prefill steps and of transfers, each rising by size.
+    """Measured times of prefill steps and swap transfers, in lists sorted by size.
 
     Attributes:
-        prefill_seconds: (tokens, seconds) of a step.
-        swap_seconds: (blocks, seconds) of one way between device and host, of several chunks at the
-            end, which overlap.
+        prefill_seconds: (number of tokens, seconds) of prefill steps.
+        swap_seconds: (number of blocks, seconds) of transfers between device and host, one way.
 
     Raises:
-        ValueError: a list is empty, its sizes do not rise or are not positive, or a time is
-            negative.
+        ValueError: A list is empty, its sizes are not positive and rising, or a time is negative.
     """
 
     prefill_seconds: tuple[tuple[int, float], ...]
@@ -50,17 +48,23 @@ class PreemptionCosts:
         _check_times("swap_seconds", self.swap_seconds)
 
     def recompute_cost(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens again."""
+        """Return the estimated seconds to recompute `num_tokens` tokens."""
         return _sum_step_seconds(self.prefill_seconds, num_tokens)
 
     def swap_cost(self, num_blocks: int) -> float:
-        """Seconds to bring so many blocks to the host and back."""
+        """Return the estimated seconds to copy `num_blocks` blocks to the host and back."""
         return 2 * _interpolate_seconds(self.swap_seconds, num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
-    """How to preempt: `num_host_blocks` blocks fit in host memory, `costs` decide for `AUTO`."""
+    """Options of preemption.
+
+    Attributes:
+        mode: How to restore the KV of preempted groups.
+        num_host_blocks: Maximum number of blocks in host memory.
+        costs: Measured costs, which `PreemptionMode.AUTO` needs.
+    """
 
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
     num_host_blocks: int = 0
@@ -74,11 +78,11 @@ class PreemptionPolicy:
 
 
 class SwapSpace:
-    """The images in host memory and the orders that the next plan must carry out.
+    """Bookkeeping of swap entries in host memory, and of the transfers for the next plan.
 
     Attributes:
-        policy: How to preempt.
-        num_used_blocks: Blocks of host memory that images hold.
+        policy: Options of preemption.
+        num_used_host_blocks: Number of blocks in all swap entries.
     """
 
     def __init__(self, policy: PreemptionPolicy, manager: BlockManager):
@@ -92,11 +96,15 @@ class SwapSpace:
 
     @property
     def has_swap_ins(self) -> bool:
-        """Whether a group comes back with the next plan."""
+        """Whether the next plan swaps a group in."""
         return bool(self._swap_ins)
 
     def pop_swap_changes(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
-        """`dropped_swap_entry_ids`, `swap_outs` and `swap_ins` of the next plan: those since the last call."""
+        """Return the swap changes since the last call, and clear them.
+
+        Returns:
+            `dropped_swap_entry_ids`, `swap_outs` and `swap_ins` for the next `StepPlan`.
+        """
         changes = tuple(self._dropped), tuple(self._swap_outs), tuple(self._swap_ins)
         for list_ in (self._dropped, self._swap_outs, self._swap_ins):
             list_.clear()
@@ -105,7 +113,7 @@ class SwapSpace:
     # ---- out
 
     def should_swap(self, request: Request) -> bool:
-        """Whether a group about to be preempted shall be swapped out; if not, it is recomputed."""
+        """Return whether to swap a preempted group out. If False, its tokens are recomputed."""
         policy = self.policy
         if policy.mode is PreemptionMode.RECOMPUTE:
             return False
@@ -118,7 +126,10 @@ class SwapSpace:
         return policy.costs.swap_cost(num_blocks) < recompute_cost
 
     def swap_out(self, request: Request) -> None:
-        """Take the group's blocks away, and have them copied before anybody writes there."""
+        """Free the group's blocks, and let the next plan copy them to a new swap entry.
+
+        The plan copies blocks to the host before any step writes to them.
+        """
         entries = {block_id: entry for entry, block_id in enumerate(_group_block_ids(request))}
         for sequence in request.live_sequences:
             sequence.host_block_table = [entries[block_id] for block_id in sequence.block_table]
@@ -133,10 +144,10 @@ class SwapSpace:
     # ---- in
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """How the group would come back if enough blocks were free: with those to compute what it
-        has not, since it would be swapped out again without them.
+        """Return the `GroupFit` of a swapped-out group, whether or not enough blocks are free.
 
-        Full blocks that the prefix cache still has, or has again, are shared and not copied.
+        Blocks for the tokens that are not computed yet are included. Without them, the group would
+        be preempted again immediately. Blocks that the prefix cache holds are shared, not copied.
         """
         manager = self._manager
         hits = [manager.find_prefix(s, s.num_computed_tokens) for s in request.live_sequences]
@@ -151,17 +162,25 @@ class SwapSpace:
         ]
         num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
         partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
-        num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})  # on write
+        # Copies on write: the last sequence to write a shared block keeps the block.
+        num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})
         return GroupFit(hits, num_needed + num_copies)
 
     def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
-        """Give the group blocks for its image, shared as they were; `hits` as in its `GroupFit`."""
+        """Give a swapped-out group blocks, and let the next plan copy its swap entry to them.
+
+        Sequences share the same blocks as before the swap.
+
+        Args:
+            request: Request of the group.
+            hits: Cached blocks that need no copy; see `GroupFit.hits`.
+        """
         pool = self._manager.pool
         block_ids_by_index = {
             e: block.block_id for e, block in _cached_host_blocks(request, hits).items()
         }
         held = list(block_ids_by_index.values())
-        pool.touch(held)  # before the others are taken: these may lie in the free queue
+        pool.touch(held)  # first, so that `allocate` cannot return free cached blocks
         copied = sorted(_host_block_indices(request) - block_ids_by_index.keys())
         fresh = pool.allocate(len(copied))
         block_ids_by_index.update(zip(copied, fresh, strict=True))
@@ -175,37 +194,53 @@ class SwapSpace:
         self._swap_ins.append(SwapIn(swap_entry_id, tuple(zip(copied, fresh, strict=True))))
 
     def drop(self, request: Request) -> None:
-        """The group ended; if it was out, its image is dropped."""
+        """Drop the swap entry of an ended group, if the group was swapped out."""
         if request.swap_entry is None:
             return
         swap_entry_id = self._remove_entry(request)
         left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
-        if len(left) == len(self._swap_outs):  # the copy was made, or is under way
+        if len(left) == len(self._swap_outs):  # a plan already contains the swap-out
             self._dropped.append(swap_entry_id)
         self._swap_outs = left
 
     def _remove_entry(self, request: Request) -> int:
         swap_entry = request.swap_entry
-        require(swap_entry is not None, f"request {request.request_id!r} has no image")
+        require(swap_entry is not None, f"request {request.request_id!r} has no swap entry")
         request.swap_entry = None
         self.num_used_host_blocks -= swap_entry.num_blocks  # pyright: ignore[reportOptionalMemberAccess]
         return swap_entry.swap_entry_id  # pyright: ignore[reportOptionalMemberAccess]
 
     def check_integrity(self, unfinished_requests: Iterable[Request]) -> None:
-        """Prove that images are just those of groups that are out, within the bound."""
-        images = [
+        """Check that exactly the swapped-out requests have swap entries, and that these fit.
+
+        Args:
+            unfinished_requests: Running and waiting requests.
+
+        Raises:
+            IntegrityError: A swap entry is missing or superfluous, or block counts are wrong.
+        """
+        swap_entries = [
             request.swap_entry for request in unfinished_requests if request.swap_entry is not None
         ]
-        used = sum(swap_entry.num_blocks for swap_entry in images)
-        require(used == self.num_used_host_blocks, f"{used} host blocks used, not counted so")
-        require(used <= self.policy.num_host_blocks, f"{used} host blocks used, too many")
+        used = sum(swap_entry.num_blocks for swap_entry in swap_entries)
+        require(
+            used == self.num_used_host_blocks,
+            f"{used} host blocks are used, but another number is counted",
+        )
+        require(
+            used <= self.policy.num_host_blocks,
+            f"{used} host blocks are used, more than num_host_blocks",
+        )
         for request in unfinished_requests:
-            is_out = request.status is RequestStatus.SWAPPED
-            require(is_out == (request.swap_entry is not None), f"{request.request_id!r} misplaced")
+            is_swapped = request.status is RequestStatus.SWAPPED
+            require(
+                is_swapped == (request.swap_entry is not None),
+                f"{request.request_id!r} has status swapped or a swap entry, but not both",
+            )
 
 
 def _group_block_ids(request: Request) -> dict[int, None]:
-    """The group's blocks, each once, in the order of its sequences."""
+    """Return the ids of the group's blocks without duplicates, in the order of its sequences."""
     return dict.fromkeys(b for sequence in request.live_sequences for b in sequence.block_table)
 
 
@@ -222,7 +257,10 @@ def _cached_host_blocks(request: Request, hits: list[list[KVBlock]]) -> dict[int
 
 
 def _sum_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
-    """As many of the largest size as are full, and the smallest size that holds the rest."""
+    """Return the time of full steps of the largest size, and of one step for the remainder.
+
+    The step for the remainder has the smallest size that is large enough.
+    """
     largest, seconds = times[-1]
     whole, rest = divmod(amount, largest)
     last = next(s for size, s in times if size >= rest) if rest else 0.0
@@ -230,7 +268,7 @@ def _sum_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> floa
 
 
 def _interpolate_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
-    """In proportion between two sizes, and past the largest as before it."""
+    """Interpolate linearly between measured sizes, and extrapolate after the largest size."""
     if not amount:
         return 0.0
     before, last = ((0, 0.0), *times)[-2:]
@@ -246,6 +284,6 @@ def _check_times(name: str, times: tuple[tuple[int, float], ...]) -> None:
     rising = all(a < b for a, b in pairwise(sizes))
     if not times or not rising or not all(seconds >= 0 for _, seconds in times):
         raise ValueError(
-            f"{name}={times!r} must list (size, seconds) by rising positive size, "
-            "with no negative time"
+            f"{name}={times!r} must list (size, seconds) with positive, rising sizes "
+            "and without negative times"
         )
