@@ -1,1 +1,1 @@
-"""The engine: its public face, its loop, and requests from what callers give to their outputs."""
+"""The `Engine` class, the loop of steps, and the path of a request from prompt to outputs."""

@@ -1,9 +1,10 @@
-"""Samples the steps in which a row has a grammar, with masks from the mask worker.
+"""Sampling for steps in which at least one row has a grammar.
 
-The mask of such a row depends on the token before it. So the loop launches the layers of the step,
-reads the step before, and then samples here. In the overlapped loop, a thread sends the sampled
-tokens to the mask worker as soon as the device has them. A row whose mask is late may skip the
-step: a later step computes its token again.
+The mask of a row with a grammar depends on the previous token of the row. The loop therefore
+launches the layers of the step, reads the previous step, and then calls
+`ConstrainedSampler.sample`. In the overlapped loop, a thread sends the sampled tokens to the mask
+worker as soon as the device has computed the tokens. A row whose mask is late may skip the step: a
+later step computes the row's token again.
 """
 
 import time
@@ -25,37 +26,45 @@ from jpaged.structured_outputs.mask_client import Answer, AnswerRows, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
 
 _MAX_COMPILE_WAIT_S = 0.005
-"""Maximum seconds that a turn with nothing else to do waits for a grammar."""
+"""Maximum seconds that a turn of an idle loop waits for a grammar to compile."""
 
 _MAX_MASK_WAIT_S = 1.0
-"""Maximum seconds that a step waits for the masks of rows that cannot skip the step. It applies
-while the mask worker runs, if all rows have a grammar or the goal is throughput."""
+"""Maximum time in seconds that a step waits for the masks of rows that cannot skip the step.
+
+This limit applies while the mask worker is running, and only if every row has a grammar or the goal
+is throughput.
+"""
 
 _MAX_LATE_FRACTION = 0.25
-"""Maximum share of late rows for which the waiting time is proportional to the share."""
+"""Maximum fraction of late rows for which the waiting time is proportional to the fraction."""
 
 _MAX_STEP_S = 0.05
-"""Maximum duration of a step in seconds, as `WaitBudget` counts it. A longer time between two steps
-includes a pause."""
+"""Maximum step duration in seconds that `WaitBudget` measures. Longer intervals between two steps
+include idle time."""
 
 
 def _late_mask_error() -> GrammarError:
     return GrammarError(
         "structured_outputs",
         ": the mask worker did not answer in time, and this request cannot skip a step",
-        remedy="retry",
+        remedy="retry the request",
         kind=ErrorKind.UNAVAILABLE,
     )
 
 
 class ConstrainedSampler:
-    """Samples steps for the loop. Requests without a grammar never call it.
+    """Samples the steps in which a row has a grammar. The loop uses this class for no other step.
 
-    `requests` are the loop's unfinished requests by id. `mask_client` is None if none can have a grammar.
+    Args:
+        mask_client: Client of the mask worker; None if no request can have a grammar.
+        scheduler: Scheduler that made the steps. Rows with late masks are postponed in its plans.
+        runner: Model runner that launches the sampling.
+        mode: Mode of the loop.
+        requests: Unfinished requests of the loop, by request id.
 
     Attributes:
-        compiling: Requests that the loop queues when their grammars are compiled, in their order.
-        unread: The last step that was sampled with masks, until it is read.
+        compiling: Requests that wait until their grammars are compiled, in order of arrival.
+        unread_step: Last step that was sampled with masks, until the step is read; None otherwise.
     """
 
     def __init__(
@@ -72,13 +81,17 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        self._ended_answers = set[
-            Answer
-        ]()  # answers that end with the tokens of the step being read
+        # Answers that end with the tokens of the step that is being read.
+        self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
-        """Remove the requests from `compiling` whose grammars are compiled, or cannot be."""
-        if may_wait:  # nothing else is to do
+        """Remove and return the requests of `compiling` whose compilation succeeded or failed.
+
+        Args:
+            may_wait: Whether to wait for the grammar of the first request, `_MAX_COMPILE_WAIT_S` at
+                most. `compiling` must not be empty then.
+        """
+        if may_wait:
             next(iter(self.compiling.values())).wait(_MAX_COMPILE_WAIT_S)
         compiled = [state for state, constraint in self.compiling.items() if constraint.is_ready]
         for state in compiled:
@@ -88,17 +101,19 @@ class ConstrainedSampler:
     def sample(
         self, step: UnsampledStep, device_wait_s: float, goal: SchedulingGoal
     ) -> tuple[StepHandle, list[RequestFault], list[Sequence]]:
-        """Sample a step with masks, and have the mask worker make the next masks.
+        """Sample a step with masks, and request the masks of the next tokens from the mask worker.
 
         Args:
-            step: The step. Its layers must be launched, and all steps before it must be read.
-            slack: Seconds that the host has just waited for the device.
-            goal: With `SchedulingGoal.THROUGHPUT`, rows without a grammar also wait for a busy mask worker.
+            step: The step to sample. The layers of the step must be launched, and all earlier steps
+                must be read.
+            device_wait_s: Seconds that the host has just waited for the device.
+            goal: With `SchedulingGoal.THROUGHPUT`, a step that contains rows without a grammar may
+                also wait longer for a busy mask worker.
 
         Returns:
-            The step's handle; the requests that fail, each with its error; and the sequences whose
-            grammars were complete before this step. The step's tokens for these requests and
-            sequences are dropped.
+            The handle of the launched step; the requests that fail, each with its error; and the
+            sequences whose grammars were complete before this step. The caller must drop the step's
+            tokens for these requests and sequences.
         """
         items = [
             (answer, row)
@@ -130,13 +145,17 @@ class ConstrainedSampler:
         return handle, [*faults, *handle.faults], completed
 
     def await_mask_worker(self) -> None:
-        """Wait until the mask worker has the tokens of the `unread_step` step, which is being read. An
-        interrupt must not break in."""
-        self.unread_step, self._ended_answers = None, self._mask_client.await_taken()
+        """Wait until the mask worker has received the tokens of `unread_step`, which is being read.
+
+        The caller must defer interrupts during this call.
+        """
+        self.unread_step, self._ended_answers = None, self._mask_client.await_tokens_received()
 
     def find_ended(self, emitted: Iterable[EmittedToken]) -> set[Sequence]:
-        """Return the sequences of `emitted` whose answers end with the token just read: their
-        grammars are complete, or failed."""
+        """Return the sequences of `emitted` whose answers end with the token that was just read.
+
+        An answer ends when its grammar is complete, or when its grammar fails.
+        """
         found, ended, self._ended_answers = set[Sequence](), self._ended_answers, set()
         for sequence, _, _, reason in emitted:
             is_last = reason is FinishReason.LENGTH
@@ -146,7 +165,7 @@ class ConstrainedSampler:
         return found
 
     def _sequence_answer(self, sequence: Sequence) -> Answer | None:
-        """Return the answer that a sequence's next token must fit; None without a grammar."""
+        """Return the answer that holds the grammar state of `sequence`; None without a grammar."""
         state = self._requests[sequence.request.request_id]
         return state.samples[sequence.index].answer if state.is_constrained else None
 
@@ -158,20 +177,23 @@ class ConstrainedSampler:
         late: SequenceOf[int],
         heavy: Collection[int],
     ) -> bool:
-        """Return whether the step stops waiting for late masks. Then each late row skips the step,
-        and the rows that cannot skip it fail.
+        """Return whether the step stops waiting for late masks.
+
+        If the step stops, each late row skips the step, and the late rows that cannot skip fail.
 
         Args:
-            step, items: The step, and its answers with grammars.
-            goal: As of `sample`.
-            late: Indices in `items` of the answers without a mask.
-            heavy: Indices among `late` of the heavy answers.
+            step: The step to sample.
+            items: Answers with a grammar in the step, each with its row.
+            goal: Scheduling goal of the step.
+            late: Indices in `items` of the answers whose masks are not ready.
+            heavy: Indices in `items` of the late answers whose grammars are slow
+                (`AnswerState.HEAVY`).
         """
         mask_client, num_rows = self._mask_client, len(step.scheduled)
         has_ready_rows, has_unconstrained_rows = len(late) < num_rows, len(items) < num_rows
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
-        else:  # a request that arrives would have to wait
+        else:  # Every row is late: a request that arrives now would have to wait.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -186,17 +208,18 @@ class ConstrainedSampler:
         cannot_skip = {i for i in late if not self._can_skip(step, items[i][1])}
         if not cannot_skip or not is_late:
             return not cannot_skip
-        # On a busy machine the mask worker may just have had no CPU time.
+        # On a busy machine, the mask worker may have received no CPU time.
         is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
-        # Streams without a grammar wait no longer, whatever the reason.
+        # Rows without a grammar wait longer for a busy worker only if the goal is throughput.
         is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
         return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:
-        """Return whether a row can skip the step, so that a later step computes its token again.
+        """Return whether a row can skip the step. A later step then computes the row's token again.
 
-        A row can if it decodes one token, is its request's only unfinished sequence, and the
-        request adjusts no logits (penalties, biases, forbidden tokens).
+        The row must decode exactly one token, and its sequence must be the only unfinished sequence
+        of the request. The request must not adjust logits with penalties, biases or forbidden
+        tokens.
         """
         item = step.scheduled[row]
         sequence, request = item.sequence, item.sequence.request
@@ -209,17 +232,18 @@ class ConstrainedSampler:
 
 
 class WaitBudget:
-    """Limits how long a step waits for late masks while the mask worker answers.
+    """Limits how long a step waits for late masks while the mask worker responds.
 
-    A step first waits as long as the host has just waited for the device. Meanwhile the device
-    computes the layers of the step. A step then waits longer:
+    The basic budget is the time that the host has just waited for the device: the device computes
+    the layers of the step during the wait for masks. The budget then grows as follows:
 
-    - If at most a quarter of the rows are late: by (share of late rows) x (duration of a step). For
-      all rows together, this costs as much as skipping the step costs the late rows.
-    - If more rows are late: by the duration of a step. Rows without a grammar then keep at least
-      half of their speed. If all rows have a grammar, this budget sets no limit.
+    - If at most 25 % of the rows are late, the budget grows by the duration of a step multiplied by
+      the fraction of late rows. For all rows together, waiting then costs as much time as skipping
+      the step costs the late rows.
+    - If more rows are late, the budget grows by the duration of a step, so rows without a grammar
+      keep at least half of their speed. If all rows have a grammar, the budget is unlimited.
 
-    Late rows whose grammar takes milliseconds for a token (`AnswerState.HEAVY`) do not count.
+    Late rows whose grammars take milliseconds per token (`AnswerState.HEAVY`) do not count as late.
     """
 
     def __init__(self):
@@ -227,16 +251,20 @@ class WaitBudget:
         self._device_wait_s = self._step_s = 0.0
 
     def begin_wait(self, device_wait_s: float) -> None:
-        """Start the budget of a step, for which the host has just waited `device_wait_s` seconds for the
-        device."""
+        """Start the budget of a step.
+
+        Args:
+            device_wait_s: Seconds that the host has just waited for the device.
+        """
         self._wait_start, self._device_wait_s = time.perf_counter(), device_wait_s
 
     def is_spent(self, late_fraction: float, *, has_unconstrained_rows: bool) -> bool:
-        """Return whether the step has used up its waiting time.
+        """Return whether the step has used up its budget.
 
         Args:
-            share: Late rows as a share of the step's rows, 0 to 1, without rows of heavy answers.
-            has_plain: Whether the step has rows without a grammar.
+            late_fraction: Late rows without heavy answers, as a fraction of the step's rows, 0 to
+                1.
+            has_unconstrained_rows: Whether the step contains rows without a grammar.
         """
         if late_fraction > _MAX_LATE_FRACTION:
             late_fraction = 1.0 if has_unconstrained_rows else float("inf")
@@ -244,11 +272,12 @@ class WaitBudget:
         return time.perf_counter() - self._wait_start >= seconds
 
     def end_wait(self) -> None:
-        """Note that the step has stopped waiting. Measure the time from the end of the previous
-        step's wait to the beginning of this wait."""
+        """End the wait of a step, and measure the duration of a step without waits.
+
+        The duration is the time from the end of the previous wait to the beginning of this wait.
+        """
         now = time.perf_counter()
-        seconds = (
-            self._wait_start - self._step_start
-        )  # without waits, or each would lengthen the next
+        # The duration of a step excludes waits: otherwise each wait would allow a longer next one.
+        seconds = self._wait_start - self._step_start
         self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
         self._step_start = now

@@ -1,4 +1,4 @@
-"""The engine as its users meet it: requests in, tokens and text out."""
+"""The `Engine` class: the public Python API for generating text with one model."""
 
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,18 +37,19 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
+    """Serves one model from a paged KV cache. Not thread-safe: call an engine from one thread only.
 
-    What the process has once an engine is made, the engine among it, is frozen (`gc.freeze`): freed
-    as ever when nothing refers to it, but cycles in it are not looked for any more.
+    Creating an engine calls `gc.freeze`: the garbage collector no longer searches the engine, or
+    any object that exists at that time, for reference cycles. Reference counting still frees the
+    objects.
 
     Args:
-        model: A local folder, a Hugging Face hub id, or None for the embedded model.
-        **options: The other fields of `EngineConfig`, by name.
+        model: Local folder, Hugging Face hub id, or None for the embedded model.
+        **options: Other fields of `EngineConfig`, by name.
 
     Raises:
-        TypeError, ValueError: an option is unknown, out of range, or does not fit the model or
-            the device.
+        TypeError, ValueError: An option is unknown, out of range, or does not fit the model or the
+            device.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
@@ -57,8 +58,13 @@ class Engine:
 
     @classmethod
     def from_parts(cls, config: EngineConfig, parts: EngineParts) -> "Engine":
-        """An engine of the parts that `build_parts(config)` gave, perhaps with another scheduler in
-        place of theirs: one whose block manager allocates otherwise, for a comparison."""
+        """Return an engine that consists of the given parts.
+
+        Args:
+            config: The configuration of the engine.
+            parts: Result of `build_parts(config)`. The scheduler may be replaced by another one,
+                for example to compare block managers.
+        """
         engine = cls.__new__(cls)
         engine._assemble(config, parts)
         return engine
@@ -82,23 +88,26 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a prompt; `step` brings its outputs. A grammar for it is compiled while others run;
-        if that fails, the request ends with an error.
+        """Queue a prompt and return its request id. `step` or `take_deltas` returns the outputs.
+
+        If the request has a grammar, the mask worker compiles the grammar while other requests run.
+        If the compilation fails, the request ends with an error.
 
         Args:
-            prompt: A string, a list of token ids, or a dict with either and perhaps a "cache_salt".
-            params: How to sample; None stands for `SamplingParams()`.
-            request_id: Unique among unfinished requests; None makes one.
-            priority: Lower is served earlier and preempted later; other than 0 only with
-                scheduling_policy="priority".
+            prompt: A string, a list of token ids, or a dict with either and optionally a
+                "cache_salt".
+            params: Sampling parameters; None for `SamplingParams()`.
+            request_id: An id that no unfinished request has; None to generate an id.
+            priority: Requests with lower numbers are served earlier and preempted later. Numbers
+                other than 0 require scheduling_policy="priority".
 
         Returns:
-            The request's id.
+            The id of the request.
 
         Raises:
-            TypeError, ValueError: the prompt or a parameter is not acceptable, or the request could
-                never fit; nothing is queued then.
-            RuntimeError: a step failed earlier.
+            TypeError, ValueError: The prompt or a parameter is invalid, or the request can never
+                fit into the pool. The request is not queued.
+            RuntimeError: An earlier step failed.
         """
         state = self._make_state(prompt, params, priority, request_id)
         state.is_polled = True
@@ -106,10 +115,10 @@ class Engine:
         return state.request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state and give its blocks back; an unknown id is no error.
+        """End a request in any state and free its blocks. Do nothing if the id is unknown.
 
-        No output of it follows. A step in flight that holds the request finishes first, and then
-        its blocks are free.
+        The engine returns no more outputs of the request. If a step in flight contains the request,
+        the blocks are freed after that step.
         """
         state = self._loop.requests.get(request_id)
         if state is not None:
@@ -120,26 +129,27 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do or to deliver."""
+        """Whether a request is unfinished, a step is unread, or an output is undelivered."""
         return self._loop.has_work or bool(self._loop.undelivered)
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has anything left to do, delivered or not."""
+        """Whether a request is unfinished or a step is unread. Undelivered outputs do not count."""
         return self._loop.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Advance by one step, or by a burst of them (`num_scheduler_steps`).
+        """Advance by one step, or by one burst of `num_scheduler_steps` steps.
 
         Returns:
-            The requests of `add_request` that got tokens or ended since the last call (a beam
-            search only at its end); empty in a turn that only fills the overlapped loop's pipeline.
+            Outputs of the requests from `add_request` that received tokens or ended since the last
+            call. A beam search is returned only when it ends. The list is empty if the call only
+            filled the pipeline of the overlapped loop.
 
         Raises:
-            RuntimeError: a step failed, now or earlier.
+            RuntimeError: This step or an earlier step failed.
         """
         self.advance()
-        with defer_interrupts():  # asking for a text decodes it, which must not be interrupted
+        with defer_interrupts():  # An interrupted detokenizer would lose text.
             outputs = [self._make_output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
@@ -147,9 +157,9 @@ class Engine:
     def _make_output(self, state: RequestState) -> RequestOutput:
         try:
             return state.output()
-        except Exception:  # of this request alone
+        except Exception:  # An output that cannot be made must not end other requests.
             self._loop.abort(state)
-            count = state.params.n if state.samples else 0  # of a search that failed there are none
+            count = state.params.n if state.samples else 0  # A failed beam search has no answers.
             failed = [
                 CompletionOutput(index=i, text="", token_ids=[], finish_reason="error")
                 for i in range(count)
@@ -164,13 +174,18 @@ class Engine:
             )
 
     def advance(self) -> None:
-        """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
+        """Do the work of `step` without returning outputs. `take_deltas` returns the new tokens.
+
+        Raises:
+            RuntimeError: This step or an earlier step failed.
+        """
         self._loop.advance(SchedulingGoal.LATENCY)
 
     def take_deltas(self) -> list[RequestDelta]:
-        """What the requests of `add_request` grew by since the last call of this method.
+        """Return the new tokens of each request from `add_request` since the previous call.
 
-        Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
+        The cost is proportional to the number of new tokens, while `step` returns the whole output
+        of each request. Do not use both `step` and `take_deltas` with one engine.
         """
         states, self._loop.undelivered = self._loop.undelivered, {}
         return [self._take_delta(state) for state in states]
@@ -178,7 +193,7 @@ class Engine:
     def _take_delta(self, state: RequestState) -> RequestDelta:
         try:
             return state.take_delta()
-        except Exception as error:  # of this request alone
+        except Exception as error:  # A delta that cannot be made must not end other requests.
             self._loop.abort(state)
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
@@ -190,14 +205,13 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> RequestState:
-        """The preprocessor's `make_request_state`, of one prompt and its parameters as the caller gave
-        them; it is told which ids are in use."""
+        """Return the state of a new request for a prompt and parameters that the caller passed."""
         normalized = normalize_prompt(prompt, vocab_size=self.vocab_size)
         (sampling_params,), in_use = pair_params(params, 1), self._loop.requests
         make = self._preprocessor.make_request_state
         return make(normalized, sampling_params, priority, request_id=request_id, ids_in_use=in_use)
 
-    # Whole generations
+    # Generation
 
     def generate(
         self,
@@ -207,20 +221,22 @@ class Engine:
         use_tqdm: bool | None = None,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts and wait for all of them.
+        """Complete one or more prompts and wait until all answers are finished.
 
         Args:
-            prompts: One prompt or a list; each a string, a list of token ids, or a dict.
-            params: One for all, or one for each.
-            use_tqdm: Show a progress bar; None shows it for more than one prompt on a terminal.
-            priority: One for each prompt, as in `add_request`.
+            prompts: One prompt or a list of prompts. A prompt is a string, a list of token ids, or
+                a dict as in `add_request`.
+            params: One `SamplingParams` for all prompts, or a list with one per prompt.
+            use_tqdm: Whether to show a progress bar. None shows a progress bar for several prompts
+                if stderr is a terminal.
+            priority: A list with one priority per prompt, as in `add_request`.
 
         Returns:
-            One output a prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
-            RuntimeError: a step failed.
+            TypeError, ValueError: A prompt or a parameter is invalid. No request is started.
+            RuntimeError: A step failed.
         """
         normalized = normalize_prompts(prompts, vocab_size=self.vocab_size)
         per_prompt = (
@@ -241,10 +257,16 @@ class Engine:
     def _run_to_end(
         self, states: list[RequestState], goal: SchedulingGoal, on_ended: Callable[[int], object]
     ) -> list[RequestOutput]:
-        """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
+        """Run requests until all of them end, and return their outputs in the order of `states`.
 
-        If one of them is refused, none is started. Each output is made when its request has ended,
-        its texts too, which others' steps hide in the overlapped loop.
+        If one request is refused, no request starts. An error or an interrupt aborts all requests.
+        Each output is created when its request ends. In the overlapped loop, detokenizing then runs
+        while the device computes the steps of other requests.
+
+        Args:
+            states: Requests to run, not queued yet.
+            goal: Goal of the steps.
+            on_ended: Called after each step with the number of requests that the step ended.
         """
         unfinished, outputs = set(states), dict[RequestState, RequestOutput]()
         try:
@@ -257,7 +279,7 @@ class Engine:
                     state.raise_if_failed()
                 outputs |= {state: state.output() for state in ended}
         finally:
-            with defer_interrupts():  # a second Ctrl-C too
+            with defer_interrupts():  # A second Ctrl-C must not interrupt the aborts.
                 for state in states:
                     self._loop.abort(state)
         return [outputs[state] for state in states]
@@ -275,23 +297,24 @@ class Engine:
         priority: list[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """`generate` with a beam search for the most probable answers to each prompt.
+        """Search for the most probable answers to each prompt with a beam search.
 
         Args:
-            prompts, priority, use_tqdm: As for `generate`.
-            beam_width: Beams of each search.
+            prompts, priority, use_tqdm: As in `generate`.
+            beam_width: Number of beams per prompt.
             max_tokens, length_penalty, early_stopping, ignore_eos: As in `SamplingParams`.
-            n: Answers to return; None returns all `beam_width`.
+            n: Number of answers to return per prompt; None for `beam_width`.
 
         Returns:
-            One output a prompt, its answers best first, each with its `score`.
+            One output per prompt. The answers are sorted best first, and each answer has a `score`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `generate`.
+            TypeError, ValueError, RuntimeError: As in `generate`.
         """
         if beam_width is None:
-            raise TypeError("beam_width=None: give the number of beams, 1 or more")
-        check_int("beam_width", beam_width, low=1)  # before `n`, which it also stands for
+            raise TypeError("beam_width is None: pass the number of beams, at least 1")
+        # Checked first, because `n` is `beam_width` by default: the error must name beam_width.
+        check_int("beam_width", beam_width, low=1)
         params = SamplingParams(
             n=beam_width if n is None else n,
             beam_width=beam_width,
@@ -303,28 +326,31 @@ class Engine:
         return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
     def stream(self, prompt: object, params: SamplingParams | None = None) -> Generator[TextDelta]:
-        """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
+        """Complete one prompt and return a generator of the new text.
 
-        With n above 1 the samples' deltas come interleaved, each with its `index`; the stream ends
-        when every sample had its last one, which has a `finish_reason`.
+        Closing the generator aborts the request.
+
+        If `n` is above 1, the deltas of the samples are interleaved, and each delta has the `index`
+        of its sample. The last delta of each sample has a `finish_reason`.
 
         Raises:
-            TypeError, ValueError: the prompt or a parameter is not acceptable (at once, not at the
-                first delta), or which answers are wanted is known only at the end (beam_width, or
-                best_of above n).
-            RuntimeError: a step failed.
+            TypeError, ValueError: The prompt or a parameter is invalid, or the parameters choose
+                the answers only at the end (`beam_width`, or `best_of` above `n`). The call itself
+                raises these errors, before the first delta.
+            RuntimeError: A step failed.
         """
         (sampling_params,) = pair_params(params, 1)
         sampling_params.check_streamable()
         state = self._make_state(prompt, sampling_params)
         state.check_grammar()
         deltas = _stream_deltas(self._loop, state)
-        # A generator that was never started does not run its `finally`. Before the request is
-        # queued, after which a Ctrl-C may come at once.
+        # A generator that was never started does not run its `finally`, so a finalizer aborts the
+        # request. The finalizer must exist before the request is queued: a Ctrl-C may come
+        # immediately afterwards.
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        except BaseException:  # a traceback that somebody keeps would keep the stream
+        except BaseException:  # A saved traceback would keep the generator alive.
             self._loop.abort(state)
             raise
         return deltas
@@ -338,18 +364,20 @@ class Engine:
         use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, written out by the tokenizer's chat template.
+        """Answer conversations that the tokenizer's chat template turns into prompts.
 
         Args:
-            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
-            params, priority, use_tqdm: As for `generate`.
-            **template_options: As of `render_chat`.
+            messages: A list of {"role": ..., "content": ...} dicts, or a list of such lists.
+            params, priority, use_tqdm: As in `generate`.
+            **template_options: As in `render_chat`.
 
         Raises:
-            TypeError, ValueError: as `render_chat` and `generate`.
+            TypeError, ValueError, RuntimeError: As in `render_chat` and `generate`.
         """
-        if "sampling_params" in template_options:  # vLLM's name, which a template would ignore
-            raise TypeError("chat(sampling_params=...): give it as params, the second argument")
+        if "sampling_params" in template_options:  # vLLM's name; the template would ignore it
+            raise TypeError(
+                "chat() has no argument sampling_params: pass params, the second argument"
+            )
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
         conversations = messages if many else [messages]
         prompts = [self.render_chat(c, **template_options) for c in conversations]
@@ -358,17 +386,18 @@ class Engine:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any
     ) -> list[int]:
-        """The token ids of a conversation, ready for the answer.
+        """Return the token ids of a conversation, followed by the start of an assistant message.
 
         Args:
             messages: Dicts with a `role` and a `content`.
-            **template_options: Passed to the chat template; but with `allow_special_tokens=True`
-                text of messages such as `<|im_end|>` becomes the special token, as which it can
-                end a message and begin another. Otherwise it is the text that it is.
+            **template_options: Arguments of the chat template. In addition,
+                `allow_special_tokens=True` turns text such as `<|im_end|>` in a message into the
+                special token, which can end the message and begin another one. By default, message
+                text never becomes a special token.
 
         Raises:
-            TypeError, ValueError: there is no tokenizer or no chat template, or a message is
-                malformed.
+            TypeError, ValueError: The engine has no tokenizer, the tokenizer has no chat template,
+                or a message is malformed.
         """
         tokenizer = self._preprocessor.require_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
@@ -376,20 +405,22 @@ class Engine:
     # Prefixes
 
     def pin_prefix(self, prompt: object) -> int:
-        """Compute the KV of a prompt's full blocks now and never evict it until it is unpinned.
+        """Compute the KV of the full blocks of a prompt, and keep the blocks until `unpin_prefix`.
 
-        Others run on meanwhile (`step` tells of them later), and can count on so much less room.
+        Other requests continue to run during the call, and `step` returns their outputs later.
+        Pinned blocks are not available to other requests.
 
         Args:
-            prompt: As for `add_request`; requests of its `cache_salt` that begin with it find it.
+            prompt: A prompt as in `add_request`. Requests that begin with these tokens, and have
+                the same `cache_salt`, share the blocks.
 
         Returns:
-            The pin, for `unpin_prefix`.
+            The id of the pin, for `unpin_prefix`.
 
         Raises:
-            TypeError, ValueError: the prompt is not acceptable or fills no block, prefix caching is
-                off, or the pin leaves too few blocks for an unfinished request to end.
-            RuntimeError: a step failed, or the prefix's hash is another's.
+            TypeError, ValueError: The prompt is invalid or does not fill a block, prefix caching is
+                disabled, or the remaining blocks do not suffice for an unfinished request.
+            RuntimeError: A step failed, or another cached prefix has the same hash.
         """
         prefix = self._preprocessor.cut_to_full_blocks(prompt, self.runtime_config.block_size)
         scheduler, wanted = self._loop.scheduler, (prefix.token_ids or [], prefix.cache_salt)
@@ -400,94 +431,109 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int)
             pin = scheduler.pin_prefix(*wanted)
-            # Where others run, they may have its blocks: it may have been preempted while its token
-            # was on the way. To compute it again is to wait for them at most.
+            # The blocks may be gone: a running request may have preempted the prefix's request
+            # while its token was in flight. Compute the prefix again in this case. When no other
+            # request is left, no request can take the blocks.
             if pin is None and not scheduler.has_unfinished_requests:
-                message = "the prefix's hash is that of another: reset_prefix_cache() first"
+                message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
         return pin
 
     def unpin_prefix(self, pin: int) -> None:
-        """Let a pinned prefix go; it stays cached until its blocks are needed.
+        """Remove a pin. The blocks of the prefix stay cached until other requests need the blocks.
 
         Raises:
-            ValueError: there is no such pin.
+            ValueError: No pin has the id `pin`.
         """
         self._loop.scheduler.block_manager.pins.unpin(pin)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: no KV computed so far serves a request that comes later.
+        """Remove all cached prefixes, so that later requests compute the KV of whole prompts.
 
         Raises:
-            ValueError: a prefix is pinned.
+            ValueError: A prefix is pinned.
         """
         self._loop.scheduler.reset_prefix_cache()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None with `skip_tokenizer_init`."""
+        """The tokenizer of the model; None if the engine was created with `skip_tokenizer_init`."""
         return self._preprocessor.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits; every token id is below it."""
+        """Number of logits per token. Every token id is less than `vocab_size`."""
         return self.runtime_config.vocab_size
 
     def abort_all(self) -> None:
-        """Abort every request, wait for the device and forget undelivered outputs."""
+        """Abort all requests, wait for the steps in flight, and discard undelivered outputs."""
         for state in list(self._loop.requests.values()):
             self._loop.abort(state)
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    # What the engine says of its memory and its queues
+    # Statistics and the state of the pool
 
     def stats(self) -> EngineStats:
-        """The pool and the queues now, and counts since the start."""
+        """Return the state of the pool and the queues, and counts since the engine started."""
         return self._loop.stats()
 
     def block_map(self) -> dict[int, BlockInfo]:
-        """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
+        """Return the state, holders and content hash of every block in the pool, by block id.
+
+        Takes O(blocks) time.
+        """
         return block_map(self._loop.scheduler)
 
     def block_tables(self) -> list[SequenceInfo]:
-        """Every sequence now, with its block table. O(held blocks)."""
+        """Return every sequence with its block table. Takes O(held blocks) time."""
         return block_tables(self._loop.scheduler)
 
     def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
-        """Begin to watch the pool: `look` tells each time what changed. O(changes) a look.
+        """Return a watch whose `look` method returns the changes of the pool since its last call.
+
+        Each `look` takes time proportional to the number of changes.
 
         Args:
-            num_token_blocks: For how many blocks at most a look tells their tokens.
+            num_token_blocks: Maximum number of blocks per `look` whose tokens are returned.
         """
         return PoolWatch(self._loop.scheduler, num_token_blocks, self._loop.watches)
 
     def memory_report(self) -> MemoryReport:
-        """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
+        """Return how the slots of the pool are used now, and how many blocks sharing saves.
+
+        Takes time proportional to the held blocks.
+        """
         return memory_report(self._loop.scheduler)
 
     def record_steps(
         self, before: Callable[[Sequence[StepPlan]], object] = lambda plans: None
     ) -> StepRecorder:
-        """A context that records what the engine launches: plans, and programs by their shapes.
+        """Return a context manager that records the plans and the compiled programs of each launch.
 
         Args:
-            before: Called with the plans of each launch before it.
+            before: Called before each launch with the plans of the launch.
         """
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
+        """Check the block counts: each block is free, cached, or held as often as `ref_cnt` says.
+
+        Raises:
+            IntegrityError: The counts, the block tables or the queues are inconsistent.
+        """
         self._loop.scheduler.check_integrity()
 
 
 def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None, None]:
-    """A request's answers as they grow, each to its last delta; closing it early aborts it."""
+    """Yield the deltas of all samples of a request until each sample has its last delta.
+
+    Closing the generator aborts the request.
+    """
     try:
         while state.undelivered_samples:
-            if not any(
-                sample.has_update for sample in state.undelivered_samples
-            ):  # others may have advanced it
+            # Other callers of the engine may already have advanced this request.
+            if not any(sample.has_update for sample in state.undelivered_samples):
                 loop.advance(SchedulingGoal.LATENCY)
             yield from state.take_sample_deltas()
         state.raise_if_failed()

@@ -1,11 +1,11 @@
-"""The loop: schedule -> launch -> read -> update, one step at a time.
+"""The engine's loop: schedule, launch, read and update, one step at a time.
 
-In the overlapped loop the step that is read is the one launched a turn ago, so that the device
-has its next step waiting; in the synchronous loop it is the step just launched. Both give the same
-tokens, but for the rounding of steps that are composed differently.
+The overlapped loop reads the step that the previous turn launched, so the device always has its
+next step queued. The synchronous loop reads the step that it has just launched. Both loops produce
+the same tokens, apart from rounding differences between batches of different composition.
 
-If a row of a step has a grammar, the step before must be read between the step's layers and its
-sampling: the mask of the row depends on the token before it (`ConstrainedSampler`).
+If a row of a step has a grammar, the previous step is read between the layers and the sampling of
+the step, because the mask of the row depends on its previous token (see `ConstrainedSampler`).
 """
 
 import signal
@@ -36,10 +36,10 @@ from jpaged.structured_outputs.mask_client import MaskWorkerClient
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Let a Ctrl-C that comes inside the block take effect at its end."""
+    """Delay a Ctrl-C that arrives inside the `with` block until the block ends."""
     previous_handler = signal.getsignal(signal.SIGINT)
     if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
-        yield  # nothing would raise here
+        yield  # Python raises KeyboardInterrupt only in the main thread
         return
     interrupts: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *call: interrupts.append(call))
@@ -52,15 +52,17 @@ def defer_interrupts() -> Iterator[None]:
 
 
 class EngineLoop:
-    """Drives requests from the scheduler through the device and back. Not thread-safe.
+    """Moves requests from the scheduler to the device, and tokens back. Not thread-safe.
 
     Attributes:
-        scheduler: Decides the steps.
-        requests: Unfinished requests by id; those whose grammar is not compiled yet, too.
-        undelivered: Polled requests that were advanced since they were told of (an ordered set).
-        counts: What happened so far, by the names of `EngineStats`.
-        watches: Those that look at the pool at present; they note each launched plan. They refer to
-            the scheduler, so it is weak: an engine is in no cycle, and a dropped watch is gone.
+        scheduler: Scheduler that plans the steps.
+        requests: Unfinished requests by id, including requests whose grammars are being compiled.
+        undelivered: Polled requests with updates that the caller has not taken yet, as an ordered
+            set.
+        counts: Counters since the start, by the names of `EngineStats` fields.
+        watches: Open pool watches, which record the block copies of each launched plan. The set is
+            weak, because watches refer to the scheduler: a cycle would delay freeing the engine,
+            and a watch that the caller drops leaves the set.
     """
 
     def __init__(
@@ -80,46 +82,49 @@ class EngineLoop:
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
-        self._num_constrained_requests = 0  # requests with a grammar
-        self._unsampled_step: UnsampledStep | None = (
-            None  # the last step, while its masks are awaited
-        )
-        self._device_wait_s = 0.0  # for tokens
+        self._num_constrained_requests = 0  # unfinished requests with a grammar
+        # The last step, if its layers are launched but its sampling waits for masks.
+        self._unsampled_step: UnsampledStep | None = None
+        self._device_wait_s = 0.0  # total time that the host has waited for tokens
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
-        self._is_busy = False
-        self._deferred_aborts: list[RequestState] = []  # to be aborted as soon as it is not
+        self._is_busy = False  # whether a critical section is running
+        self._deferred_aborts: list[RequestState] = []  # to abort after the critical section
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step unread."""
+        """Whether a request is unfinished or a step is unread."""
         return bool(self.requests or self._steps_in_flight or self._unsampled_step)
 
     def stats(self) -> EngineStats:
-        """The pool and the queues now, and counts since the start. O(sequences)."""
+        """Return the state of the pool and the queues, and counts since the start. O(sequences)."""
         counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
         return engine_stats(self.scheduler, len(self._constrained_sampler.compiling), counts)
 
     def check_alive(self) -> None:
-        """Raise RuntimeError if a step failed: what the device holds is then unknown."""
+        """Raise RuntimeError if a step failed: the contents of device memory are then unknown."""
         if self._failure is not None:
-            message = "the engine failed in an earlier step: make a new one"
+            message = "the engine failed in an earlier step: create a new engine"
             raise RuntimeError(message) from RuntimeError(self._failure)
 
     def advance(self, goal: SchedulingGoal) -> list[RequestState]:
-        """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
-        requests that ended.
+        """Launch a step or a burst of steps, and read the steps that the previous turn launched.
+
+        The synchronous loop also reads the steps that this call launches.
 
         Args:
-            goal: What the step is to favour; for throughput bursts may be larger.
+            goal: Goal of the steps. `SchedulingGoal.THROUGHPUT` allows larger bursts.
+
+        Returns:
+            The requests that ended.
 
         Raises:
-            RuntimeError: a step failed, now or earlier.
+            RuntimeError: This step or an earlier step failed.
         """
         self.check_alive()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled_step is None:  # an interrupt may have left one
+        if self._unsampled_step is None:  # an interrupted turn may have left an unsampled step
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
@@ -136,24 +141,26 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            self.drain()  # the last requests' wasted steps hold blocks until they are read
+            # Steps launched after the last token still hold blocks until they are read.
+            self.drain()
         return ended
 
     def drain(self) -> None:
-        """Read every step in flight, unless the engine failed."""
+        """Read every step in flight, unless the engine has failed."""
         if self._unsampled_step is not None and self._failure is None:
             self._sample_constrained(self._unsampled_step, SchedulingGoal.LATENCY)
         while self._steps_in_flight and self._failure is None:
             self._read_step()
 
     def add(self, states: Iterable[RequestState]) -> None:
-        """Queue requests, in their order; those whose grammars are not compiled yet, as soon as
-        these are.
+        """Queue requests in their order.
+
+        A request with a grammar enters the queue once the grammar is compiled.
 
         Raises:
-            TypeError, ValueError: one could never run; it changes nothing, and those before it are
-                queued.
-            RuntimeError: a step failed earlier.
+            TypeError, ValueError: A request can never run, or its id is in use. Earlier requests of
+                `states` are queued; this request and all later ones are not.
+            RuntimeError: An earlier step failed.
         """
         self.check_alive()
         with self._critical_section():
@@ -161,7 +168,9 @@ class EngineLoop:
                 request = state.request
                 if request.request_id in self.requests:
                     name = request.request_id
-                    raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+                    raise ValueError(
+                        f"request_id {name!r} is in use by an unfinished request: pass another id"
+                    )
                 constraint = state.constraint
                 if constraint is not None and not constraint.is_ready:
                     self.scheduler.check(request)
@@ -173,17 +182,21 @@ class EngineLoop:
                 self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 
     def _enqueue(self, state: RequestState) -> None:
-        """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
-        could not be compiled; nothing is changed then."""
+        """Pass a request to the scheduler.
+
+        Raises:
+            TypeError, ValueError: The request can never run, or its grammar failed to compile. The
+                scheduler is unchanged.
+        """
         state.check_grammar()
         try:
             self.scheduler.add(state.request)
         except Exception:
-            self.scheduler.abort(state.request_id)  # does nothing if the scheduler refused it
+            self.scheduler.abort(state.request_id)  # no effect if the scheduler refused the request
             raise
 
     def _queue_compiled(self) -> list[RequestState]:
-        """Queue the requests whose grammars are compiled by now; gives those that fail over it."""
+        """Queue the requests whose grammars are compiled, and return the requests that fail."""
         is_idle = not (
             self.scheduler.has_unfinished_requests or self._steps_in_flight or self._unsampled_step
         )
@@ -199,10 +212,10 @@ class EngineLoop:
             return self._update_requests(failed, ())
 
     def abort(self, state: RequestState) -> None:
-        """End a request in any state; one that has ended, or was never added, is left as it is."""
+        """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # the garbage collector found a dropped stream in the middle of a step
+        if self._is_busy:  # a dropped stream was garbage-collected during a critical section
             self._deferred_aborts.append(state)
             return
         with self._critical_section():
@@ -212,9 +225,10 @@ class EngineLoop:
             self.undelivered.pop(state, None)
 
     def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
-        """What to launch now: the next step, or several while they fit a burst.
+        """Return the plans to launch now: one plan, or several plans that fit into a burst.
 
-        Who waits is to have the place of who ends at once, unless only the end of all counts.
+        With the latency goal, waiting requests prevent a burst, so that a waiting request joins the
+        batch as soon as another request ends.
         """
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
@@ -227,18 +241,21 @@ class EngineLoop:
         return plans
 
     def _is_constrained(self, plan: StepPlan) -> bool:
-        """Return whether a row of the plan that samples has a grammar."""
+        """Return whether a sampled row of the plan has a grammar."""
         return self._num_constrained_requests > 0 and any(
             item.is_sampled and self.requests[item.sequence.request.request_id].is_constrained
             for item in plan.scheduled
         )
 
     def _launch(self, plans: list[StepPlan], goal: SchedulingGoal) -> list[StepHandle]:
-        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one is
-        constrained, only its layers are launched, as `_unsampled_step`."""
+        """Launch the plans that `_schedule` returned, and return the handles of the launched steps.
+
+        A full burst is launched as one program. If the last plan has rows with a grammar, only its
+        layers are launched, and the step becomes `_unsampled_step`.
+        """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
-        # All but the last were found to fit, or would have been the last.
+        # `_schedule` has checked every plan but the last: a plan that does not fit ends the list.
         if len(unconstrained) == runner.burst_steps > 1 and runner.fits_burst(
             unconstrained[-1], goal
         ):
@@ -252,11 +269,10 @@ class EngineLoop:
         return handles
 
     def _record_launch(self, plan: StepPlan) -> None:
-        """Count a step; note it in its requests' metrics and in the watches."""
+        """Add a launched step to the counts, the metrics of its requests, and the pool watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        counts["num_steps"] += bool(
-            plan.scheduled or plan.has_block_moves
-        )  # others only tell faults
+        # A plan without sequences and block moves only reports failed requests: it is no step.
+        counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens
             self._num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
@@ -275,13 +291,16 @@ class EngineLoop:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
-        if self.watches:  # to walk through none costs more than to ask
+        if self.watches:  # cheaper than iterating over an empty WeakSet
             for watch in tuple(self.watches):
                 watch.note(plan)
 
     def _sample_constrained(self, step: UnsampledStep, goal: SchedulingGoal) -> list[RequestState]:
-        """Sample a step whose layers are launched, once all steps before it are read; gives the
-        requests that ended. An interrupt while waiting for a step loses nothing."""
+        """Sample a step whose layers are launched, and return the requests that ended.
+
+        All earlier steps are read first. If a Ctrl-C interrupts the wait for a step, the next call
+        continues where this call stopped.
+        """
         ended, before = [], self._device_wait_s
         while self._steps_in_flight:
             ended += self._read_step()
@@ -303,13 +322,16 @@ class EngineLoop:
         return self.requests[request.request_id].params
 
     def _read_step(self) -> list[RequestState]:
-        """Read the oldest step in flight; gives the requests that it ended. An interrupt while
-        waiting for it loses nothing."""
+        """Read the oldest step in flight, and return the requests that the step ended.
+
+        If a Ctrl-C interrupts the wait for the step, the step stays in flight and can be read
+        again.
+        """
         handle, start = self._steps_in_flight[0], time.perf_counter()
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        except Exception as error:  # not Ctrl-C: the step can be waited for again
+        except Exception as error:  # not KeyboardInterrupt: the step can still be read
             self._record_failure(error)
             raise
         with self._critical_section(fatal=True):
@@ -330,7 +352,7 @@ class EngineLoop:
             ended_sequences = (
                 () if constrained is None else constrained.find_ended(update.emitted_tokens)
             )
-            # Several samples of one request may end with this step: it is retired after the last.
+            # Retire a request after all its tokens: several of its samples may end in one step.
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
             )
@@ -341,8 +363,16 @@ class EngineLoop:
     def _update_requests(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
     ) -> list[RequestState]:
-        """Fail the requests in `faults`, mark them and the `advanced` ones as undelivered, and
-        retire those that have ended, which are returned."""
+        """Fail the requests in `faults`, mark updated requests as undelivered, and retire ended
+        ones.
+
+        Args:
+            advanced: Requests that received an update.
+            faults: Requests that failed, each with its error.
+
+        Returns:
+            The requests that ended.
+        """
         for request, error in faults:
             state = self.requests.get(request.request_id)
             if state is not None and state.request is request:
@@ -350,7 +380,7 @@ class EngineLoop:
                 advanced[state] = None
         ended = []
         for state in advanced:
-            if state.is_polled:  # noted here, so that no Ctrl-C loses it
+            if state.is_polled:  # marked inside the critical section, so that no Ctrl-C loses it
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
@@ -364,8 +394,16 @@ class EngineLoop:
         scores: TokenScores | None,
         ended_sequences: Collection[Sequence],
     ) -> dict[RequestState, None]:
-        """Tell requests of those of their tokens that they must hear of, such as end sequences in
-        `ended_sequences` by their grammars; the requests."""
+        """Pass the emitted tokens to their requests, and return the notified requests.
+
+        A request that can skip updates is notified only of a token that ends a sequence.
+
+        Args:
+            emitted: Tokens that the host has read.
+            plan: Plan of the step that sampled the tokens.
+            scores: Log-probabilities of the step; None if no request asked for log-probabilities.
+            ended_sequences: Sequences whose grammars ended the answer.
+        """
         notified: dict[RequestState, None] = {}
         requests = self.requests
         scored = () if scores is None else plan.scheduled
@@ -378,14 +416,14 @@ class EngineLoop:
             notified[state] = None
             try:
                 if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
-                    # Also where the same token was its last: the stop string wins.
+                    # A stop string takes precedence over any other finish reason of the token.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)
         return notified
 
     def _notify_searches(self, searched: list[Request]) -> dict[RequestState, None]:
-        """Note the time of a beam search's first step; those that are over."""
+        """Record the first step of beam searches, and return the searches that ended."""
         ended: dict[RequestState, None] = {}
         for request in searched:
             state = self.requests[request.request_id]
@@ -401,7 +439,7 @@ class EngineLoop:
     def _notify_prompt_logprobs(
         self, plan: StepPlan, result: StepResult
     ) -> dict[RequestState, None]:
-        """Give requests what the step scored of their prompts; those that fail over it."""
+        """Pass the prompt log-probabilities of a step to its requests. Return failed requests."""
         failed: dict[RequestState, None] = {}
         for item in plan.scheduled:
             request = item.sequence.request
@@ -416,7 +454,7 @@ class EngineLoop:
         return failed
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        """What goes wrong with one request ends it with an error, and no other."""
+        """End one request with an error. Other requests are not affected."""
         state.fail(error)
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
 
@@ -430,14 +468,20 @@ class EngineLoop:
         del self.requests[state.request_id]
 
     def _record_failure(self, error: BaseException) -> None:
-        """Keep what the error tells, not itself: its frames have this loop, and nothing else of an
-        engine is in a cycle."""
+        """Mark the engine as failed, and keep the text of the error.
+
+        The error itself is dropped: its traceback refers to this loop, and the reference cycle
+        would keep the engine's memory allocated.
+        """
         self._failure = "".join(traceback.format_exception(error))
 
     @contextmanager
     def _critical_section(self, *, fatal: bool = False) -> Iterator[None]:
-        """Neither Ctrl-C nor the abort of a stream that is collected breaks into the block; if it
-        is `fatal`, all of it happens, or the engine is known to have failed."""
+        """Delay interrupts and the aborts of garbage-collected streams until the `with` block ends.
+
+        Args:
+            fatal: Whether an exception inside the block marks the engine as failed.
+        """
         with defer_interrupts():
             self._is_busy = True
             try:

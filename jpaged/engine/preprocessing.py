@@ -1,4 +1,4 @@
-"""From what a caller gave to a request: prompts normalised, tokenised and checked."""
+"""Conversion of caller input into requests: prompts are normalised, checked and tokenised."""
 
 import itertools
 from array import array
@@ -22,13 +22,13 @@ _PROMPT_DESCRIPTION = "a string, a list of token ids, or a dict with 'prompt' or
 
 @dataclass(frozen=True, slots=True)
 class NormalizedPrompt:
-    """A checked prompt; at least one of the first two is set, and nothing is empty.
+    """A checked prompt with a text, token ids, or both. No field is empty.
 
     Attributes:
-        text: The prompt's text, to tokenise if there are no token ids.
-        token_ids: The prompt's tokens.
-        cache_salt: Whose cached prefixes it may use, and for whom it leaves its own; None for those
-            of everybody without a salt.
+        text: Text of the prompt. The text is tokenised only if `token_ids` is None.
+        token_ids: Token ids of the prompt.
+        cache_salt: Only prompts with the same salt share cached prefixes. Prompts with None share
+            prefixes with each other.
     """
 
     text: str | None = None
@@ -37,20 +37,23 @@ class NormalizedPrompt:
 
 
 def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[NormalizedPrompt]:
-    """Bring one prompt, or a list of prompts, to a list of `NormalizedPrompt`.
+    """Convert one prompt or a list of prompts to a list of `NormalizedPrompt`.
 
-    A flat list of integers is one prompt. Token ids are checked against `vocab_size` (ids from 0
-    to `vocab_size - 1`) if it is given.
+    A flat list of integers is one prompt.
+
+    Args:
+        prompts: The prompt or prompts from the caller.
+        vocab_size: Token ids must be less than `vocab_size`; None for no upper limit.
 
     Raises:
-        TypeError: something is of a kind that no prompt is; the message says which and where.
-        ValueError: an empty prompt, an unknown key, or a token id out of range.
+        TypeError: A value has a type that no prompt has. The message names the value.
+        ValueError: A prompt is empty, a key is unknown, or a token id is out of range.
     """
     prompts = _to_list(prompts)
     if not isinstance(prompts, list) or _is_token_ids(prompts):
         return [normalize_prompt(prompts, name="prompt", vocab_size=vocab_size)]
     if not prompts:
-        raise ValueError("prompts is empty: give at least one prompt")
+        raise ValueError("prompts is empty: pass at least one prompt")
     return [
         normalize_prompt(prompt, name=f"prompts[{i}]", vocab_size=vocab_size)
         for i, prompt in enumerate(prompts)
@@ -60,9 +63,17 @@ def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list
 def normalize_prompt(
     prompt: object, *, name: str = "prompt", vocab_size: int | None = None
 ) -> NormalizedPrompt:
-    """Bring one prompt to a `NormalizedPrompt`; errors call it `name`. Raises as `normalize_prompts`.
+    """Convert one prompt to a `NormalizedPrompt`.
 
-    A mapping may have both a text and token ids: the ids are used, the text is reported back.
+    A mapping may contain a text and token ids: the token ids are used, and outputs return the text.
+
+    Args:
+        prompt: The prompt from the caller.
+        name: Name of the prompt in error messages.
+        vocab_size: Token ids must be less than `vocab_size`; None for no upper limit.
+
+    Raises:
+        TypeError, ValueError: As in `normalize_prompts`.
     """
     prompt = _to_list(prompt)
     if isinstance(prompt, Mapping):
@@ -73,13 +84,16 @@ def normalize_prompt(
 
 
 def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt.
+    """Return a list with one `SamplingParams` per prompt.
 
-    `params` is one for all of them, a list with one for each, or None for the defaults.
+    Args:
+        params: One `SamplingParams` for all prompts, a list with one per prompt, or None for
+            defaults.
+        num_prompts: Number of prompts.
 
     Raises:
-        TypeError: something else than SamplingParams.
-        ValueError: a list whose length is not the number of prompts.
+        TypeError: A value is not a `SamplingParams`.
+        ValueError: The length of the list differs from `num_prompts`.
     """
     if params is None:
         params = SamplingParams()
@@ -94,39 +108,41 @@ def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
         raise ValueError(
             f"params has {format_count(len(params), 'entry', 'entries')} for "
             f"{format_count(num_prompts, 'prompt')}: "
-            "give one SamplingParams for all, or one for each"
+            "pass one SamplingParams for all prompts, or one per prompt"
         )
     return list(params)
 
 
 def pair_priorities(priority: object, num_prompts: int) -> list[int]:
-    """One priority for each prompt.
+    """Return a list with one priority per prompt.
 
-    `priority` is a list with one for each, or None for 0.
+    Args:
+        priority: A list with one priority per prompt; None for priority 0.
+        num_prompts: Number of prompts.
 
     Raises:
-        TypeError: something else than a list of integers.
-        ValueError: a list whose length is not the number of prompts.
+        TypeError: `priority` is not a list of integers.
+        ValueError: The length of the list differs from `num_prompts`.
     """
     if priority is None:
         return [0] * num_prompts
     if not isinstance(priority, (list, tuple)):
         raise RequestTypeError(
-            "priority", "must be a list of integers, one a prompt", value=short_repr(priority)
+            "priority", "must be a list of integers, one per prompt", value=short_repr(priority)
         )
     if len(priority) != num_prompts:
         raise ValueError(
             f"priority has {format_count(len(priority), 'entry', 'entries')} for "
-            f"{format_count(num_prompts, 'prompt')}: give one for each"
+            f"{format_count(num_prompts, 'prompt')}: pass one per prompt"
         )
     return [check_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
 
 
 def check_priority(value: object, name: str = "priority") -> int:
-    """The integer `value`; TypeError if it is none."""
+    """Return `value` as an int, or raise TypeError if the value is not an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise RequestTypeError(
-            name, "must be an integer; lower is served earlier", value=short_repr(value)
+            name, "must be an integer; lower numbers are served earlier", value=short_repr(value)
         )
     return int(value)
 
@@ -136,14 +152,17 @@ def _params_error(name: str, value: object) -> str:
 
 
 def _to_list(value: object) -> object:
-    """Tuples, ranges and arrays become lists, so that the rest knows one kind of sequence."""
+    """Convert tuples, ranges and arrays to lists, so that all other code handles only lists."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return list(value) if isinstance(value, (tuple, range)) else value
 
 
 def _is_token_ids(items: list[Any]) -> bool:
-    """Any integer makes it one: `[1, 2, "x"]` is a prompt with a bad id, not three prompts."""
+    """Return whether a list is one prompt: a list that contains an integer is one prompt.
+
+    The list `[1, 2, "x"]` is one prompt with an invalid token id, instead of three prompts.
+    """
     return any(isinstance(item, (int, np.integer)) for item in items)
 
 
@@ -153,7 +172,7 @@ def _prompt_from_mapping(
     unknown = [key for key in prompt if key not in _PROMPT_KEYS]
     if unknown:
         raise RequestError(
-            name, f"has the unknown key {unknown[0]!r}; known are {', '.join(_PROMPT_KEYS)}"
+            name, f"has the unknown key {unknown[0]!r}; known keys are {', '.join(_PROMPT_KEYS)}"
         )
     text, ids = prompt.get("prompt"), _to_list(prompt.get("prompt_token_ids"))
     if text is None and ids is None:
@@ -173,7 +192,7 @@ def _check_salt(salt: object, name: str) -> str | None:
     if salt is None or (isinstance(salt, str) and salt):
         return salt
     if isinstance(salt, str):
-        raise RequestError(name, "is empty", remedy="give a non-empty string, or leave it out")
+        raise RequestError(name, "is empty", remedy="pass a non-empty string, or omit the key")
     raise RequestTypeError(
         name, f"must be a non-empty string; got {type(salt).__name__}: {short_repr(salt)}"
     )
@@ -185,7 +204,7 @@ def _check_text(text: object, name: str) -> str:
             name, f"must be {_PROMPT_DESCRIPTION}; got {type(text).__name__}: {short_repr(text)}"
         )
     if not text:
-        raise RequestError(name, "is empty", remedy="give at least one character")
+        raise RequestError(name, "is empty", remedy="pass at least one character")
     return text
 
 
@@ -193,13 +212,13 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
     if not isinstance(ids, list):
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
-        raise RequestError(name, "is empty", remedy="give at least one token id")
-    if set(map(type, ids)) != {int}:  # one pass in C for the usual case
+        raise RequestError(name, "is empty", remedy="pass at least one token id")
+    if set(map(type, ids)) != {int}:  # a fast check of the usual case
         ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _are_in_range(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
-        known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
+        known = f"known ids are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
         raise RequestError(
             name, f": the token id {ids[position]} at position {position} is unknown; {known}"
         )
@@ -207,11 +226,13 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
 
 
 def _are_in_range(limit: float, ids: list[int]) -> bool:
-    """Whether all are from 0 to less than `limit`. As numbers of a machine they are compared in a
-    quarter of the time."""
+    """Return whether all ids are at least 0 and less than `limit`.
+
+    Comparing the ids as a uint64 array takes a quarter of the time of comparing Python integers.
+    """
     try:
         return int(np.frombuffer(array("Q", ids), np.uint64).max()) < limit
-    except OverflowError:  # negative, or of more than 64 bits
+    except OverflowError:  # an id is negative or has more than 64 bits
         return min(ids) >= 0 and max(ids) < limit
 
 
@@ -226,23 +247,23 @@ def _check_token_id(token_id: object, name: str, position: int) -> int:
 
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-"""Of the request that computes a pinned prefix; its token is dropped."""
+"""Sampling parameters of the request that computes a pinned prefix. The one token is dropped."""
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
 @dataclass(eq=False)
 class Preprocessor:
-    """Checks requests against an engine's model and limits.
+    """Creates requests from prompts and parameters, and checks them against the model's limits.
 
     Attributes:
-        tokenizer: None where only token ids go in and out.
-        vocab_size: Every token id is below it.
-        max_model_len: Most tokens of a sequence.
-        max_num_seqs: Most sequences in a step.
-        eos_token_ids: The model's own end tokens.
-        seed: Of requests that bring none.
-        masks: Compiles what answers are to obey; None where there is no tokenizer.
+        tokenizer: Tokenizer of the model; None if prompts and outputs are token ids only.
+        vocab_size: Number of token ids. Every token id is less than `vocab_size`.
+        max_model_len: Maximum number of tokens in a sequence.
+        max_num_seqs: Maximum number of sequences in a step.
+        eos_token_ids: End tokens of the model.
+        seed: Base seed for the requests that specify no seed.
+        mask_client: Client of the mask worker, which compiles grammars; None without a tokenizer.
     """
 
     tokenizer: Tokenizer | None
@@ -260,10 +281,11 @@ class Preprocessor:
         )
 
     def tokenize(self, prompt: NormalizedPrompt) -> NormalizedPrompt:
-        """The prompt with its token ids.
+        """Return the prompt with its token ids.
 
         Raises:
-            ValueError: it is text and there is no tokenizer, or the text cannot be encoded.
+            ValueError: The prompt is a text, and the engine has no tokenizer or the text cannot be
+                encoded.
         """
         if prompt.token_ids is not None or prompt.text is None:
             return prompt
@@ -272,32 +294,40 @@ class Preprocessor:
         return replace(prompt, token_ids=ids)
 
     def cut_to_full_blocks(self, prompt: object, block_size: int) -> NormalizedPrompt:
-        """A prompt cut to the full blocks of `block_size` tokens that it begins with.
+        """Return the prompt without the tokens that follow its last full block.
+
+        Args:
+            prompt: A prompt as the caller passed it.
+            block_size: Number of tokens in a block.
 
         Raises:
-            TypeError, ValueError: it is no prompt, or fills no block.
+            TypeError, ValueError: The prompt is invalid, or does not fill a block.
         """
         checked = self.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
         ids = checked.token_ids or []
         if len(ids) < block_size:
             raise ValueError(
-                f"the prefix has {format_count(len(ids), 'token')} and only full blocks of {block_size} "
-                "are shared: give a longer one, or make the engine with a smaller block_size"
+                f"the prefix has {format_count(len(ids), 'token')}, but only full blocks of "
+                f"{block_size} are shared: pass a longer prefix, or create the engine with a "
+                "smaller block_size"
             )
         full_blocks = ids[: len(ids) // block_size * block_size]
         return replace(checked, text=None, token_ids=full_blocks)
 
     def require_tokenizer(self, purpose: str) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
+
+        Args:
+            purpose: The subject of the error message, such as "a text prompt".
 
         Raises:
-            ValueError: there is none, though `purpose` needs it.
+            ValueError: The engine has no tokenizer.
         """
         if self.tokenizer is None:
             raise RequestError(
                 "",
-                f"{purpose} needs a tokenizer and skip_tokenizer_init=True loaded none",
-                remedy="give token ids, or make the engine with skip_tokenizer_init=False",
+                f"{purpose} needs a tokenizer, but skip_tokenizer_init=True loaded none",
+                remedy="pass token ids, or create the engine with skip_tokenizer_init=False",
             )
         return self.tokenizer
 
@@ -310,18 +340,20 @@ class Preprocessor:
         request_id: str | None = None,
         ids_in_use: Container[str] = (),
     ) -> RequestState:
-        """A request, checked and tokenised, ready for the loop. One that is refused here takes no
-        name and no seed.
+        """Return a checked and tokenised request, ready for `EngineLoop.add`.
+
+        A refused request uses up no generated id and no seed.
 
         Args:
-            prompt: A normalised one.
-            params: What to do with it.
-            priority: Lower goes first; the scheduler refuses one that it would not look at.
-            request_id: None for one that is not in use.
+            prompt: The normalised prompt.
+            params: Sampling parameters of the request.
+            priority: Requests with lower numbers are served earlier. The scheduler refuses a
+                priority that its policy does not support.
+            request_id: The id of the request; None to generate an id that is not in use.
             ids_in_use: Ids of unfinished requests.
 
         Raises:
-            TypeError, ValueError: a parameter is not acceptable, or the prompt cannot be tokenised.
+            TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenised.
         """
         params.validate_for(
             self.vocab_size,
@@ -351,7 +383,7 @@ class Preprocessor:
             beam=search,
             priority=priority,
             cache_salt=prompt.cache_salt,
-            # Each position must be computed to be scored.
+            # Prompt log-probabilities need the hidden state of every position to be computed.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
         constraint, spec = None, params.structured_outputs
@@ -366,19 +398,21 @@ class Preprocessor:
             return next(name for name in names if name not in ids_in_use)
         if not isinstance(request_id, str) or not request_id:
             raise RequestTypeError(
-                "request_id", "must be a non-empty string, or None for one", value=repr(request_id)
+                "request_id",
+                "must be a non-empty string, or None to generate an id",
+                value=repr(request_id),
             )
         return request_id
 
     def _choose_seed(self, params: SamplingParams) -> int:
         arrival = next(self._arrival_numbers)
         if params.seed is not None:
-            return int(params.seed)  # a numpy integer would overflow
+            return int(params.seed)  # a numpy integer could overflow
         return self.seed + (arrival + 1) * _SEED_STRIDE
 
 
 def _make_beam_search(params: SamplingParams, end_token_ids: frozenset[int]) -> BeamSearch | None:
-    """The beam search that is asked for."""
+    """Return the beam search that `params` specify; None without `beam_width`."""
     if params.beam_width is None:
         return None
     return BeamSearch(

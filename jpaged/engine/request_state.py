@@ -1,4 +1,4 @@
-"""What the engine keeps of a request: its answers, their text and log-probabilities, its times."""
+"""State of a request in the engine: samples, their text and log-probabilities, and metrics."""
 
 import time
 from collections.abc import Iterator
@@ -24,18 +24,19 @@ from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN
 
 
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
-    """For each token its candidates by id: itself first, then the likeliest ones.
+    """The log-probabilities of tokens: one dict per token, from token id to `Logprob`.
 
-    Kept as the device gave them, 4 bytes a number, and all made when one is read: an entry with
-    five candidates takes the host several microseconds, texts more, and a step has hundreds. Copied
-    or pickled it becomes a list.
+    Each dict contains the token itself first, then the most probable tokens. The values stay
+    packed, 4 bytes per number, until the caller reads an entry. Decoding an entry takes the host
+    several microseconds, and a step has hundreds of entries. Copying or pickling the sequence makes
+    a list.
 
     Args:
-        scores: int32 [C, W], as `pallas_kernels.token_scores` packs them; kept, so pass a copy of
-            what may change.
-        tokenizer: None without one.
-        made: The first entries, as far as others have made them of the same scores; those that are
-            made here are added.
+        scores: int32 [C, W], packed as by `pallas_kernels.token_scores`. Pass a copy of an array
+            that may change.
+        tokenizer: Tokenizer for the texts of the tokens; None to leave out the texts.
+        cached_entries: Decoded entries of the first rows. Entries that are decoded later are
+            appended to this list, which several sequences may share.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         ):
             entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen))}
             for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                if token_id != chosen and logprob != -np.inf:  # no grammar forbids it
+                if token_id != chosen and logprob != -np.inf:  # -inf: a grammar forbids the token
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
         return entries
@@ -98,7 +99,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 def _detokenizer(
     tokenizer: Tokenizer | None, token_ids: SequenceOf[int], params: SamplingParams
 ) -> Detokenizer:
-    """Return a detokenizer of the tokens that follow `token_ids`."""
+    """Return a detokenizer for the tokens that follow `token_ids`."""
     return Detokenizer(
         tokenizer if params.detokenize else None,
         token_ids,
@@ -111,52 +112,56 @@ def _detokenizer(
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """One of a request's samples from its first token to its last output; see `RequestState`."""
+    """State of one sample of a request, from its first token to its last delta."""
 
     sequence: Sequence
     params: SamplingParams
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    cumulative_logprob: float = 0.0  # of its tokens, as far as log-probabilities were read
-    answer: Answer | None = None  # how its grammar took the tokens that were read
+    cumulative_logprob: float = 0.0  # sum of the log-probabilities that were read
+    answer: Answer | None = None  # state of the grammar; None without a grammar
     _detokenizer: Detokenizer = field(init=False)
-    _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
-    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # of these rows, in bytes
-    _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
+    _scores: bytearray = field(default_factory=bytearray)  # one packed row per output token
+    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # bytes per row of `_scores`
+    _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded `_scores`
     _stop_string: str | None = None
-    _is_complete: bool = False  # its grammar allows nothing more
-    _num_read: int = 0  # output tokens that the detokenizer has
-    _num_sent: int = 0  # output tokens that a delta told of
+    _is_complete: bool = False  # whether the grammar allows no more tokens
+    _num_read: int = 0  # output tokens passed to the detokenizer
+    _num_sent: int = 0  # output tokens returned in deltas
 
     def __post_init__(self):
         self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
     def accept_token(self, reason: FinishReason | None) -> bool:
-        """Take in the sequence's newest token, and why it ended the sample if it did.
+        """Process the newest token of the sequence.
 
-        Only needed of the last token, and of every one where stop strings are looked for.
+        Calls may be skipped for all but the last token, unless the request has stop strings.
+
+        Args:
+            reason: Why the token ended the sequence; None if the sequence continues.
 
         Returns:
-            Whether it completed a stop string, or what the grammar allows.
+            Whether the token completed a stop string or the grammar.
 
         Raises:
-            GrammarError: the grammar does not allow the token.
+            GrammarError: The grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            # With its last token an answer is whole, whatever comes of the mask behind it.
+            # The last token completes the answer, even if no mask can follow it.
             if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
-            return False  # its text can wait
+            return False  # the text is detokenised when a caller asks for it
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
-            self._detokenizer.finish()  # others of the request may go on for long
+            # Release the text now, because other samples of the request may run much longer.
+            self._detokenizer.finish()
         return stop is not None or self._is_complete
 
     def accept_scores(self, scores: TokenScores, index: int) -> None:
-        """Take in how likely the newest token was: row `index` of `scores`."""
+        """Record the log-probabilities of the newest token: row `index` of `scores`."""
         self.cumulative_logprob += scores.logprob_list[index]
         if self.params.logprobs is not None:
             row = scores.row_bytes(index, self.params.logprobs)
@@ -164,16 +169,16 @@ class SampleState:
             self._scores_width = len(row)
 
     def finish(self) -> None:
-        """Nothing more will come: release the text that was held back."""
+        """Release the text that was held back as a possible stop string or incomplete character."""
         self._read_tokens()
         self._detokenizer.finish()
 
     def output(self, index: int, *, is_ranked: bool) -> CompletionOutput:
-        """The sample as the caller sees it now.
+        """Return the sample as the caller sees it now.
 
         Args:
-            index: Its place among the answers.
-            is_ranked: Whether the sum of its log-probabilities decides that.
+            index: Position of the sample among the answers.
+            is_ranked: Whether the answers are ranked by cumulative log-probability.
         """
         wants_logprobs = self.params.logprobs is not None
         self._read_tokens()
@@ -189,12 +194,12 @@ class SampleState:
 
     @property
     def has_update(self) -> bool:
-        """Whether a delta would tell anything; not for one whose last delta was taken."""
+        """Whether a delta would return new tokens or the finish reason."""
         sequence = self.sequence
         return sequence.finish_reason is not None or sequence.num_output_tokens > self._num_sent
 
     def take_delta(self, request_id: str) -> TextDelta:
-        """What is new since the last delta."""
+        """Return the tokens and the text since the previous delta."""
         sequence, start = self.sequence, self._num_sent
         token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + start :])
         self._num_sent += len(token_ids)
@@ -210,14 +215,17 @@ class SampleState:
         )
 
     def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
-        """Give the detokenizer the sequence's new tokens; the stop string that it found, if any."""
+        """Pass the new tokens to the detokenizer. Return the stop string that it found, if any."""
         sequence = self.sequence
         new = sequence.token_ids[sequence.num_prompt_tokens + self._num_read :]
         self._num_read += len(new)
         return self._detokenizer.append(new, ended_by_token=ended_by_token)
 
     def _make_logprobs(self, start: int = 0) -> TokenLogprobs:
-        """Those of the tokens from `start` on; what is made of all is made once."""
+        """Return the log-probabilities of the output tokens from index `start` on.
+
+        Decoded entries are cached only if `start` is 0.
+        """
         width = self._scores_width
         rows = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
         cached_entries = self._cached_logprobs if start == 0 else None
@@ -239,23 +247,23 @@ def _find_stop_token_id(token_ids: SequenceOf[int], eos_token_ids: frozenset[int
 
 @dataclass(eq=False)
 class RequestState:
-    """One request from `add_request` to its last output.
+    """State of one request from `add_request` to its last output.
 
     Attributes:
-        request: The scheduler's view.
-        params: As the caller gave them.
-        prompt: Its text, if the caller gave one.
-        prompt_token_ids: Its tokens.
-        tokenizer: None without one.
-        eos_token_ids: The model's own end tokens.
-        constraint: What its answers obey; None for no grammar.
-        metrics: When things happened.
-        polled: Whether `Engine.step` reports it.
-        is_quiet: Whether its next token need not be told, unless it is the last.
-        error: Why it failed.
-        samples: In the order of their numbers; none for a beam search, whose answers are known only
-            at its end.
-        growing: Those whose last delta was not taken.
+        request: The scheduler's record of the request.
+        params: Sampling parameters from the caller.
+        prompt: Text of the prompt; None if the caller passed only token ids.
+        prompt_token_ids: Token ids of the prompt.
+        tokenizer: Tokenizer of the model; None without a tokenizer.
+        eos_token_ids: End tokens of the model.
+        constraint: Grammar of the answers; None without a grammar.
+        metrics: Times of the request's events.
+        is_polled: Whether `Engine.step` and `Engine.take_deltas` return the request.
+        can_skip_updates: Whether `accept_token` is needed only for the last token.
+        error: Error that ended the request; None if no error occurred.
+        samples: Samples in the order of their index. Empty for a beam search, whose answers are
+            known only at the end.
+        undelivered_samples: Samples whose last delta is not taken yet.
     """
 
     request: Request
@@ -271,9 +279,7 @@ class RequestState:
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     undelivered_samples: list[SampleState] = field(init=False)
-    _reads_every_token: bool = field(
-        init=False
-    )  # each token may be the last one, as its text has it
+    _reads_every_token: bool = field(init=False)  # any token may complete a stop string
     _is_ranked: bool = field(init=False)
     _has_sent_prompt_logprobs: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -292,7 +298,7 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """The id of the request."""
         return self.request.request_id
 
     @property
@@ -301,23 +307,26 @@ class RequestState:
         return self.constraint is not None
 
     def check_grammar(self) -> None:
-        """Wait until the grammar is compiled. GrammarError if it cannot be compiled."""
+        """Wait until the grammar is compiled. Raise GrammarError if the compilation failed."""
         if self.constraint is not None:
             self.constraint.check()
 
     def accept_token(self, emitted: EmittedToken, scores: TokenScores | None, index: int) -> bool:
-        """Take a sampled token in; needed of each while the request is not quiet, and of the last.
+        """Process a sampled token.
+
+        The last token of each sequence must be passed, and every token while `can_skip_updates` is
+        False.
 
         Args:
             emitted: The token.
-            scores: The step's log-probabilities, if a request asked.
-            index: The sequence's row in `scores`.
+            scores: Log-probabilities of the step; None if no request asked for log-probabilities.
+            index: Row of the sequence in `scores`.
 
         Returns:
-            Whether the token completed a stop string, or what a grammar allows.
+            Whether the token completed a stop string or the grammar.
 
         Raises:
-            GrammarError: the grammar does not allow the token.
+            GrammarError: The grammar does not allow the token.
         """
         if self.metrics.first_token_time is None:
             self.record_first_token()
@@ -330,7 +339,7 @@ class RequestState:
         return sample.accept_token(emitted.finish_reason)
 
     def record_first_token(self) -> None:
-        """A token of the request was read; after the first, whose time is kept, it may be quiet."""
+        """Record the time of the first token and set `can_skip_updates`. Later calls do nothing."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
             params = self.params
@@ -339,11 +348,12 @@ class RequestState:
             )
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
-        """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
+        """Record the log-probabilities of prompt tokens. Ignore tokens that are known already.
 
         Args:
-            item: The chunk.
-            scores: One row for each prompt token right after one of its positions.
+            item: The chunk of the prompt that the step computed.
+            scores: One row per scored prompt token, each for the token after a position of the
+                chunk.
         """
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
         packed = scores.packed_top(self.params.prompt_logprobs or 0)
@@ -364,8 +374,10 @@ class RequestState:
                 sequence.finish_reason = FinishReason.ERROR
 
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
-        """Return an error if the next token of some sample is forbidden by the grammar and the
-        sampling parameters together; None if the model's logits are at fault."""
+        """Return an error if the grammar and the sampling parameters together allow no next token.
+
+        Return None if neither is the cause, so that the logits of the model must be at fault.
+        """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
             num_tokens = sample.sequence.num_output_tokens
@@ -376,7 +388,7 @@ class RequestState:
                     f"structured_outputs.{spec.kind}",
                     f"and {' and '.join(names)} together allow no token after {num_tokens} tokens "
                     "of the answer",
-                    remedy="change one of them, or leave it out",
+                    remedy="change or omit one of them",
                 )
         return None
 
@@ -386,13 +398,13 @@ class RequestState:
             raise RuntimeError(f"request {self.request_id!r} failed") from self.error
 
     def finish(self) -> None:
-        """Nothing more will come: release what was held back."""
+        """Record the end of the request, and release the text that the samples held back."""
         self.metrics.finished_time = time.monotonic()
         for sample in self.samples:
             sample.finish()
 
     def output(self) -> RequestOutput:
-        """The request as the caller sees it now."""
+        """Return the request as the caller sees it now."""
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
@@ -408,7 +420,7 @@ class RequestState:
         )
 
     def take_delta(self) -> RequestDelta:
-        """What is new since the last call; the cost is that of the new tokens."""
+        """Return the new tokens since the previous call, at a cost proportional to their number."""
         return RequestDelta(
             request_id=self.request_id,
             deltas=list(self.take_sample_deltas())
@@ -423,8 +435,11 @@ class RequestState:
         )
 
     def take_sample_deltas(self) -> Iterator[TextDelta]:
-        """What each sample that has news grew by since its last delta, made when it is asked for:
-        with what came meanwhile."""
+        """Yield the delta of each sample that has an update.
+
+        Each delta is created when the caller asks for it, so the delta includes tokens that arrived
+        after the previous one.
+        """
         for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)
             if delta.finished:
@@ -432,7 +447,7 @@ class RequestState:
             yield delta
 
     def _final_deltas(self) -> list[TextDelta]:
-        """The answers, once it is known which they are."""
+        """Return the whole answers as deltas if the request has finished; otherwise no deltas."""
         answers = self.output().outputs if self.request.is_finished else ()
         return [TextDelta.of(self.request_id, answer) for answer in answers]
 
@@ -443,14 +458,17 @@ class RequestState:
         return self._copy_prompt_logprobs()
 
     def _sample_outputs(self) -> list[CompletionOutput]:
-        """All samples in their order, or the best of them so far, best first."""
+        """Return all samples in their order, or the `n` best samples if the answers are ranked."""
         chosen, is_ranked = self.samples, self._is_ranked
-        if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
+        if is_ranked:  # The sort is stable: among equal samples, the lower index comes first.
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
     def _beam_outputs(self, search: BeamSearch) -> list[CompletionOutput]:
-        """A beam search's best answers; none before its end, or if it did not come to it."""
+        """Return the best answers of a completed beam search.
+
+        The list is empty before the search ends, and if the search was aborted or failed.
+        """
         if self.request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return []
         best = search.hypotheses[: self.params.n]

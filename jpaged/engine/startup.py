@@ -1,4 +1,4 @@
-"""From a configuration to an engine's parts: load, size the pool, compile, warm up."""
+"""Startup of an engine: load the model, size the pool, compile the programs and warm up."""
 
 import gc
 import sys
@@ -40,19 +40,19 @@ from pallas_kernels import select_backend, supports_fp8
 
 
 class ProgressLog:
-    """Tells on stderr what the start is doing, if asked to."""
+    """Prints the progress of the startup to stderr if `verbose` is set."""
 
     def __init__(self, verbose: bool):
         self._verbose = verbose
 
     def print_line(self, text: str) -> None:
-        """One line."""
+        """Print one line of text to stderr, after the prefix "jpaged: "."""
         if self._verbose:
             print(f"jpaged: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the start, and print its duration unless that rounds to 0.00 s."""
+        """Time a phase of the startup, and print its duration unless it rounds to 0.00 s."""
         start = time.monotonic()
         yield
         seconds = f"{time.monotonic() - start:.2f}"
@@ -62,9 +62,9 @@ class ProgressLog:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an `Engine` is made of."""
+    """The objects that an `Engine` consists of."""
 
-    folder: Path  # the checkpoint's
+    folder: Path  # folder of the checkpoint
     preprocessor: Preprocessor
     model_config: ModelConfig
     runtime_config: RuntimeConfig
@@ -75,13 +75,15 @@ class EngineParts:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Hold the garbage collector while an engine starts, and let it have nothing to walk after.
+    """Disable garbage collection while an engine starts, and freeze the objects in memory.
 
-    Tracing makes millions of objects that it would walk in vain. What earlier engines left, arrays
-    on the device among it, is collected first. Unless the caller has switched the collector off,
-    all else that is there then, modules above all, and what the start makes, tens of thousands of
-    blocks among it, is taken out of its rounds: walking either takes a tenth of a second and more,
-    in which no step is launched. An engine is in no cycle, so it is freed all the same.
+    Tracing creates millions of objects, and collections during tracing would free nothing. A
+    collection before the start frees the arrays of earlier engines on the device.
+
+    All objects that exist before and after the start are frozen (`gc.freeze`), unless the caller
+    has disabled garbage collection. A collection of modules or of the pool's blocks takes a tenth
+    of a second or more, and the engine launches no step during a collection. An engine has no
+    reference cycles, so a frozen engine is still freed.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -100,12 +102,13 @@ def pause_garbage_collection() -> Iterator[None]:
 
 @pause_garbage_collection()
 def build_parts(config: EngineConfig) -> EngineParts:
-    """Build everything an engine needs.
+    """Build all parts of an engine.
 
     Raises:
-        ValueError: the model cannot be loaded, or does not fit the device as configured.
+        ValueError: The model cannot be loaded, or does not fit on the device with this
+            configuration.
     """
-    # Before the device starts, so that a wrong path fails quickly.
+    # The path is checked before the device starts, so that a wrong path fails quickly.
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     log, config = ProgressLog(config.verbose), with_usable_cache(config)
     with log.phase("starting the device"):
@@ -163,9 +166,9 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _plan_model(
     config: EngineConfig, folder: Path, device: Any, mesh: Mesh | None
 ) -> tuple[ModelPlan, jnp.dtype]:
-    """The model, checked but not loaded, and the dtype of its weights."""
+    """Return the checked plan for loading the model, and the dtype of the weights."""
     model = read_model_config(read_config(folder), config.quantization)
-    model.shard(config.tensor_parallel_size)  # refused before anything is read
+    model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
     max_head_size = select_backend(device.platform).max_head_size
     if max_head_size is not None and model.head_size > max_head_size:
         raise head_size_error(model.head_size, f"1 to {max_head_size}, on a GPU")
@@ -180,16 +183,22 @@ def _plan_model(
 
 
 def resolve_dtype(requested: str, model: ModelConfig, platform: str) -> jnp.dtype:
-    """The weights' dtype on a platform; `requested` as of `EngineConfig.dtype`."""
+    """Return the dtype of the weights on a platform.
+
+    Args:
+        requested: The dtype as in `EngineConfig.dtype`.
+        model: Configuration of the model.
+        platform: Platform of the device in JAX, such as "cpu" or "gpu".
+    """
     if requested != "auto":
         return jnp.dtype(requested)
-    if platform == "cpu":  # where bfloat16 is emulated
+    if platform == "cpu":  # CPUs emulate bfloat16
         return jnp.dtype(jnp.float32)
     return jnp.dtype(model.checkpoint_dtype or "bfloat16")
 
 
 def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
-    """What the weights are kept in."""
+    """Return the dtype of the weights and the quantization format of the projections as text."""
     quantization = model.quantization
     if quantization is None or quantization.format is UnquantizedFormat:
         return dtype.name
@@ -197,14 +206,14 @@ def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
 
 
 def _resolve_kv_cache_dtype(requested: str, dtype: jnp.dtype, device: Any) -> str | None:
-    """The pool's dtype; None if it is that of the weights."""
+    """Return the dtype of the pool; None if the pool has the dtype of the weights."""
     if requested not in FP8_KV_CACHE_DTYPES:
         return None if requested in ("auto", dtype.name) else requested
     if not supports_fp8(device):
         raise RequestError(
             "kv_cache_dtype",
             (
-                "needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), and "
+                "needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), but "
                 f"{device.device_kind} has {device.compute_capability}; use kv_cache_dtype='auto'"
             ),
             value=repr(requested),
@@ -215,7 +224,7 @@ def _resolve_kv_cache_dtype(requested: str, dtype: jnp.dtype, device: Any) -> st
 def _load(
     config: EngineConfig, folder: Path, plan: ModelPlan
 ) -> tuple[SplitModel, Tokenizer | None]:
-    """The weights and the tokenizer, read at the same time."""
+    """Read the weights and the tokenizer concurrently."""
     with ThreadPoolExecutor(1) as pool:
         needed = config.tokenizer_needed
         tokenizer_future = pool.submit(Tokenizer.from_folder, folder) if needed else None
@@ -227,7 +236,7 @@ def _load(
 def end_token_ids(
     model: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> frozenset[int]:
-    """End tokens of the model's config, its generation config and its tokenizer."""
+    """Return the end tokens from the model config, the generation config and the tokenizer."""
     token_ids: set[object] = set(model.eos_token_ids)
     listed = generation_config.get("eos_token_id")
     token_ids.update(listed if isinstance(listed, list) else [listed])
@@ -239,7 +248,7 @@ def end_token_ids(
 def _choose_preemption(
     config: EngineConfig, runtime: RuntimeConfig, runner: ModelRunner, log: ProgressLog
 ) -> PreemptionPolicy:
-    """How groups are preempted; what it costs is measured only where that decides."""
+    """Return the policy for preempting groups. Measure the costs only if the mode is "auto"."""
     mode = PreemptionMode(config.preemption_mode)
     if not runtime.num_host_blocks:
         return PreemptionPolicy()
@@ -253,7 +262,14 @@ def _choose_preemption(
 def describe_memory(
     runtime: RuntimeConfig, account: MemoryAccount, devices: Sequence[Any], dtype: jnp.dtype
 ) -> list[str]:
-    """The memory account, of each device, and the pool, of `dtype`, in lines."""
+    """Return log lines about the memory of each device and the size of the pool.
+
+    Args:
+        runtime: Resolved configuration of the engine.
+        account: Memory account of one device.
+        devices: Tensor-parallel devices.
+        dtype: Dtype of the pool.
+    """
     devices_prefix = f"each of {len(devices)} x " if len(devices) > 1 else ""
     num_blocks, block_size = runtime.num_blocks - 1, runtime.block_size
     capacity = format_count(num_blocks * block_size, "token", number_format=",")
@@ -262,8 +278,9 @@ def describe_memory(
         f"memory of {devices_prefix}{devices[0].device_kind}:",
         *account.lines(),
         *([swap] if account.swap else []),
-        f"KV pool of {format_count(num_blocks, 'block', number_format=',')} of {format_count(block_size, 'token')} "
-        f"({capacity}) in {dtype.name}, up to {format_count(runtime.max_num_seqs, 'sequence')} of up to "
+        f"KV pool of {format_count(num_blocks, 'block', number_format=',')} of "
+        f"{format_count(block_size, 'token')} ({capacity}) in {dtype.name}, up to "
+        f"{format_count(runtime.max_num_seqs, 'sequence')} of up to "
         f"{format_count(runtime.max_model_len, 'token', number_format=',')}, "
-        f"{format_count(runtime.max_num_batched_tokens, 'token', number_format=',')} a step",
+        f"{format_count(runtime.max_num_batched_tokens, 'token', number_format=',')} per step",
     ]

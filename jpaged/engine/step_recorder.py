@@ -1,4 +1,4 @@
-"""What an engine launches, step by step: for tests and benchmarks that look at its steps."""
+"""A recorder of the steps that an engine launches, for tests and benchmarks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +14,26 @@ _WRAPPED_ATTRIBUTES = "programs", "launch_layers", "launch_burst"
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """One launch: a step, or a burst of them.
+    """One launch of the engine: a step or a burst of steps.
 
     Attributes:
-        plans: What its steps compute; of a burst several.
-        programs: Names of the compiled programs that were called, in their order: a kind and its
-            shape, such as ("decode", 8), ("prefill", (64, 8)) or ("sample", (8, level)).
+        plans: Plans of the steps; a burst has several.
+        programs: Names of the compiled programs that the launch called, in order. A name is a kind
+            and a shape, such as ("decode", 8), ("prefill", (64, 8)) or ("sample", (8, level)).
     """
 
     plans: tuple[StepPlan, ...]
     programs: list[ProgramName] = field(default_factory=list)
 
     def batch_size(self, program_name: str) -> int | None:
-        """Sequences to which its program of a kind (decode, decode_burst, sample) is padded; None
-        if it called none."""
+        """Return the padded number of sequences in a program of this launch.
+
+        Args:
+            program_name: Kind of the program: "decode", "decode_burst" or "sample".
+
+        Returns:
+            The batch size of the first such program; None if the launch called none.
+        """
         for name, key in self.programs:
             if name == program_name:
                 return key[0] if isinstance(key, tuple) else key
@@ -35,14 +41,14 @@ class RecordedLaunch:
 
 
 class StepRecorder:
-    """Records the launches of an engine while this context is open; `Engine.record_steps` makes it.
+    """A context manager that records an engine's launches; `Engine.record_steps` returns it.
 
     Args:
-        runner: The engine's.
-        before: Called with each launch's plans before it.
+        runner: Model runner of the engine.
+        before: Called before each launch with the plans of the launch.
 
     Attributes:
-        launches: In their order.
+        launches: Recorded launches in order.
     """
 
     def __init__(
@@ -52,13 +58,14 @@ class StepRecorder:
     ):
         self.launches: list[RecordedLaunch] = []
         self._runner, self._before_launch = runner, before
-        self._original_attributes: dict[str, Any] | None = None  # None while it is closed
+        # Attributes of the runner before recording; None while the recorder is closed.
+        self._original_attributes: dict[str, Any] | None = None
         self._launch: Any = None
 
     def __enter__(self) -> "StepRecorder":
-        """Begin to record; RuntimeError if it is open already."""
+        """Start to record. Raise RuntimeError if the recorder is already open."""
         if self._original_attributes is not None:
-            raise RuntimeError("this recorder is open already: make another one")
+            raise RuntimeError("this StepRecorder is open already: create another one")
         runner = self._runner
         self._original_attributes = {
             name: vars(runner)[name] for name in _WRAPPED_ATTRIBUTES if name in vars(runner)
@@ -80,13 +87,13 @@ class StepRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Record no longer; RuntimeError if another recorder was opened since and is open."""
+        """Stop recording. Raise RuntimeError if a recorder that was opened later is still open."""
         if self._original_attributes is None:
             return
         if self._runner.launch_layers is not self._launch:
-            raise RuntimeError("another recorder was opened since: close that one first")
+            raise RuntimeError("another StepRecorder was opened later: close that one first")
         for name in _WRAPPED_ATTRIBUTES:
-            delattr(self._runner, name)  # methods of the class are found again
+            delattr(self._runner, name)  # makes the methods of the class visible again
         vars(self._runner).update(self._original_attributes)
         self._original_attributes = None
 
