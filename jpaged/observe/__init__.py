@@ -1,1 +1,1 @@
-"""What can be seen of an engine: its pool and what changed there, its statistics."""
+"""Statistics of an engine, and reports about the blocks of the KV pool and their changes."""

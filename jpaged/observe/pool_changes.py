@@ -1,9 +1,9 @@
-"""A watch on the pool: what changed since the last look, for a picture that keeps up.
+"""Incremental reports of what changed in the KV pool, for a dashboard that samples the pool often.
 
-`pool_report.py` counts the whole pool when asked. A watch costs O(blocks) once, at its first look;
-after that a look costs O(changed blocks + sequences that hold blocks). The pool does not know of
-it: a block that changed is found where it is now, at the free queue's tail or in a block table or
-pin that changed or went.
+`pool_report.py` counts the whole pool on each call. The first `PoolWatch.look` takes O(blocks)
+time; each later call takes O(changed blocks + sequences that hold blocks) time. The pool does not
+record its changes. A watch finds changed blocks at the tail of the free queue, and in the block
+tables and pins that changed or were removed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,18 +18,18 @@ from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 
 CACHED = -1
-"""As a block's count: free, its content kept until the block is needed."""
+"""The count of a block that is free but keeps its content in the prefix cache."""
 
 
 class ChangedBlocks(NamedTuple):
-    """Blocks that changed, in columns: a first look may be at a hundred thousand.
+    """Changed blocks as parallel lists. The first look may return a hundred thousand blocks.
 
     Attributes:
-        block_ids: Which, rising.
-        counts: Block tables and pins that hold each: 0 if it is free, `CACHED` if its content is
-            kept.
-        content_hashes: Of each, 32 bits of what the prefix cache knows it to hold; 0 if it does
-            not know it.
+        block_ids: Ids of the blocks, in increasing order.
+        counts: Number of block tables and pins that hold each block; 0 if the block is free, and
+            `CACHED` if the free block keeps cached content.
+        content_hashes: Low 32 bits of the hash of each block's cached content; 0 if the prefix
+            cache does not know the content.
     """
 
     block_ids: list[int]
@@ -38,18 +38,19 @@ class ChangedBlocks(NamedTuple):
 
 
 class TableChange(NamedTuple):
-    """A sequence whose block table, status or image changed, or that is new.
+    """A sequence that is new, or whose block table, status or number of host blocks changed.
 
     Attributes:
-        seq_id: Which.
-        request_id: Whose.
-        index: Its place among the request's samples; 0 for beams.
-        status: Of its request, or "finished" if it is over and waits for a step in flight.
-        num_prompt_tokens: Of its tokens, those that were given.
-        num_computed_tokens: Those of its tokens whose KV is planned to be in its blocks.
-        num_kept: Leading entries of its block table that are as they were at the last look.
-        new_blocks: The entries after them.
-        num_host_blocks: Entries of its image in host memory, while it is swapped out.
+        seq_id: Id of the sequence.
+        request_id: Id of the request.
+        index: Index of the sequence among the samples of the request; 0 for beams.
+        status: Status of the request, or "finished" if the sequence has finished and waits for a
+            step in flight.
+        num_prompt_tokens: Number of prompt tokens.
+        num_computed_tokens: Number of tokens whose KV is written by the steps planned so far.
+        num_kept: Number of leading entries of the block table that did not change.
+        new_blocks: Block ids that follow the unchanged entries.
+        num_host_blocks: Number of the sequence's blocks in host memory while it is swapped out.
     """
 
     seq_id: int
@@ -65,17 +66,20 @@ class TableChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolChanges:
-    """What changed since the last look.
+    """Changes of the pool since the previous look.
 
     Attributes:
-        blocks: Blocks that changed; at the first look all that are not free.
-        tables: Sequences that hold blocks or an image, and are new or changed in more than length.
-        grown: Of the others, by id: the tokens computed, where there are more.
-        gone: Ids of sequences that hold nothing any more.
-        images: Host memory, if it changed: for each group in it its request's id and blocks.
-        pinned: All pinned blocks, if they changed.
-        tokens: By block id, the tokens it holds, as far as the host has read them.
-        copies: By block id, of which block it was made a copy, since a holder was to write that.
+        blocks: Changed blocks. The first look returns all blocks that are not free.
+        tables: Sequences that hold device or host blocks, and are new or changed in more than the
+            number of computed tokens.
+        grown: Number of computed tokens by sequence id, for sequences in which only this number
+            changed.
+        gone: Ids of sequences that no longer hold blocks.
+        images: Request id and number of blocks of each swap entry in host memory; None if
+            unchanged.
+        pinned: Ids of all pinned blocks; None if unchanged.
+        tokens: Token ids by block id, as far as the host has read the tokens.
+        copies: Source block id by target block id, for blocks that were copied on write.
     """
 
     blocks: ChangedBlocks = field(default_factory=lambda: ChangedBlocks([], [], []))
@@ -94,28 +98,28 @@ class PoolChanges:
 
 @dataclass(slots=True)
 class _SequenceSnapshot:
-    """A sequence as it was at the last look."""
+    """State of a sequence at the previous look."""
 
     sequence: Sequence
-    table: list[int]  # the list itself, and what it was like
+    table: list[int]  # the sequence's own list, to detect that the list was replaced
     num_blocks: int = 0
     last_block: int = 0
-    num_chained: int = 0
+    num_registered: int = 0
     num_computed: int = 0
-    num_read: int = 0  # of the computed tokens, those that the host knew
+    num_read: int = 0  # computed tokens that the host had read
     status: str = ""
     num_host_blocks: int = 0
 
 
 class PoolWatch:
-    """Looks at a scheduler's pool again and again, and tells what changed in between.
+    """Reports the changes of a scheduler's pool between two calls of `look`.
 
     Args:
-        scheduler: Its blocks and sequences are watched.
-        num_token_blocks: For how many blocks at most one look tells their tokens (others wait for
-            the next looks); 0 never tells any.
-        watches: Where the watch is until `close`, or until nothing else refers to it: all of these
-            are to `note` launched steps.
+        scheduler: Scheduler whose blocks and sequences are watched.
+        num_token_blocks: Maximum number of blocks per look whose tokens are returned; 0 for none.
+            The tokens of further blocks are returned by later looks.
+        watches: Set that contains the watch until `close` is called or the watch is dropped. The
+            owner of the set must call `note` on each watch in the set for every launched step.
     """
 
     def __init__(
@@ -129,27 +133,29 @@ class PoolWatch:
         self._num_token_blocks = num_token_blocks
         self._watches = WeakSet[PoolWatch]() if watches is None else watches
         self._watches.add(self)
-        self._known: dict[int, _SequenceSnapshot] = {}
+        self._snapshots: dict[int, _SequenceSnapshot] = {}
         num_blocks = len(self._pool.blocks)
-        self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
-        self._num_freed = self._num_clears = 0  # all that was ever freed may differ at first
+        # Count and content hash of each block at the previous look.
+        self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
+        self._num_freed = self._num_clears = 0  # 0: the first look checks all blocks freed so far
         self._pin_counts = 0, 0
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # Blocks whose tokens are to be told, and where they are known if not by content.
+        # Blocks whose tokens are not returned yet, each with a sequence and an index in its block
+        # table. None if the prefix cache knows the tokens.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
-        """Watch no longer; a second time is no error."""
+        """Stop watching the pool. Further calls do nothing."""
         self._watches.discard(self)
 
     def note(self, plan: StepPlan) -> None:
-        """Take down which blocks a step copies: that alone cannot be seen afterwards."""
+        """Record which blocks a step copies, because the pool keeps no trace of copies."""
         self._copies.update((target, source) for source, target in plan.block_copies)
 
     def look(self) -> PoolChanges:
-        """What changed since the last look; at the first, all there is."""
+        """Return the changes since the previous call. The first call returns the whole state."""
         maybe_changed = self._find_freed_blocks()
         changes = PoolChanges(
             images=self._diff_swap_entries(), pinned=self._diff_pins(maybe_changed)
@@ -161,8 +167,10 @@ class PoolWatch:
         return changes
 
     def _find_freed_blocks(self) -> set[int]:
-        """Blocks that were freed since the last look and still are. All blocks, where the prefix
-        cache was cleared."""
+        """Return the blocks that were freed since the previous look and are still free.
+
+        Return all blocks if the prefix cache was cleared.
+        """
         pool, cache = self._pool, self._scheduler.block_manager.prefix_cache
         num_blocks_freed, self._num_freed = (
             pool.num_blocks_freed - self._num_freed,
@@ -185,11 +193,11 @@ class PoolWatch:
         return None if self._pinned == before else self._pinned
 
     def _diff_sequences(self, changes: PoolChanges, maybe_changed: set[int]) -> None:
-        for seq_id, known in list(self._known.items()):
-            if not _has_blocks(known.sequence):
-                del self._known[seq_id]
+        for seq_id, snapshot in list(self._snapshots.items()):
+            if not _has_blocks(snapshot.sequence):
+                del self._snapshots[seq_id]
                 changes.gone.append(seq_id)
-                maybe_changed.update(known.table, (known.last_block,))
+                maybe_changed.update(snapshot.table, (snapshot.last_block,))
         for sequence in self._scheduler.sequences.by_id.values():
             if _has_blocks(sequence):
                 self._diff_sequence(sequence, changes, maybe_changed)
@@ -197,29 +205,36 @@ class PoolWatch:
     def _diff_sequence(
         self, sequence: Sequence, changes: PoolChanges, maybe_changed: set[int]
     ) -> None:
-        known = self._known.get(sequence.seq_id)
-        if known is None:
-            known = self._known[sequence.seq_id] = _SequenceSnapshot(sequence, sequence.block_table)
+        snapshot = self._snapshots.get(sequence.seq_id)
+        if snapshot is None:
+            snapshot = self._snapshots[sequence.seq_id] = _SequenceSnapshot(
+                sequence, sequence.block_table
+            )
         table, num_computed = sequence.block_table, sequence.num_computed_tokens
         status = "finished" if sequence.finish_reason else str(sequence.request.status)
         num_host_blocks = len(sequence.host_block_table)
-        num_kept = _count_unchanged_entries(known, table)
-        is_same_table = num_kept == known.num_blocks == len(table)
-        if not is_same_table or (status, num_host_blocks) != (known.status, known.num_host_blocks):
+        num_kept = _count_unchanged_entries(snapshot, table)
+        is_same_table = num_kept == snapshot.num_blocks == len(table)
+        if not is_same_table or (status, num_host_blocks) != (
+            snapshot.status,
+            snapshot.num_host_blocks,
+        ):
             changes.tables.append(_make_table_change(sequence, status, num_kept))
-        elif num_computed != known.num_computed:
+        elif num_computed != snapshot.num_computed:
             changes.grown[sequence.seq_id] = num_computed
         if not is_same_table:
-            maybe_changed.update(known.table[num_kept:], (known.last_block,), table[num_kept:])
-        if sequence.num_registered_blocks != known.num_chained:
-            maybe_changed.update(table[known.num_chained : sequence.num_registered_blocks])
+            maybe_changed.update(
+                snapshot.table[num_kept:], (snapshot.last_block,), table[num_kept:]
+            )
+        if sequence.num_registered_blocks != snapshot.num_registered:
+            maybe_changed.update(table[snapshot.num_registered : sequence.num_registered_blocks])
         if self._num_token_blocks:
-            self._collect_unreported(known, sequence, num_kept)
-        known.table, known.num_blocks = table, len(table)
-        known.last_block = table[-1] if table else 0
-        known.num_chained = sequence.num_registered_blocks
-        known.num_computed, known.status = num_computed, status
-        known.num_host_blocks = num_host_blocks
+            self._collect_unreported(snapshot, sequence, num_kept)
+        snapshot.table, snapshot.num_blocks = table, len(table)
+        snapshot.last_block = table[-1] if table else 0
+        snapshot.num_registered = sequence.num_registered_blocks
+        snapshot.num_computed, snapshot.status = num_computed, status
+        snapshot.num_host_blocks = num_host_blocks
 
     def _diff_blocks(self, maybe_changed: set[int]) -> ChangedBlocks:
         counts, hashes = self._counts, self._hashes
@@ -237,15 +252,15 @@ class PoolWatch:
         return ChangedBlocks(changed, [counts[i] for i in changed], [hashes[i] for i in changed])
 
     def _collect_unreported(
-        self, known: _SequenceSnapshot, sequence: Sequence, num_kept: int
+        self, snapshot: _SequenceSnapshot, sequence: Sequence, num_kept: int
     ) -> None:
         size = self._scheduler.block_manager.block_size
         num_read = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        has_more = num_read != known.num_read
-        first = min(num_kept, known.num_read // size) if has_more else num_kept
+        has_more = num_read != snapshot.num_read
+        first = min(num_kept, snapshot.num_read // size) if has_more else num_kept
         for index in range(first, min(-(-num_read // size), len(sequence.block_table))):
             self._unreported_blocks[sequence.block_table[index]] = sequence, index
-        known.num_read = num_read
+        snapshot.num_read = num_read
 
     def _report_tokens(self, changes: PoolChanges) -> None:
         for _ in range(min(self._num_token_blocks, len(self._unreported_blocks))):
@@ -257,7 +272,7 @@ class PoolWatch:
         self, block: KVBlock, table_position: tuple[Sequence, int] | None
     ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.cache_entry is not None:  # whose key spells them out, after its parent's number
+        if block.cache_entry is not None:  # the key is an 8-byte parent id and then the token ids
             return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
         if table_position is None:
             return []
@@ -283,16 +298,16 @@ def _has_blocks(sequence: Sequence) -> bool:
     return bool(sequence.block_table or sequence.host_block_table)
 
 
-def _count_unchanged_entries(known: _SequenceSnapshot, table: list[int]) -> int:
-    """Leading entries that did not change.
+def _count_unchanged_entries(snapshot: _SequenceSnapshot, table: list[int]) -> int:
+    """Return the number of leading block-table entries that did not change since the previous look.
 
-    A table that stays the same list only grows, and only its last entry is ever replaced (copy on
-    write); whatever else happens to it, the block manager makes another list of it.
+    A block table that is still the same list object has only grown, or its last entry was replaced
+    by a copy on write. For any other change, the block manager creates a new list.
     """
-    num_blocks = known.num_blocks
-    if table is not known.table or not num_blocks:
+    num_blocks = snapshot.num_blocks
+    if table is not snapshot.table or not num_blocks:
         return 0
-    return num_blocks if table[num_blocks - 1] == known.last_block else num_blocks - 1
+    return num_blocks if table[num_blocks - 1] == snapshot.last_block else num_blocks - 1
 
 
 def _make_table_change(sequence: Sequence, status: str, num_kept: int) -> TableChange:

@@ -1,7 +1,7 @@
-"""Accounts of the pool for people: who holds which block, and what the slots are used for.
+"""Reports on the KV pool for people: which request holds which block, and how the slots are used.
 
-All of it is counted afresh at each call, from the block tables; nothing is kept up to date
-for it. A token's KV counts from the moment the step that writes it is planned.
+Each call counts from the block tables, so the engine does no work for the reports between calls. A
+token's KV counts as stored once the step that writes the KV is planned.
 """
 
 from collections import Counter
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 
 
 class BlockState(StrEnum):
-    """What a block is to the pool: always just one of these."""
+    """State of a block in the pool. Every block has exactly one state."""
 
     FREE = "free"
     USED = "used"  # held by a sequence or a pin
-    CACHED = "cached"  # no sequence or pin holds it, its content kept until the block is needed
+    CACHED = "cached"  # free, but the content stays in the prefix cache until the block is reused
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """One block, from `block_map`.
+    """One block of the pool, as `block_map` reports it.
 
     Attributes:
-        block_id: Its place in the pool.
-        state: Free, used or cached.
-        ref_cnt: Block tables and pins that hold it.
-        num_filled_slots: Slots with the KV of a token that can still be read: of a used block
-            and of a cached one, which is full; 0 of a free one.
-        request_ids: Whose sequences hold it, each once; also requests that are over, as long as a
-            step in flight may write there.
-        is_pinned: Whether a pinned prefix holds it.
-        content_hash: Of what the prefix cache knows it to hold; None if it does not know it.
+        block_id: Id of the block in the pool.
+        state: Whether the block is free, used or cached.
+        ref_cnt: Number of block tables and pins that hold the block.
+        num_filled_slots: Number of slots with the KV of a token. A cached block is full; a free
+            block has 0.
+        request_ids: Ids of the requests whose sequences hold the block, without duplicates. A
+            finished request is listed while a step in flight may write to the block.
+        is_pinned: Whether a pinned prefix holds the block.
+        content_hash: Hash of the block's content in the prefix cache; None if the prefix cache does
+            not know the content.
     """
 
     block_id: int
@@ -53,19 +54,19 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """One sequence, from `block_tables`.
+    """One sequence, as `block_tables` reports it.
 
     Attributes:
-        request_id: Whose it is.
-        status: Of its request: "waiting", "running", "preempted", "swapped", or "finished" of one
-            that only waits for a step in flight.
-        index: Its place among the request's samples; 0 for beams.
-        block_table: Its blocks, in order; none while it waits or is swapped out.
-        image_table: While it is swapped out its blocks' places in its request's image in host
-            memory, in order; shared ones have one place.
-        num_prompt_tokens: Tokens it began with.
-        num_computed_tokens: Tokens whose KV steps launched so far write.
-        num_tokens: All its tokens, those still on the device counted.
+        request_id: Id of the request.
+        status: Status of the request: "waiting", "running", "preempted" or "swapped"; "finished" if
+            the request has ended and the sequence only waits for a step in flight.
+        index: Index of the sequence among the samples of the request; 0 for beams.
+        block_table: Block ids of the sequence in order; empty while it waits or is swapped out.
+        image_table: While the sequence is swapped out, the indices of its blocks in the swap entry
+            of the request. Shared blocks have the same index.
+        num_prompt_tokens: Number of prompt tokens.
+        num_computed_tokens: Number of tokens whose KV is written by the steps launched so far.
+        num_tokens: Number of tokens, including sampled tokens that the host has not read yet.
     """
 
     request_id: str
@@ -80,30 +81,30 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What the pool's slots are used for, from `memory_report`.
+    """Use of the pool's slots, as `memory_report` reports it.
 
-    The five kinds of slots are those of figure 2 of the PagedAttention paper, with what it had no
-    need to tell apart, and add up to `num_slots`. A slot that several sequences share counts once.
-    External fragmentation, the paper's third kind of waste, is none: all blocks are of one size,
-    so each free one is of use to any sequence that needs a block.
+    The five kinds of slots refine figure 2 of the PagedAttention paper, and add up to `num_slots`.
+    A slot that several sequences share counts once. External fragmentation, the third kind of waste
+    in the paper, does not occur: all blocks have the same size, so a sequence can use any free
+    block.
 
     Attributes:
-        block_size: Slots in a block.
-        num_blocks: Blocks that can hold tokens: all but the null block.
+        block_size: Number of slots in a block.
+        num_blocks: Number of blocks that can hold tokens: all except the null block.
         num_token_slots: Slots of used blocks that hold the KV of a token.
-        num_reserved_slots: Empty slots of used blocks that a sequence may still fill, since its
-            tokens may come to be so many. That is the paper's reservation, seen beforehand: a
-            sequence that ends earlier than it must will not have filled them.
-        num_fragmented_slots: Empty slots of used blocks that are never filled, the paper's internal
-            fragmentation: they lie past the last token that a sequence can have, or what holds
-            them is over and only waits for a step in flight.
-        num_cached_slots: Slots of blocks that are free, but kept for their prefix until needed.
-        num_free_slots: Slots of blocks that hold nothing.
-        num_logical_blocks: Entries of all block tables: the blocks it would take not to share.
-        num_physical_blocks: Blocks that block tables hold, each once.
-        num_pinned_blocks: Blocks that pinned prefixes hold, whether a sequence does or not.
-        num_host_blocks: Blocks of host memory for swapped-out groups.
-        num_used_host_blocks: Those of them that hold one.
+        num_reserved_slots: Empty slots of used blocks that a sequence may still fill. A sequence
+            that ends before its maximum length leaves some of these slots empty.
+        num_fragmented_slots: Empty slots of used blocks that are never filled, which the paper
+            calls internal fragmentation. The slots lie after the last token that a sequence can
+            have, or belong to a finished sequence that waits for a step in flight.
+        num_cached_slots: Slots of free blocks that keep their content in the prefix cache.
+        num_free_slots: Slots of free blocks without cached content.
+        num_logical_blocks: Number of entries in all block tables: the blocks needed without
+            sharing.
+        num_physical_blocks: Number of different blocks in all block tables.
+        num_pinned_blocks: Number of blocks that pinned prefixes hold.
+        num_host_blocks: Number of blocks in host memory for swapped-out groups.
+        num_used_host_blocks: Number of host blocks in use.
     """
 
     block_size: int
@@ -121,35 +122,38 @@ class MemoryReport:
 
     @property
     def num_slots(self) -> int:
-        """All slots of the pool but the null block's."""
+        """Number of slots in the pool, without the null block."""
         return self.num_blocks * self.block_size
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of blocks that sequences and pins hold."""
+        """Number of slots in blocks that sequences and pins hold."""
         return self.num_token_slots + self.num_waste_slots
 
     @property
     def num_waste_slots(self) -> int:
-        """Slots of used blocks without a token: less than one block a sequence."""
+        """Number of slots of used blocks without a token: less than one block per sequence."""
         return self.num_reserved_slots + self.num_fragmented_slots
 
     @property
     def waste(self) -> float:
-        """Share of the used slots without a token, 0 to 1."""
+        """Fraction of the used slots that hold no token, 0 to 1."""
         return self.num_waste_slots / self.num_used_slots if self.num_used_slots else 0.0
 
     @property
     def shared_savings(self) -> float:
-        """Blocks saved by sharing, of those it would take not to share, 0 to 1: figure 15 of the
-        PagedAttention paper. Sharing between requests, by a common prefix, counts too."""
+        """Fraction of `num_logical_blocks` that sharing saves, 0 to 1.
+
+        Figure 15 of the PagedAttention paper shows this fraction. Sharing between requests by a
+        common prefix also counts.
+        """
         if not self.num_logical_blocks:
             return 0.0
         return 1 - self.num_physical_blocks / self.num_logical_blocks
 
 
 def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
-    """Every block of the pool but the null block, by id and in its order. O(blocks)."""
+    """Return every block of the pool except the null block, by ascending block id. O(blocks)."""
     manager = scheduler.block_manager
     owners = _block_owners(scheduler)
     empty = _count_empty_slots(scheduler)
@@ -171,7 +175,10 @@ def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
 
 
 def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
-    """Every sequence that is unfinished or draining. O(entries of all block tables)."""
+    """Return every sequence that is unfinished or waits for a step in flight.
+
+    Takes O(entries of all block tables) time.
+    """
     return [
         SequenceInfo(
             sequence.request.request_id,
@@ -188,7 +195,7 @@ def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
 
 
 def memory_report(scheduler: "Scheduler") -> MemoryReport:
-    """What the pool's slots are used for. O(entries of all block tables)."""
+    """Return how the slots of the pool are used. O(entries of all block tables)."""
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
     pool, size = manager.pool, manager.block_size
     tables = [sequence.block_table for sequence in scheduler.sequences.by_id.values()]
@@ -211,8 +218,13 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
 
 
 def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, Any]) -> EngineStats:
-    """Return the state of the pool and of the queues. O(sequences). `num_unqueued` requests wait
-    outside the scheduler. `counts` holds the other fields of `EngineStats` by name."""
+    """Return the state of the pool and of the queues. O(sequences).
+
+    Args:
+        scheduler: Scheduler of the engine.
+        num_unqueued: Number of requests that wait for a grammar and are not in the scheduler yet.
+        counts: Values of the remaining fields of `EngineStats`, by field name.
+    """
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
     pool, cache = manager.pool, manager.prefix_cache
     return EngineStats(
@@ -235,15 +247,16 @@ def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, An
 
 
 def num_waste_slots(scheduler: "Scheduler") -> int:
-    """Slots of used blocks that no token fills, shared ones once. O(sequences)."""
+    """Return the number of empty slots in used blocks. Shared slots count once. O(sequences)."""
     return sum(_count_empty_slots(scheduler).values())
 
 
 def _iter_last_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
-    """Each sequence that holds blocks, the last of them, and how many of its slots are empty.
+    """Yield each sequence with blocks, the id of its last block, and the empty slots in that block.
 
-    Only last blocks have any, and all who share one agree: a fork has computed what its parent has,
-    and to write there is to have a copy.
+    Only the last block of a sequence has empty slots. Sequences that share a last block have the
+    same number of computed tokens: a fork copies the number of its parent, and a sequence that
+    writes to a shared block gets a copy of the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():
@@ -256,18 +269,18 @@ def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
 
 
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
-    """Empty slots that one at least of those who hold the block may fill."""
+    """Return the number of empty slots that at least one sequence may still fill."""
     reserved = Counter[int]()
     for sequence, block_id, empty in _iter_last_blocks(scheduler):
         if sequence.finish_reason is None:
-            # The last token is never fed back, so it has no KV.
+            # The last token of a sequence is never an input of a step, so it has no KV.
             num_future_tokens = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
             reserved[block_id] = max(reserved[block_id], min(empty, num_future_tokens))
     return reserved.total()
 
 
 def _block_owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
-    """The requests that hold each block, each once, in the order of arrival."""
+    """Return the ids of the requests that hold each block, in order of arrival, as dict keys."""
     owners: dict[int, dict[str, None]] = {}
     for sequence in scheduler.sequences.by_id.values():
         for block_id in sequence.block_table:

@@ -1,4 +1,4 @@
-"""The pool as text: a character a block, and what its slots are used for."""
+"""The KV pool as text: one character per block, and lines about the use of its slots."""
 
 import time
 from collections import Counter
@@ -12,32 +12,32 @@ from jpaged.observe.statistics import EngineStats
 
 BLOCKS_PER_LINE = 64
 MAX_LINES = 16
-LEGEND = ". free  o cached  + partly filled  # full  2-9 shared by so many, * by more  P pinned"
+LEGEND = ". free  o cached  + partly filled  # full  2-9 holders, * 10 or more  P pinned"
 
-_MAX_TIME_FRACTION = 1 / 10  # of an answer's time, spent on pictures
+_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the time that block maps may take
 
 
 class PoolReporter(Protocol):
-    """What tells of a pool: an engine."""
+    """An object that reports on a pool, such as an `Engine`."""
 
     def memory_report(self) -> MemoryReport:
-        """As `Engine.memory_report`."""
+        """Return the report that `Engine.memory_report` describes."""
         ...
 
     def block_map(self) -> dict[int, BlockInfo]:
-        """As `Engine.block_map`."""
+        """Return the blocks as `Engine.block_map` does."""
         ...
 
 
 class BusyPoolSampler:
-    """Keeps the last look at an engine's pool while it had work.
+    """Keeps the latest memory report and block map of an engine from the time when it had work.
 
-    The report is of the last step seen. The picture costs some time for each block of the pool, so
-    it is of the last step that took or gave back a block, or, of a large pool, of one not long
-    before.
+    Each call of `record` requests a memory report. A block map takes time for every block of the
+    pool. `record` therefore requests a block map only if the number of used blocks has changed, and
+    less often for a large pool.
 
     Attributes:
-        seconds: Time spent on looking so far.
+        seconds_spent: Total time in seconds that `record` has taken.
     """
 
     def __init__(self, engine: PoolReporter):
@@ -49,7 +49,7 @@ class BusyPoolSampler:
         self._next_map_time = 0.0
 
     def record(self, stats: EngineStats) -> None:
-        """Look, at a moment of which `stats` tell."""
+        """Sample the pool. `stats` are the statistics of the engine at this moment."""
         start = time.perf_counter()
         self._report = self._engine.memory_report()
         if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map_time:
@@ -60,22 +60,20 @@ class BusyPoolSampler:
         self.seconds_spent += time.perf_counter() - start
 
     def format_lines(self) -> list[str]:
-        """What was seen; nothing if the engine had no work."""
+        """Return the latest report and block map as lines of text, or no lines without a sample."""
         if self._report is None:
             return []
         return [*describe_report(self._report), *draw_blocks(self._blocks, self._report.block_size)]
 
 
 def describe_report(report: MemoryReport) -> list[str]:
-    """The report, a line for each of its subjects."""
-    num_blocks = report.num_physical_blocks
-    serve = "serves" if num_blocks == 1 else "serve"
+    """Return lines of text about the slots, the sharing, and the host memory for swapped KV."""
     lines = [
         f"slots     {report.num_token_slots:,} with tokens, "
         f"{report.num_reserved_slots:,} reserved, {report.num_fragmented_slots:,} never filled, "
         f"{report.num_cached_slots:,} cached, {report.num_free_slots:,} free",
-        f"sharing   {format_count(num_blocks, 'block', number_format=',')} {serve} as "
-        f"{report.num_logical_blocks:,}: "
+        f"sharing   {format_count(report.num_physical_blocks, 'block', number_format=',')} instead "
+        f"of {report.num_logical_blocks:,}: "
         f"{report.shared_savings:.1%} saved; {report.num_pinned_blocks:,} pinned",
     ]
     if report.num_host_blocks:
@@ -85,10 +83,11 @@ def describe_report(report: MemoryReport) -> list[str]:
 
 
 def draw_blocks(blocks: Mapping[int, BlockInfo], block_size: int) -> list[str]:
-    """A picture of the pool under a legend: `BLOCKS_PER_LINE` blocks a line, the first one's id before it.
+    """Return a drawing of the pool: a legend, then lines with one character per block.
 
-    Lines on which all blocks are free are counted, not drawn. Of more than `MAX_LINES` lines the
-    last sums up the rest of the pool.
+    Each line begins with the id of its first block and shows `BLOCKS_PER_LINE` blocks. Consecutive
+    lines with only free blocks become one line with their number. After `MAX_LINES` lines, the last
+    line summarises the rest of the pool.
     """
     infos = list(blocks.values())
     rows = [infos[at : at + BLOCKS_PER_LINE] for at in range(0, len(infos), BLOCKS_PER_LINE)]
@@ -111,7 +110,13 @@ def _is_free(row: Iterable[BlockInfo]) -> bool:
 def _format_rows(
     is_free: bool, rows: Iterable[list[BlockInfo]], block_size: int
 ) -> Iterator[tuple[int, str]]:
-    """Of rows that are all free or all not: how many blocks each line tells of, and its text."""
+    """Yield the number of blocks and the text of each line.
+
+    Args:
+        is_free: Whether all blocks of all rows are free. Then a single line counts the blocks.
+        rows: Rows of blocks.
+        block_size: Number of slots in a block.
+    """
     if is_free:
         num_blocks = sum(map(len, rows))
         yield num_blocks, f"{'...':>9} {num_blocks:,} free"

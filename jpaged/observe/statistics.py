@@ -1,4 +1,4 @@
-"""What the engine reports about itself: the pool and the queues now, and counts since its start."""
+"""Statistics of an engine: the current pool and queues, and counts since the start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,42 +7,48 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of an engine, from `Engine.stats()`.
+    """State of an engine at one moment, from `Engine.stats()`.
 
-    Blocks are counted without the null block, which never holds a token. A cached block (full,
-    unused, kept for its prefix) counts as free: it can be handed out at once.
+    Block counts exclude the null block, which never holds a token. A cached block is full and
+    unused, and keeps its content for later prefixes. It counts as free, since it can be allocated
+    immediately.
 
     Attributes:
-        block_size: Token slots in a block.
-        num_blocks: Blocks that can hold tokens.
-        num_free_blocks: Blocks that no sequence and no pin holds.
-        num_cached_blocks: Those of them whose content may serve a prefix again.
-        num_pinned_blocks: Blocks that pinned prefixes hold.
-        peak_used_blocks: Most blocks held at once since the engine started.
-        num_waste_slots: Slots of held blocks without a token: less than one block a sequence.
-        num_running: Requests in the batch.
-        num_running_seqs: Sequences that those run at most: samples and beams, of `max_num_seqs`.
-        num_waiting: Requests that wait for a place in it, preempted ones included.
-        num_swapped: Those of the waiting whose KV is in host memory.
-        num_preemptions: Times a request lost its blocks to another, since the start.
-        num_prompt_tokens: Prompt tokens of all requests so far, each prompt once for all samples.
-        num_cached_tokens: Those of them that a cached prefix spared when their request first joined
-            the batch.
-        prefix_cache_queries: Tokens looked up in the prefix cache, each time a request joins the
-            batch (again after a preemption, its outputs included).
-        prefix_cache_hits: Those of them that were found.
-        num_block_copies: Blocks copied on write: a sequence wrote to one that others share.
-        num_host_blocks: Blocks of host memory that KV can be swapped to.
-        num_used_host_blocks: Those of them that hold a swapped request's KV.
+        block_size: Number of slots in a block.
+        num_blocks: Number of blocks that can hold tokens.
+        num_free_blocks: Number of blocks that no sequence and no pin holds, including cached
+            blocks.
+        num_cached_blocks: Number of free blocks whose content a later prefix may use.
+        num_pinned_blocks: Number of blocks that pinned prefixes hold.
+        peak_used_blocks: Maximum number of used blocks since the start.
+        num_waste_slots: Empty slots in used blocks: less than one block per sequence.
+        num_running: Number of running requests.
+        num_running_seqs: Batch rows that the running requests need at most, out of `max_num_seqs`:
+            one row per sample or beam.
+        num_waiting: Number of waiting requests, including preempted requests.
+        num_swapped: Number of waiting requests whose KV is in host memory.
+        num_preemptions: Number of preemptions since the start.
+        num_prompt_tokens: Prompt tokens of all requests so far. The prompt of a request with
+            several samples counts once.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when their request
+            first joined the batch.
+        prefix_cache_queries: Tokens looked up in the prefix cache. A request counts each time it
+            joins the batch; after a preemption, its output tokens count too.
+        prefix_cache_hits: Tokens found in the prefix cache, out of `prefix_cache_queries`.
+        num_block_copies: Blocks copied because a sequence wrote to a shared block.
+        num_host_blocks: Number of blocks in host memory for swapped KV.
+        num_used_host_blocks: Number of host blocks that hold the KV of swapped requests.
         num_swapped_out_blocks: Blocks copied to host memory so far.
-        num_swapped_in_blocks: Blocks copied back so far.
-        num_generated_tokens: Output tokens of all requests so far; of a beam search those of the
-            answers it returned.
-        num_steps: Steps launched so far.
-        num_step_tokens: Tokens of all steps: of prompts (each time they are computed) and of
-            answers (as they are sampled, also those after an answer's end that are dropped).
-        num_steps_by_size: Steps that had tokens, by how many: up to each of `STEP_SIZES`, and more.
-        num_finished: Requests that ended so far, for whatever reason.
+        num_swapped_in_blocks: Blocks copied from host memory back to the device so far.
+        num_generated_tokens: Output tokens of all requests so far. A beam search counts only the
+            tokens of the answers that it returned.
+        num_steps: Number of steps launched so far.
+        num_step_tokens: Tokens of all steps: prompt tokens each time they are computed, and sampled
+            tokens, including tokens that are dropped because their answer had ended.
+        num_steps_by_size: Number of steps for each range of tokens per step: one count per upper
+            bound in `STEP_SIZES`, and a last count for larger steps. Steps without tokens do not
+            count.
+        num_finished: Number of requests that ended so far, for any reason.
     """
 
     STEP_SIZES: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -76,31 +82,31 @@ class EngineStats:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that sequences and pins hold."""
+        """Number of blocks that sequences and pins hold."""
         return self.num_blocks - self.num_free_blocks
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Fraction of the blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     @property
     def waste(self) -> float:
-        """Share of the held slots without a token, 0 to 1."""
+        """Fraction of the slots in used blocks that hold no token, 0 to 1."""
         num_slots = self.num_used_blocks * self.block_size
         return self.num_waste_slots / num_slots if num_slots else 0.0
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`; None: not yet.
+    """Times of a request's events, in seconds of `time.monotonic()`; None until the event occurs.
 
     Attributes:
-        arrival_time: `add_request` or `generate` took it in.
-        first_scheduled_time: It first joined a step.
-        first_token_time: The host read its first output token.
-        finished_time: It ended.
-        num_preemptions: Times it lost its blocks.
+        arrival_time: Time at which the engine created the request.
+        first_scheduled_time: Time at which the request first joined a step.
+        first_token_time: Time at which the host read the first output token.
+        finished_time: Time at which the request ended.
+        num_preemptions: Number of times the request was preempted.
     """
 
     arrival_time: float
@@ -111,7 +117,7 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first output token."""
+        """Seconds from arrival to the first output token; None before the first token."""
         if self.first_token_time is None:
             return None
         return self.first_token_time - self.arrival_time
@@ -119,16 +125,16 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Where the device's memory goes, in bytes; where several share a model, that of each.
+    """Memory of one device by purpose, in bytes. All tensor-parallel devices use the same amounts.
 
     Attributes:
-        weights: The model's parameters.
+        weights: Parameters of the model.
         sampling: Token counts, biases and block tables of the running sequences.
-        workspace: Temporaries and outputs of the largest step, as compiled, and blocks on their
-            way between the pool and host memory.
-        kv_cache: The pool.
-        limit: What the engine may use in all; None where nothing limits it (CPU).
-        swap: Of host memory, pinned, for swapped blocks of all devices: no part of the total.
+        workspace: Temporary arrays and outputs of the largest compiled step, and blocks in transfer
+            between the pool and host memory.
+        kv_cache: The KV pool.
+        limit: Memory that the engine may use in total; None without a limit, as on a CPU.
+        swap: Pinned host memory for swapped blocks of all devices, not included in `total`.
     """
 
     weights: int
@@ -140,16 +146,16 @@ class MemoryAccount:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
+        """Sum of the device memory for all purposes."""
         return self.weights + self.sampling + self.workspace + self.kv_cache
 
     @property
     def resident(self) -> int:
-        """What is there between steps too: all but the workspace."""
+        """Memory in use between steps: the total without the workspace."""
         return self.total - self.workspace
 
     def lines(self) -> list[str]:
-        """The account as text, one part a line."""
+        """Return the account as text, one line per purpose."""
         parts = [
             ("weights", self.weights),
             ("sampling state", self.sampling),
@@ -162,12 +168,18 @@ class MemoryAccount:
         return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
 
     def device_memory_lines(self, stats: Mapping[str, int]) -> list[str]:
-        """What the device itself says once all is there (`jax.Device.memory_stats`), if it does."""
+        """Return a line of text about the memory that the device reports as used.
+
+        Args:
+            stats: Result of `jax.Device.memory_stats()`. If values are missing, no line is
+                returned.
+        """
         names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
         if not all(name in stats for name in names):
             return []
         in_use, peak, limit = (f"{stats[name] / 2**20:,.1f} MiB" for name in names)
         resident_mib = f"{self.resident / 2**20:,.1f}"
         return [
-            f"the device has {in_use} in use (the account {resident_mib}), had {peak}, of {limit}"
+            f"device memory: {in_use} in use ({resident_mib} MiB in the account), peak {peak}, "
+            f"limit {limit}"
         ]
