@@ -1,1 +1,1 @@
-"""Where host meets device: buckets, batches, the KV pool, step functions, the sampler."""
+"""Run the scheduler's plans on the device: batches, the KV pool, step functions, sampling."""

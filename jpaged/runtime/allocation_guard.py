@@ -1,17 +1,23 @@
-"""Places for small short-lived buffers, so that a step's large ones stay where they were.
+"""Keep a step's large buffers at fixed addresses by reserving fragments for small buffers.
 
-XLA runs a step as one CUDA graph, and before a launch it writes anew every node of the graph that
-has a buffer which is not where it was at the launch before: 0.43 to 0.53 ms of the host for 250
-nodes (H200) if logits and temporaries have moved. They do: the allocator cuts small and large from
-the same rest of free memory, and the small ones at its beginning live now shorter, now longer. A
-step's packed inputs go when a callback of their copy runs, its tokens a turn later, when the host
-has read them. What comes behind them is now here, now there.
+XLA runs a step as one CUDA graph. Before a launch, XLA updates every graph node that has a buffer
+whose address has changed since the last launch. If logits and temporaries have moved, the update
+takes 0.43 to 0.53 ms of host time for 250 nodes (H200).
 
-The allocator takes the smallest free piece that fits, of equal ones the one at the lowest address;
-it splits a piece at least twice as large as wanted, and joins a piece set free with its free
-neighbours. So a piece of a power of two between two that stay in use, a *place*, serves every size
-above its half whole, and is itself again afterwards. While there are enough of them no small buffer
-touches the rest. (XLA's `BFCAllocator`, `tsl/framework/bfc_allocator.cc`.)
+Buffers move because the allocator serves small and large requests from the same free memory, and
+small buffers at the start of that memory have varying lifetimes. A step's packed inputs are freed
+when a callback of their copy runs. Sampled tokens are freed one turn of the engine loop later, when
+the host has read them. A large buffer allocated behind these buffers therefore gets another
+address.
+
+XLA's allocator (`BFCAllocator`, `tsl/framework/bfc_allocator.cc`) takes the smallest free piece
+that fits, and the lowest address among equal pieces. The allocator splits a piece that is at least
+twice as large as the request, and merges a freed piece with its free neighbours.
+
+A *fragment* is a free piece between two buffers that stay in use, and has a power of two as its
+size. The allocator gives a whole fragment to any request of more than half its size. A freed
+fragment has its old size again. As long as enough fragments are free, small buffers stay out of the
+large free memory.
 """
 
 from collections.abc import Sequence
@@ -21,32 +27,34 @@ import jax
 import numpy as np
 
 FRAGMENT_SIZES = tuple(256 << k for k in range(9))
-"""Bytes of places: from the least that the allocator gives to 64 KiB, the packed inputs of a decode
-step of 960 rows."""
+"""Fragment sizes in bytes: from the allocator's smallest piece to 64 KiB, which holds the packed
+inputs of a decode step of 960 rows."""
 
 BUFFERS_PER_SIZE = 25
-"""Pieces of each size; every second one becomes a place: 12 where all are neighbours, fewer where
-holes that the weights left take some. A step of few rows has 4 buffers of 256 bytes, and
-its results stay while the next ones are made."""
+"""Number of buffers allocated for each fragment size. Every second buffer is freed and leaves a
+fragment: 12 fragments if all buffers are adjacent, fewer if some buffers fill holes between the
+weights. A step of few rows has 4 buffers of 256 bytes, and its results stay allocated while the
+next step's are made."""
 
 
 def buffer_sizes() -> list[int]:
-    """Sizes in bytes of all buffers from which places are made, in the order to allocate them.
+    """Return the sizes in bytes of all buffers to allocate, in allocation order.
 
-    Equal ones come together: memory too small for one is too small for all of its row, so holes do
-    not part them from each other.
+    Buffers of equal size are allocated consecutively. A hole that is too small for one buffer is
+    too small for every buffer of that size, so holes do not separate the buffers.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 
 
 def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """Which of some buffers to set free, so that each leaves a piece of free memory of its own.
+    """Return the indices of the buffers to free, so that each freed buffer becomes a separate
+    fragment.
 
     Args:
-        buffers: Address and bytes of each, all in use.
+        buffers: Address and size in bytes of each buffer. All buffers are in use.
 
     Returns:
-        Indices of buffers with a neighbour before and one behind that stay; no two adjoin.
+        Indices of buffers between two adjacent buffers that are not freed.
     """
     order = sorted(range(len(buffers)), key=lambda i: buffers[i])
     fragments: set[int] = set()
@@ -60,12 +68,17 @@ def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]
 
 
 def reserve_fragments(devices: Sequence[Any]) -> list[jax.Array]:
-    """Make the places on devices (None: the default one), where the arrays that stay must be.
+    """Allocate small buffers on each device, and free every second buffer to leave fragments.
 
-    Uploads 3.3 MB to each in one call and compiles nothing: some milliseconds.
+    Call this function after the persistent arrays are allocated. The function uploads 3.3 MB to
+    each device in one call and compiles nothing.
+
+    Args:
+        devices: Devices to reserve fragments on; None is the default device.
 
     Returns:
-        The guards: uint8 arrays between the places, which are there as long as these are held.
+        The uint8 arrays between the fragments. The fragments exist as long as the caller holds
+        these arrays.
     """
     guards: list[jax.Array] = []
     for device in devices:

@@ -1,14 +1,15 @@
-"""Packing a step's inputs: one int32 array a step travels to the device.
+"""Pack the inputs of a step into one int32 array, and unpack the array on the device.
 
-The host fills it with numpy; the jitted steps take it apart with `unpack_decode` and
-`unpack_prefill`, whose slices are static. Floats travel as their bits. A padded entry points at the
-padding row.
+The host fills the array with numpy, so all inputs of a step need one transfer to the device. The
+jitted steps unpack the array by `unpack_decode` and `unpack_prefill`, whose slices are static.
+Floats are stored as their bits. Padding entries use the padding row.
 
-    decode  [B, 6 + W]   one row a sequence: `DecodeColumn`, then W sampling parameters
+    decode  [B, 6 + W]   one row per sequence: `DecodeColumn`, then W sampling parameters
     prefill [T + B * (6 + W + M)]   flat: T tokens, then B rows of `PrefillColumn` (2 columns are
             unused) and W sampling parameters, then B block tables of M entries
 
-A token of -1 stands for the row's last sampled token, which only the device knows yet.
+A token of -1 (`TOKEN_ON_DEVICE`) stands for the token that the row sampled last. The host does not
+know that token yet.
 """
 
 from collections.abc import Sequence
@@ -39,17 +40,17 @@ class DecodeColumn:
 
 
 class PrefillColumn:
-    """Columns of a ragged step's packed rows, in the order of `PrefillBatch`."""
+    """Columns of the packed rows of a prefill step, in the order of `PrefillBatch`."""
 
     ROW, QUERY_LEN, SEQ_LEN, IS_OUTPUT = range(4)
 
 
 _NUM_HEADER_COLUMNS = 6
-_SAMPLING_COLUMNS = slice(_NUM_HEADER_COLUMNS, None)  # the columns of sampling parameters
+_SAMPLING_COLUMNS = slice(_NUM_HEADER_COLUMNS, None)
 
 
 class DecodeBatch(NamedTuple):
-    """A decode step's inputs on the device: one token a sequence."""
+    """Inputs of a decode step on the device: one token per sequence."""
 
     tokens: Int32[Array, "B"]
     rows: Int32[Array, "B"]
@@ -61,7 +62,7 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """A ragged step's inputs on the device: each sequence brings any number of tokens."""
+    """Inputs of a prefill step on the device: any number of tokens per sequence."""
 
     tokens: Int32[Array, "T"]
     rows: Int32[Array, "B"]
@@ -73,19 +74,23 @@ class PrefillBatch(NamedTuple):
 
 
 def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
-    """Return the batch size of a plan's decode step; None if it needs a ragged step."""
+    """Return the batch size of a plan's decode step; None if the plan needs a prefill step."""
     return buckets.padded_decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
 def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
-    """Return the tokens and the sequences of a plan's ragged step."""
+    """Return the bucket of a plan's prefill step: its number of tokens and of sequences."""
     return buckets.prefill_shape(plan.num_tokens, len(plan.scheduled))
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-    """In which order attention likes a ragged step: int64 [len(scheduled)], indices of them.
+    """Return the order in which a prefill step computes its sequences.
 
-    Sequences of one token come first, since decode attention takes them together.
+    Sequences with one token in the step come first, because decode attention computes all of these
+    sequences together.
+
+    Returns:
+        Indices into `scheduled`, int64 [len(scheduled)].
     """
     key = [item.num_scheduled_tokens != 1 for item in scheduled]
     return np.argsort(np.array(key, np.bool_), kind="stable")
@@ -99,21 +104,22 @@ def pack_decode(
     num_rows: int,
     max_blocks: int,
 ) -> np.ndarray:
-    """Pack a decode step.
+    """Pack the inputs of a decode step.
 
     Args:
         scheduled: The plan's sequences, each with one token and at most one new block.
-        rows: int [len(scheduled)], each sequence's device row.
-        sampling_table: int32 [R, W], each row's encoded sampling parameters; the last is the
-            padding's.
-        num_rows: How many rows to pad to: those of the step's logits.
-        max_blocks: Entries of a block table (M); as an index it means "no new block".
+        rows: Device row of each sequence, int [len(scheduled)].
+        sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
+            the padding row.
+        num_rows: Number of rows to pad to: the number of rows of the step's logits.
+        max_blocks: Number of entries in a block table (M). As a block index, this number means "no
+            new block".
 
     Returns:
         int32 [num_rows, 6 + W].
     """
     packed = np.zeros((num_rows, _NUM_HEADER_COLUMNS + ROW_WIDTH), np.int32)
-    packed[:, DecodeColumn.ROW] = len(sampling_table) - 1  # the padding's row
+    packed[:, DecodeColumn.ROW] = len(sampling_table) - 1  # the padding row
     packed[:, DecodeColumn.BLOCK_INDEX] = max_blocks
     n = len(scheduled)
     tokens, seq_lens, is_output = [TOKEN_ON_DEVICE] * n, [0] * n, [False] * n
@@ -140,7 +146,8 @@ def pack_burst(
     num_rows: int,
     max_blocks: int,
 ) -> np.ndarray:
-    """Pack the steps of a burst, each as `pack_decode` does; steps that are not given are padding.
+    """Pack the inputs of a burst: each step as by `pack_decode`, then padding up to `num_steps`
+    steps.
 
     Returns:
         int32 [num_steps, num_rows, 6 + W].
@@ -156,7 +163,7 @@ def pack_burst(
 
 
 def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
-    """Take a packed decode step apart, on the device."""
+    """Unpack the inputs of a decode step, on the device."""
     *columns, is_output = (packed[:, column] for column in range(_NUM_HEADER_COLUMNS))
     return DecodeBatch._make([*columns, is_output != 0, packed[:, _SAMPLING_COLUMNS]])
 
@@ -170,7 +177,16 @@ def pack_prefill(
     batch_size: int,
     max_blocks: int,
 ) -> np.ndarray:
-    """Pack a ragged step; see `pack_decode` for the arguments.
+    """Pack the inputs of a prefill step.
+
+    Args:
+        scheduled: The plan's sequences, in the order in which the step computes them.
+        rows: Device row of each sequence, int [len(scheduled)].
+        sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
+            the padding row.
+        num_tokens: Number of tokens to pad to.
+        batch_size: Number of sequences to pad to.
+        max_blocks: Number of entries in a block table (M).
 
     Returns:
         int32 [num_tokens + batch_size * (6 + W + max_blocks)].
@@ -195,7 +211,7 @@ def pack_prefill(
 
 
 def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int) -> PrefillBatch:
-    """Take a packed ragged step apart, on the device."""
+    """Unpack the inputs of a prefill step, on the device."""
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
     *columns, is_output = (per_seq[:, column] for column in range(PrefillColumn.IS_OUTPUT + 1))
     return PrefillBatch._make(
@@ -204,12 +220,14 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:
-    """Where each sequence's tokens begin in the flattened step, and where the last one's end."""
+    """Return the index of each sequence's first token in the flattened step, then the number of
+    tokens."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
 
 
 def _split_prefill(packed, num_tokens: int, batch_size: int):
-    """Views of the three parts, of a numpy array and of a traced one alike."""
+    """Return views of the tokens, of the rows and of the block tables. `packed` may be a numpy
+    array or a traced array."""
     end = num_tokens + batch_size * (_NUM_HEADER_COLUMNS + ROW_WIDTH)
     return (
         packed[:num_tokens],
@@ -219,9 +237,10 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
 
 
 class RowTable:
-    """Device rows handed to running sequences; the last row is for padding and never handed out.
+    """Device rows of the running sequences, and the sampling parameters of each row.
 
-    Sampling parameters lie in one array by row, so that a step gathers them without a loop.
+    The last row is the padding row and is never assigned. All sampling parameters are in one array,
+    so that packing a step gathers them without a loop.
     """
 
     def __init__(self, num_rows: int):
@@ -235,41 +254,44 @@ class RowTable:
         return seq_id in self._row_by_seq_id
 
     def assign(self, seq_id: int) -> int:
-        """Give a sequence that enters the batch a row, of which nothing is wanted until `set_sampling`.
+        """Assign a free device row to a sequence that joins the batch.
+
+        Until `set_sampling` is called, the row is sampled greedily.
 
         Raises:
-            ValueError: it has a row already.
+            ValueError: The sequence already has a row.
         """
         if seq_id in self._row_by_seq_id:
             raise ValueError(
-                f"sequence {seq_id} has device row {self._row_by_seq_id[seq_id]} already"
+                f"sequence {seq_id} has device row {self._row_by_seq_id[seq_id]} already: "
+                "release the row first"
             )
         row = self._row_by_seq_id[seq_id] = self._free_rows.pop()
         self.sampling_table[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
         return row
 
     def set_sampling(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Sample a row's sequence as its request wants, by a seed of its own."""
+        """Set the sampling parameters and the seed of a device row."""
         self.sampling_table[row], self._levels[row] = (
             pack_params(params, seed),
             required_level(params),
         )
 
     def row(self, seq_id: int) -> int:
-        """The row of a sequence that has one."""
+        """Return the device row that is assigned to a sequence."""
         return self._row_by_seq_id[seq_id]
 
     def release(self, seq_id: int) -> None:
-        """Take the row of a sequence that left the batch."""
+        """Free the device row of a sequence that left the batch."""
         self._free_rows.append(self._row_by_seq_id.pop(seq_id))
 
     def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-        """Each scheduled sequence's row, int32."""
+        """Return the device row of each scheduled sequence, int32."""
         row_by_seq_id = self._row_by_seq_id
         return np.fromiter(
             (row_by_seq_id[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled)
         )
 
     def level(self, rows: np.ndarray) -> SamplerLevel:
-        """What serves all of `rows`."""
+        """Return the sampling level that covers all device rows in `rows`."""
         return SamplerLevel(int(np.bitwise_or.reduce(self._levels[rows])))

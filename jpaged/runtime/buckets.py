@@ -1,8 +1,9 @@
-"""Shapes the step functions are compiled for.
+"""Choose the shapes that the step functions are compiled for.
 
-Static shapes come from buckets of sequences and of tokens, never from context lengths: kernels loop
-to the lengths read at run time. No bucket is under 8 rows, since XLA turns matrix products of fewer
-rows into element-wise multiply and reduce, which reads weights at a fifth of the bandwidth.
+Buckets limit the numbers of sequences and tokens per step. Context lengths need no buckets, because
+kernels loop to lengths that they read at run time. Every bucket has at least 8 rows: XLA turns a
+matrix product of fewer rows into an element-wise multiply and a reduction, which read weights at a
+fifth of the bandwidth.
 """
 
 from collections.abc import Iterator
@@ -16,29 +17,30 @@ MIN_TOKENS = 64
 MAX_SINGLE_BUCKET_SEQS = 32
 
 SMALL_BATCH_SEQS = 32
-"""Sequences up to which a step of a small model is over before a host has launched the next one."""
+"""Maximum number of sequences for which a small model's step ends before the host has launched the
+next step."""
 
 MAX_BURST_ROWS = 1024
-"""Of all steps of a burst of more sequences, at most: launched one by one, so many rows of logits
-exist at once."""
+"""Maximum product of sequences and steps in a burst of more than `SMALL_BATCH_SEQS` sequences. If
+the burst's steps are launched one by one, all these rows of logits exist at the same time."""
 
 MAX_PADDED_LOGITS_SEQS = 256
-"""Sequences up to which logits are padded to a power of two of rows; a row more to sample takes one
-to two microseconds."""
+"""Maximum batch size whose logits are padded to a power of two of rows. Sampling one more row takes
+one to two microseconds."""
 
 MIN_HALF_STEP_TOKENS = 256
-"""Tokens from which there is a bucket half-way to the double: more rows than these take a product
-longer, so padding to twice as many would."""
+"""Number of tokens from which buckets exist halfway between powers of two. Above this number,
+matrix products take longer with more rows, so padding to twice the rows is slow."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Every shape a step can have, ascending.
+    """Every shape that a step can have, in ascending order.
 
     Attributes:
-        decode_seqs: Batch sizes of decode steps.
-        prefill_shapes: Total tokens and sequences of prefill steps.
-        burst_seqs: Batch sizes of bursts, some of those of decode steps.
+        decode_batch_sizes: Batch sizes of decode steps.
+        prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
+        burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
     """
 
     decode_batch_sizes: tuple[int, ...]
@@ -46,8 +48,13 @@ class Buckets:
     burst_batch_sizes: tuple[int, ...] = ()
 
     def has_burst(self, num_seqs: int, goal: SchedulingGoal) -> bool:
-        """Whether steps of `num_seqs` sequences are better launched as a burst. Few may be padded
-        for it, which costs less than their launches; more may not."""
+        """Return whether steps of `num_seqs` sequences should be launched as a burst.
+
+        A batch of at most `SMALL_BATCH_SEQS` sequences may be padded to the batch size of a burst,
+        because padding costs less than one launch per step. A larger batch gets no extra padding:
+        the batch size of its decode step must be one of `burst_batch_sizes`, and the goal must be
+        throughput.
+        """
         if num_seqs <= SMALL_BATCH_SEQS:
             return bool(self.burst_batch_sizes)
         unpadded = round_up(self.decode_batch_sizes, num_seqs)
@@ -55,45 +62,47 @@ class Buckets:
 
     @cached_property
     def logits_row_sizes(self) -> tuple[int, ...]:
-        """Rows of the logits that steps leave: of few sequences fewer sizes than batches have,
-        since each takes a program for every sampling level (docs/decisions/0003)."""
+        """Every number of rows that a step's logits can have. Small batches share these numbers by
+        padding, because each number needs a program for every sampling level (docs/decisions/0003).
+        """
         whole = _keep_powers_of_two(self.decode_batch_sizes)
         more = (seqs for seqs in self.decode_batch_sizes if seqs > MAX_PADDED_LOGITS_SEQS)
         return tuple(sorted({*whole, *more}))
 
     def num_logits_rows(self, num_seqs: int) -> int:
-        """Rows of the logits that a decode step of a bucket leaves."""
+        """Return the number of rows of the logits for a decode step of `num_seqs` sequences."""
         return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property
     def padded_decode_sizes(self) -> tuple[int, ...]:
-        """For each number of sequences, the batch size of their decode step."""
+        """Decode batch size for each number of sequences: entry `n` is the batch size for `n`
+        sequences."""
         return tuple(
             round_up(self.decode_batch_sizes, n) for n in range(self.decode_batch_sizes[-1] + 1)
         )
 
     @property
     def prefill_token_sizes(self) -> tuple[int, ...]:
-        """Total tokens of prefill steps."""
+        """Numbers of tokens that prefill buckets have, in ascending order."""
         return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))
 
     @property
     def prefill_batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of prefill steps."""
+        """Numbers of sequences that prefill buckets have, in ascending order."""
         return tuple(sorted({seqs for _, seqs in self.prefill_shapes}))
 
     def prefill_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        """The smallest prefill shape that holds a step.
+        """Return the smallest prefill bucket, as (tokens, sequences), that holds a step.
 
         Raises:
-            ValueError: no shape is that large.
+            ValueError: No prefill bucket is large enough.
         """
         for tokens, seqs in self.prefill_shapes:
             if tokens >= num_tokens and seqs >= num_seqs:
                 return tokens, seqs
         raise ValueError(
-            f"a prefill step of {num_tokens} tokens of {num_seqs} sequences is above the largest "
-            f"bucket, {self.prefill_shapes[-1]}"
+            f"a prefill step of {num_tokens} tokens and {num_seqs} sequences is above the largest "
+            f"bucket {self.prefill_shapes[-1]}: plan fewer tokens or fewer sequences per step"
         )
 
 
@@ -104,13 +113,13 @@ def make_buckets(
     few_programs: bool = False,
     burst_steps: int = 1,
 ) -> Buckets:
-    """Choose the buckets.
+    """Return the buckets for the limits of an engine.
 
     Args:
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step, at least `max_num_seqs`.
-        few: Compile fewer shapes, and pad more.
-        burst_steps: Steps of a burst; 1 for none.
+        max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step, at least `max_num_seqs`.
+        few_programs: Whether to compile fewer shapes and pad more.
+        burst_steps: Number of steps in a burst; 1 for no bursts.
     """
     decode_batch_sizes = _bucket_sizes(max_num_seqs, MIN_SEQS, _next_decode_bucket)
     next_size = (lambda size: 8 * size) if few_programs else _next_token_bucket
@@ -122,8 +131,12 @@ def make_buckets(
 
 
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
-    """The least, since many run alone; the largest of few; of more, the powers of two and the last:
-    each is two programs to compile."""
+    """Return the batch sizes of bursts.
+
+    The smallest batch size is included because a request often runs alone. Then come the largest
+    size up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size, because each
+    size adds two programs to compile.
+    """
     if num_steps == 1:
         return ()
     few = max(seqs for seqs in decode_batch_sizes if seqs <= SMALL_BATCH_SEQS)
@@ -133,16 +146,20 @@ def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[i
 
 
 def _keep_powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of ascending sizes, and the last."""
+    """Return the powers of two among ascending `sizes`, and always the last size."""
     return tuple(size for size in sizes if _is_power_of_two(size) or size == sizes[-1])
 
 
 def _prefill_shapes(
     tokens: tuple[int, ...], min_seqs: int, max_seqs: int
 ) -> Iterator[tuple[int, int]]:
-    """Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
-    padding costs less than compiling every shape twice. No more sequences than tokens. Half-way
-    buckets are for steps of many, in which prompts join those that decode."""
+    """Yield the buckets of prefill steps, as (tokens, sequences).
+
+    Most prefill steps hold few sequences, but the largest step may hold `max_seqs`, so buckets have
+    either `min_seqs` or `max_seqs` sequences. If `max_seqs` is small, every bucket has `max_seqs`:
+    padding then costs less than compiling every shape twice. Token sizes halfway between powers of
+    two serve steps of many sequences, in which prompts join decode rows.
+    """
     if max_seqs <= MAX_SINGLE_BUCKET_SEQS:
         yield from ((size, max_seqs) for size in tokens)
         return
@@ -154,10 +171,10 @@ def _prefill_shapes(
 
 
 def round_up(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket of at least `size`.
+    """Return the smallest bucket that is at least `size`.
 
     Raises:
-        ValueError: no bucket is that large.
+        ValueError: All buckets are smaller than `size`.
     """
     for bucket in buckets:
         if bucket >= size:
@@ -166,7 +183,8 @@ def round_up(buckets: tuple[int, ...], size: int) -> int:
 
 
 def _next_decode_bucket(size: int) -> int:
-    """8, 16, 32, 48, 64, 96, 128, 192, 256, 320 ...: padding costs at most half a batch."""
+    """Return the size after `size` in 8, 16, 32, 48, 64, 96, 128, 192, 256, 320 ...: at most half
+    of a batch is padding."""
     if size < 32:
         return 2 * size
     if size < 64:
@@ -177,7 +195,7 @@ def _next_decode_bucket(size: int) -> int:
 
 
 def _next_token_bucket(size: int) -> int:
-    """64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
+    """Return the size after `size` in 64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
     if size < MIN_HALF_STEP_TOKENS:
         return 2 * size
     return size + size // 2 if _is_power_of_two(size) else size + size // 3
@@ -187,8 +205,8 @@ def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _bucket_sizes(most: int, first: int, next_size) -> tuple[int, ...]:
+def _bucket_sizes(max_size: int, first: int, next_size) -> tuple[int, ...]:
     buckets = [first]
-    while buckets[-1] < most:
+    while buckets[-1] < max_size:
         buckets.append(next_size(buckets[-1]))
     return tuple(buckets)

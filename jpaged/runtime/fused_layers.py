@@ -1,7 +1,7 @@
-"""A decode step's layers, fused where one kernel leads from a layer's attention to the next one's.
+"""Run a decode step's layers with one kernel between the attention of a layer and of the next.
 
-Models say what a layer is; whether what lies between two attentions runs as one launch is decided
-here, for each step, from what the layers hold and what `pallas_kernels.new_exchange_memory` takes.
+Models describe their layers. This module decides for each step whether to fuse them. The decision
+depends on the weights and norms of the layers, and on `pallas_kernels.new_exchange_memory`.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,11 @@ def run_layers_fused(
     attention: AttentionInputs,
     angles: Sequence[RopeAngles | None],
 ) -> LayersOutput:
-    """A decode step's `jpaged.models.decoder.run_layers`, which runs what cannot be fused."""
+    """Run the layers of a decode step, fused if possible.
+
+    If the layers cannot be fused, `jpaged.models.decoder.run_layers` runs them. Arguments and
+    result are the same as for `run_layers`.
+    """
     exchange = _make_exchange(layers, hidden, attention.backend)
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
@@ -36,8 +40,8 @@ def run_layers_fused(
     num_rows = jnp.max(jnp.where(attention.seq_lens > 0, rows, jnp.int32(0)))
     normed = layers[0].attention_norm(hidden)
     qkv, update, new_pool = layers[0].attention.qkv(normed, attention.backend), None, []
-    for index, (layer, kv, own) in enumerate(zip(layers, pool, angles, strict=True)):
-        inputs = hidden, qkv, kv, attention, own
+    for index, (layer, kv, layer_angles) in enumerate(zip(layers, pool, angles, strict=True)):
+        inputs = hidden, qkv, kv, attention, layer_angles
         if layer is layers[-1]:
             hidden, update, kv = _run_last_layer(*nnx.split(layer), *inputs)
         else:
@@ -50,21 +54,23 @@ def run_layers_fused(
 def _make_exchange(
     layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """The exchange memory of a decode step whose layers are fused; None where they are not."""
+    """Return the exchange memory of a fused decode step; None if the layers cannot be fused."""
     weights = [fused_layer_weights(layer, following) for layer, following in pairwise(layers)]
     first = weights[0] if weights else None
-    if first is None or any(own is None for own in weights):
+    if first is None or any(it is None for it in weights):
         return None
     return new_exchange_memory(first, num_tokens=hidden.shape[0], backend=backend)
 
 
 def fused_layer_weights(layer: DecoderLayer, following: DecoderLayer) -> FusedLayerWeights | None:
-    """What lies between this layer's attention and that of the following one, if it is no more than
-    `fused_layer` computes."""
+    """Return the weights between the attention of `layer` and of `following`.
+
+    Return None if `fused_layer` cannot compute everything between the two.
+    """
     first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
     if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or mlp.gate_up is None:
         return None
-    plain = layer.norm_positions == following.norm_positions == ("before",) and is_silu(
+    is_supported = layer.norm_positions == following.norm_positions == ("before",) and is_silu(
         mlp.activation
     )
     output, gate_up, down = (
@@ -75,7 +81,7 @@ def fused_layer_weights(layer: DecoderLayer, following: DecoderLayer) -> FusedLa
     qkv = following.attention.qkv.dense_weight()
     if output is None or gate_up is None or down is None or qkv is None:
         return None
-    if not plain or first.eps != second.eps:
+    if not is_supported or first.eps != second.eps:
         return None
     return FusedLayerWeights(
         output.reshape(-1, output.shape[-1]),
@@ -99,7 +105,10 @@ def _run_fused_layer(
     attention: AttentionInputs,
     angles: RopeAngles | None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "next_parts T heads H"], Int32[Array, "W"], LayerKV]:
-    """From a layer's projected rows to the next layer's; equal layers are traced once."""
+    """Compute one layer's attention, and everything up to the next layer's attention.
+
+    The function is jitted, so that equal layers are traced once.
+    """
     layer, following = nnx.merge(definition, parameters)
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
     hidden, qkv, exchange = fused_layer(
@@ -125,7 +134,7 @@ def _run_last_layer(
     attention: AttentionInputs,
     angles: RopeAngles | None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], LayerKV]:
-    """The last layer from its projected rows on."""
+    """Compute the last layer, from its projected queries, keys and values."""
     layer, backend = nnx.merge(definition, parameters), attention.backend
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
     rows, hidden = layer.mlp_norm.add_norm(hidden, layer.attention.output(out, backend), backend)

@@ -1,4 +1,4 @@
-"""The KV cache's arrays on the device."""
+"""Shapes and arrays of the KV cache on the device."""
 
 from typing import NamedTuple
 
@@ -10,24 +10,30 @@ from jpaged.models.config import ModelConfig
 from pallas_kernels import FP8, FP8_PAIR_DTYPE, LayerKV
 
 HEADS_AXIS = 2
-"""Of the pool's arrays (see `LayerKV`): along it devices share them."""
+"""Axis of the KV heads in the pool's arrays (see `LayerKV`). Tensor-parallel devices split the pool
+along this axis."""
 
 
 class KVState(NamedTuple):
-    """What the forward programs own and update in place."""
+    """The KV pool and the block table of each device row, which step programs update in place."""
 
     pool: tuple[LayerKV, ...]
     block_tables: Int32[Array, "R M"]
 
 
 def pool_dtype(model: ModelConfig, dtype: DTypeLike) -> jnp.dtype:
-    """The pool's dtype, of a model whose weights have `dtype`."""
+    """Return the dtype of the pool for a model whose weights have `dtype`."""
     return jnp.dtype(model.kv_cache_dtype or dtype)
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one block: K and V of `block_size` tokens in all layers; on each of the devices that
-    share the model, whose weights have `dtype`."""
+    """Return the size of one block in bytes, on each device: K and V of all layers.
+
+    Args:
+        model: Configuration of the model; with several devices, of one device's shard.
+        block_size: Number of slots in a block.
+        dtype: Dtype of the weights.
+    """
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size
     return per_token * block_size * pool_dtype(model, dtype).itemsize
 
@@ -35,7 +41,7 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
 def make_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
-    """An empty pool for weights of `dtype`: a `LayerKV` a layer."""
+    """Return an empty pool, one `LayerKV` per layer, for a model whose weights have `dtype`."""
     dtype, columns = pool_dtype(model, dtype), model.head_size
     if dtype == FP8:
         dtype, columns = FP8_PAIR_DTYPE, columns // 2

@@ -1,8 +1,10 @@
-"""Runs a plan on the device: rows, packing, launching, reading. Features go elsewhere.
+"""Launch step plans on the device.
 
-The runner launches programs in plan order and does not wait (where devices share a model, now and
-then: `_launch_small`); `StepHandle.read` does. It owns the device's arrays and the host's view of
-which sequence has which row.
+`ModelRunner` assigns device rows, packs plans and launches compiled programs in plan order. The
+runner owns the arrays that stay on the device. Features belong in other modules.
+
+A launch does not wait for the device; `StepHandle.read` does. As an exception, with tensor-parallel
+devices `_launch_small` waits after every `MAX_LAUNCHES_AHEAD` small launches.
 """
 
 from collections.abc import Callable, Collection
@@ -57,17 +59,19 @@ _NO_ROW_INDICES = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class UnsampledStep:
-    """A step whose layers are launched and whose tokens are not chosen yet.
+    """A step whose layers are launched and whose tokens are not sampled yet.
 
     Attributes:
-        plan: What it computes.
-        scheduled: The plan's sequences, in the order in which the step has them.
-        num_rows: Rows of its logits; those after `scheduled` are padding.
-        places: Where the step has each of the plan's sequences.
-        level: What its sampling must do.
-        logits, inputs: For the sampling; None where nothing is scheduled.
-        scores: Of prompt tokens.
-        arrivals: What comes back from host memory behind the step.
+        plan: The plan that the step computes.
+        scheduled: The plan's sequences, in the order of the step's rows.
+        num_rows: Number of rows of the logits; rows after `scheduled` are padding.
+        row_indices: Index of the step's row for each of the plan's sequences.
+        level: Sampling level that covers every row.
+        logits: Logits on the device; None if the plan schedules no sequence.
+        inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
+        prompt_scores: Scores of prompt tokens, by sequence id.
+        incoming_chunks: Swapped-out blocks to write to the pool after the step; None if the plan
+            has no swap-ins.
     """
 
     plan: StepPlan
@@ -82,18 +86,18 @@ class UnsampledStep:
 
 
 class ModelRunner:
-    """The device's side of the engine.
+    """Runs step plans on the device.
 
     Attributes:
-        burst_steps: Steps of a burst; 1 for none.
-        programs: What it calls.
+        burst_steps: Number of steps in a burst; 1 for no bursts.
+        programs: Compiled programs that the runner launches.
 
     Args:
         split: The model.
-        shapes: Shapes of the device's arrays, which are made here.
-        config: The runtime's numbers.
-        programs: Compiled for exactly these.
-        eos_token_ids: The model's own end tokens, which `min_tokens` forbids at first.
+        shapes: Shapes of the persistent arrays, which the runner allocates.
+        config: Sizes and limits of the runtime.
+        programs: Programs compiled for this model, these shapes and this configuration.
+        eos_token_ids: End tokens of the model, which `min_tokens` forbids at first.
     """
 
     def __init__(
@@ -107,9 +111,9 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # For each level that rows may need the compiled one that serves it.
+        # For each level that rows may need, the first compiled level that covers it.
         self._compiled_levels = {
-            level: next(own for own in self._levels if own.covers(level))
+            level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
         }
         self.programs = programs
@@ -120,9 +124,9 @@ class ModelRunner:
             for step in PLAN_PROGRAMS
             for key in step.keys(config, shapes)
         }
-        self._faults: list[RequestFault] = []  # of the plan being launched
-        self._num_small_launches = 0  # for the plan being launched
-        self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
+        self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
+        self._num_small_launches = 0  # reset for each plan
+        self._new_marks: dict[int, RowMarks] = {}  # marks to load, by device row
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
@@ -130,14 +134,13 @@ class ModelRunner:
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), persistent_arrays),
             out_shardings=jax.tree.map(lambda s: s.sharding, persistent_arrays),
         )
-        self._persistent_arrays: dict[str, Any] = (
-            zeros()
-        )  # what stays on the device, by steps' names for it
+        self._persistent_arrays: dict[str, Any] = zeros()  # by the steps' argument names
         mesh, has_peers = split.mesh, shapes.peer_header is not None
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
-        # For each program: the model if it takes it, and names of the arrays that stay.
+        # The runner passes to each program the model's leaves, if the program takes a model, and
+        # the persistent arrays with these names.
         self._program_arguments = {
             (step.name, key): (
                 (split.leaves,) if "model" in step.arguments else (),
@@ -153,23 +156,30 @@ class ModelRunner:
         }
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
-        # Behind all that stays, before any step: where its small buffers go. Held, never read.
+        # Reserve fragments after the persistent arrays and before any step, so that small buffers
+        # do not move large ones. The attribute only keeps the guard arrays allocated.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingLookup) -> StepHandle:
-        """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any (but
-        see `_launch_small`).
+        """Launch every part of a plan, in the order that `StepPlan` documents.
+
+        The method does not wait for the device, except as described at `_launch_small`.
 
         Args:
-            plan: The scheduler's plan; launched in the order they were made.
-            sampling: Tells how a request is sampled, but for the seeds, which its sequences have.
+            plan: Plan from the scheduler. Plans must be launched in the order in which they were
+                made.
+            sampling: Function that returns the sampling parameters of a request. The seeds are in
+                the request's sequences.
         """
         return self.launch_sampling(self.launch_layers(plan, sampling))
 
     def launch_layers(self, plan: StepPlan, sampling: SamplingLookup) -> UnsampledStep:
-        """The first part of `launch`: all up to the logits. `launch_sampling` must follow before
-        anything else is launched; until then the tokens of earlier steps may be read."""
+        """Launch the first part of `launch`: everything up to the logits.
+
+        Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
+        steps may be read.
+        """
         self._num_small_launches = 0
         self._update_rows(plan, sampling)
         for swap_entry_id in plan.dropped_swap_entry_ids:
@@ -178,7 +188,7 @@ class ModelRunner:
             self._swap_entries.swap_out(self._launch, order)
         if plan.block_copies:
             self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        # What comes back travels while the step runs.
+        # Start the swap-in transfers before launching the step, so that they run concurrently.
         incoming_chunks = (
             self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
         )
@@ -218,12 +228,12 @@ class ModelRunner:
         )
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
-        """The rest of `launch`.
+        """Launch the second part of `launch`: mask the logits, sample, and write swapped-in blocks.
 
         Args:
-            step: What was launched last.
-            allowed: int32 [step.num_rows, M], what each row may sample, as `mask_step` takes it;
-                None for all.
+            step: The step that `launch_layers` launched last.
+            allowed: Bits of the tokens that each row may sample, int32 [step.num_rows, M], as for
+                `mask_step`. None allows every token.
         """
         sampled = None
         if step.logits is not None:
@@ -247,45 +257,53 @@ class ModelRunner:
         )
 
     def fits_burst(self, plan: StepPlan, goal: SchedulingGoal) -> bool:
-        """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
-        with nothing else to do, that a burst's levels serve and no search of beams waits for."""
+        """Return whether a burst may contain the plan.
+
+        The plan must be a decode step without block copies, swaps or forks. The goal must allow
+        bursts of that many sequences, and a burst level must cover every row. A plan that scores a
+        beam search never fits: the search needs the scores of each step before the next step.
+        """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:
             return False
         if not self._buckets.has_burst(len(plan.scheduled), goal):
             return False
         level = self._rows.level(self._rows.rows(plan.scheduled))
-        if not any(own.covers(level) for own in BURST_LEVELS):
+        if not any(it.covers(level) for it in BURST_LEVELS):
             return False
         scored = SamplerLevel.LOGPROBS in level
         return not (scored and any(it.sequence.request.beam is not None for it in plan.scheduled))
 
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingLookup) -> list[StepHandle]:
-        """`launch` a burst's plans, all of which fit it, as one program."""
+        """Launch several plans as one program, and return one handle per plan.
+
+        `fits_burst` must be true for every plan.
+        """
         rows, level = [], SamplerLevel.GREEDY
         size = round_up(self._buckets.burst_batch_sizes, max(len(plan.scheduled) for plan in plans))
         for plan in plans:
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
-        name = "decode_burst", (size, next(own for own in BURST_LEVELS if own.covers(level)))
+        name = "decode_burst", (size, next(it for it in BURST_LEVELS if it.covers(level)))
         packed = self._packers[name]([plan.scheduled for plan in plans], rows)
         sampled = _start_copy_to_host(self._launch(*name, packed=packed)["sampled"], level)
         return [
-            StepHandle(plan, sampled, {}, np.arange(len(own)), (i,), **self._handle_options)
-            for i, (plan, own) in enumerate(zip(plans, rows, strict=True))
+            StepHandle(plan, sampled, {}, np.arange(len(plan_rows)), (i,), **self._handle_options)
+            for i, (plan, plan_rows) in enumerate(zip(plans, rows, strict=True))
         ]
 
     def wait(self) -> None:
-        """Wait until all that was launched is done, images included."""
+        """Wait until all launched steps and swap transfers have finished."""
         self._swap_entries.wait()
         self._wait((self._persistent_arrays["state"], self._persistent_arrays["last_tokens"]))
 
     def warm_up(self) -> None:
-        """Run every program on padding alone, twice: a GPU records its launches the first time."""
+        """Run every program on padding. Each program runs twice, because a GPU records the launches
+        of a program in its first run."""
         for _ in range(2):
             sampled: set[int] = set()
             for (kind, key), pack in self._packers.items():
-                # One at a time: the memory account counts the steps of the loop, not a queue.
+                # Wait for each program: the memory budget does not cover a queue of all programs.
                 self._wait(found := self._launch(kind, key, packed=pack((), ())))
                 if "logits" not in found or (rows := found["logits"].shape[0]) in sampled:
                     continue
@@ -300,8 +318,10 @@ class ModelRunner:
             self._peer_memory.check_devices()
 
     def _launch(self, kind: str, key: Any = None, **inputs: Any) -> dict[str, Any]:
-        """Call a compiled program, with the arrays that stay on the device as its arguments and
-        their successors among its results.
+        """Launch a compiled program.
+
+        The program takes persistent arrays as arguments, and the arrays among its results replace
+        them.
 
         Returns:
             The other results, by their names in `PROGRAMS`.
@@ -320,8 +340,8 @@ class ModelRunner:
         return found
 
     def _launch_small(self, kind: str, **inputs: Any) -> None:
-        """Launch a small program of the plan, and where devices share a model wait now and then for
-        what it makes."""
+        """Launch a small program. With tensor-parallel devices, wait for its result at every
+        `MAX_LAUNCHES_AHEAD`-th small launch of a plan."""
         self._launch(kind, **inputs)
         self._num_small_launches += 1
         if (
@@ -333,7 +353,8 @@ class ModelRunner:
     def _launch_pairs(
         self, kind: str, pairs: Collection[tuple[int, int]], size: int, padding: int
     ) -> None:
-        """Launch a program over (source, target) pairs, `size` at a time, filled with `padding`."""
+        """Launch a program over (source, target) pairs, `size` pairs per launch. Fill up the last
+        launch with (padding, padding)."""
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), padding, np.int32)
@@ -345,7 +366,7 @@ class ModelRunner:
             self._rows.release(seq_id)
         if plan.row_forks:
             self._fork_rows(plan, sampling)
-        if not plan.is_decode:  # a row that joins the batch is no decode row
+        if not plan.is_decode:  # no sequence joins the batch in a decode plan
             for item in plan.scheduled:
                 if item.sequence.seq_id not in self._rows:
                     self._assign_row(item.sequence, sampling)
@@ -355,7 +376,9 @@ class ModelRunner:
                 self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingLookup) -> None:
-        sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
+        # Child row to source row. A parent forked in this plan is replaced by its own source,
+        # because the program reads all rows before it writes any.
+        sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
             sources[self._assign_row(child, sampling)] = sources.get(source, source)
@@ -363,12 +386,15 @@ class ModelRunner:
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 
     def _assign_row(self, sequence: Sequence, sampling: SamplingLookup) -> int:
-        """Give a row to a sequence that joins the batch. What is made of its request's parameters
-        comes before anything is launched: what fails there is the request's own."""
+        """Assign a device row to a sequence that joins the batch, and return the row.
+
+        The request's parameters are converted before any launch. If the conversion fails, only this
+        request fails: the error is added to the plan's faults.
+        """
         params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
         marks = bias = None
         try:
-            if params.adjusts_logits:  # all its tokens are known: none is in flight when it joins
+            if params.adjusts_logits:  # a joining sequence has no token in flight: all are known
                 ending_ids = params.first_forbidden_ids(self._eos_token_ids)
                 marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending_ids)
             if params.biases_logits:
@@ -385,8 +411,11 @@ class ModelRunner:
 
 
 def _start_copy_to_host(sampled: SampledTokens, level: SamplerLevel) -> Any:
-    """What the host reads of a step or a burst, being copied there: one array, the scores if the
-    level asks for them."""
+    """Start copying the results of a step or burst to the host, and return the copied array.
+
+    The array holds the sampled tokens. If `level` has `LOGPROBS`, it holds the scores, which
+    contain the tokens.
+    """
     wanted = sampled.token_ids
     if SamplerLevel.LOGPROBS in level and sampled.scores is not None:
         wanted = sampled.scores

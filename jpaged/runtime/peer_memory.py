@@ -1,9 +1,8 @@
-"""Devices that share a model: the memory through which they sum, where each one's is, what is left
-of it to see when a device does not answer, and how long they are waited for.
+"""Memory through which tensor-parallel devices all-reduce, and waits with a time limit.
 
-A kernel stores into another device's memory at its address (`pallas_kernels.all_reduce`). The
-address is a number that programs are given, so the array behind it must stay where it is for as
-long as they run: it is held here, and nothing donates it, copies it or sets it free.
+An all-reduce kernel stores into the memory of another device (`pallas_kernels.all_reduce`).
+Programs receive the memory's address as a number, so the array at that address must stay allocated
+as long as programs run. This module holds the arrays: no code may donate, copy or free them.
 """
 
 import ctypes
@@ -23,39 +22,45 @@ from pallas_kernels.all_reduce import EMPTY_WORD
 from pallas_kernels.tuning import is_hopper
 
 MAX_STEP_S = 240.0
-"""Seconds after which what several devices do is taken for something that never ends: in a
-collective each waits for the others as long as it takes, and nothing can break that off. Less than
-a server waits for its engine's loop by default (300 s), so that it is told why."""
+"""Seconds after which a step on several devices is assumed to hang. In a collective, each device
+waits for the others without a limit, and the wait cannot be cancelled. The limit is lower than the
+time that a server gives its engine loop by default (300 s), so that the server reports this error.
+"""
 
-_POLL_INTERVAL_S = 2e-5  # seconds between two looks
+_POLL_INTERVAL_S = 2e-5
 
 _exchange_memories: list[jax.Array] = []
-"""Exchange memories, 8 MiB a device, for good: when an engine is dropped, steps in flight still
-store into its."""
+"""Exchange memories of all engines, 8 MiB per device. They are never freed: steps in flight still
+write to the memory of an engine that was dropped."""
 
 
 def wait_for_devices(arrays: Any) -> None:
-    """Wait until arrays over several devices are computed.
+    """Wait until arrays on several devices are computed.
+
+    Args:
+        arrays: A tree of arrays.
 
     Raises:
-        RuntimeError: they are not after `MAX_STEP_S` seconds; or computing one failed.
+        RuntimeError: The arrays are not computed after `MAX_STEP_S` seconds, or computing an array
+            failed.
     """
     end = time.monotonic() + MAX_STEP_S
     for array in jax.tree.leaves(arrays):
         while not array.is_ready():
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"a step has not ended after {MAX_STEP_S:g} s: one of the devices that share "
-                    "the model has failed or hangs; end this process by force (SIGKILL or "
-                    "os._exit, for an ordinary end waits for the device), and make a new engine "
-                    "in another"
+                    f"a step has not ended after {MAX_STEP_S:g} s: one of the tensor-parallel "
+                    "devices has failed or hangs; kill this process (by SIGKILL or os._exit, "
+                    "because a normal exit waits for the device), and create a new engine in a "
+                    "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # it is ready, but perhaps with an error
+        jax.block_until_ready(array)  # raises the error of a failed computation
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
-    """Of the devices' headers, side by side; None where there is no kernel."""
+    """Return the shape of all peer-memory headers of a mesh, concatenated. Return None if no kernel
+    supports the mesh's number of devices."""
     words = exchange_word_counts(mesh.size, Backend.TRITON)
     return (
         None
@@ -65,8 +70,11 @@ def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
 
 
 def can_use_peer_memory(devices: Sequence[Any], dtype: DTypeLike) -> bool:
-    """Whether devices can sum rows of a dtype through each other's memory: Hopper GPUs of one host,
-    each of which may store into every other one's memory, and bfloat16."""
+    """Return whether devices can all-reduce rows of `dtype` through each other's memory.
+
+    The dtype must be bfloat16. The devices must be Hopper GPUs of one host, and every GPU must be
+    able to store into the memory of every other GPU.
+    """
     backend = select_backend(devices[0].platform)
     if backend is not Backend.TRITON or dtype != jnp.bfloat16:
         return False
@@ -79,20 +87,24 @@ def can_use_peer_memory(devices: Sequence[Any], dtype: DTypeLike) -> bool:
 
 
 class PeerMemory:
-    """The exchange memories of a mesh's devices, and the headers that programs are given.
+    """The exchange memory of each device of a mesh, and the headers that programs take.
 
     Attributes:
-        headers: int32, the devices' headers side by side.
+        headers: Headers of all devices, concatenated, int32; each device has its own header as its
+            shard.
 
     Args:
-        mesh: The devices, of which `can_use_peer_memory` holds.
-        max_polls: As of `pallas_kernels.make_exchange_header`; None for its own.
+        mesh: Devices for which `can_use_peer_memory` is true.
+        max_polls: Number of polls after which a device gives up, as for
+            `pallas_kernels.make_exchange_header`; None for its default.
     """
 
     def __init__(self, mesh: Mesh, max_polls: int | None = None):
         words = exchange_word_counts(mesh.size, Backend.TRITON)
         if words is None:
-            raise ValueError(f"no memory to exchange through for {mesh.size} devices of {mesh}")
+            raise ValueError(
+                f"no peer memory for {mesh.size} devices ({mesh}): use XLA's all-reduce"
+            )
         shape, sharding = (mesh.size * words[1],), axis_sharding(mesh, 0)
         filled = jax.jit(lambda: jnp.full(shape, EMPTY_WORD, jnp.int32), out_shardings=sharding)
         memory = jax.block_until_ready(filled())
@@ -102,28 +114,32 @@ class PeerMemory:
         limit = {} if max_polls is None else {"max_polls": max_polls}
         rows = [make_exchange_header(rank, addresses, **limit) for rank in range(mesh.size)]
         self.headers = jax.device_put(np.concatenate(rows), sharding)
-        # A new array each time: JAX keeps what it has once read of one. Compiled now.
+        # Each check reads a new copy of the headers, because JAX caches a value that the host has
+        # read. The copy is compiled here, because nothing may be compiled after the start.
         self._copy_headers = jax.jit(lambda headers: headers * 1).lower(self.headers).compile()
 
     def check_devices(self) -> None:
-        """Look whether every device got all words it waited for, once all launched steps are done.
+        """Check that each device received all data from the other devices.
+
+        The method first waits until all launched steps are done.
 
         Raises:
-            RuntimeError: one did not, or hangs. What was exchanged since means nothing, and the
-                memory is not to be used again.
+            RuntimeError: A device did not receive data in time, or hangs. All-reduces since then
+                are invalid, and the memory must not be used again.
         """
         headers = self._copy_headers(self.headers)
         wait_for_devices(headers)
         lost = [shard for shard in headers.addressable_shards if np.asarray(shard.data)[0]]
         if lost:
             raise RuntimeError(
-                f"{lost[0].device} waited in vain for the other devices that share the model: one "
-                "of them has failed or lags by seconds; make a new engine in a new process"
+                f"{lost[0].device} received no data from another tensor-parallel device: one of "
+                "the devices has failed or is seconds late; create a new engine in a new process"
             )
 
 
 def _can_access_peer(device: int, peer: int) -> bool:
-    """Whether a GPU may store into the memory of another, by their CUDA ordinals."""
+    """Return whether a GPU can store into the memory of another GPU. Both arguments are CUDA
+    ordinals."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

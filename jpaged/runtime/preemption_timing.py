@@ -1,4 +1,4 @@
-"""What preemption costs on this device: prefill steps and swaps, timed once before serving."""
+"""Time prefill steps and swaps once before serving, to compare the costs of preemption."""
 
 import itertools
 import time
@@ -18,13 +18,13 @@ _SWAP_ENTRY_ID = -1
 
 
 def measure_preemption_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
-    """Time every prefill bucket and every size of swap; all of it touches the null block only.
+    """Time every prefill bucket and every swap size. The timed steps use only the null block.
 
     Args:
-        runner: Warmed up, and idle.
-        config: Its configuration, with host blocks to swap to.
+        runner: A runner that is warmed up and idle.
+        config: Configuration of the runner, with at least one host block.
     """
-    # Every size of a chunk, and as many of the largest as are on their way at once.
+    # Time one chunk of each size, and `MAX_STAGED_CHUNKS` chunks of the largest size together.
     chunks = sorted(size for kind, size in runner.programs if kind == "gather_blocks")
     max_blocks = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
     blocks = sorted({*chunks, max(max_blocks, chunks[-1])})
@@ -37,7 +37,8 @@ def measure_preemption_costs(runner: ModelRunner, config: RuntimeConfig) -> Pree
 
 
 def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) -> float:
-    """Seconds of a step that prefills `num_tokens` tokens, until the host has its result."""
+    """Return the seconds from the launch of a prefill step of `num_tokens` tokens until the host
+    has its result."""
     requests = _make_requests(config, num_tokens)
     plan = StepPlan(
         step_id=-1,
@@ -58,7 +59,7 @@ def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) ->
 
 
 def time_swap(runner: ModelRunner, num_blocks: int) -> float:
-    """Seconds to bring `num_blocks` blocks to the host and, when they are there, back."""
+    """Return the seconds to swap out `num_blocks` blocks and then swap them in again."""
     out = SwapOut(_SWAP_ENTRY_ID, (0,) * num_blocks)
     back = SwapIn(_SWAP_ENTRY_ID, tuple((entry, 0) for entry in range(num_blocks)))
     plans = (
@@ -74,7 +75,8 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
 
 
 def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
-    """Prompts of so many tokens in all, as far as a step has room, whose blocks are all null."""
+    """Return requests whose prompts have `num_tokens` tokens in total, but at most `max_num_seqs`
+    requests. Every block table holds only the null block."""
     seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)
     lengths += [rest] if (rest := num_tokens % config.max_model_len) else []

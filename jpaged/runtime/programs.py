@@ -1,4 +1,4 @@
-"""The programs that a runner calls, and the shapes of the arrays that they work on."""
+"""Names and types of compiled programs, and shapes of the arrays that programs take."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,20 +24,21 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.swap import gather_blocks_step
 
 PROMPT_LOGPROBS_CHUNK = 64
-"""Prompt tokens whose logits exist at once; a whole prompt's would not fit next to the pool."""
+"""Number of prompt tokens per launch of `prompt_logprobs_step`. The logits of a whole prompt would
+not fit next to the pool."""
 
 BLOCK_COPIES_CHUNK = 64
-"""Blocks copied by one launch."""
+"""Number of blocks that one launch of `copy_blocks_step` copies."""
 
 BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
-"""Sampling levels of bursts: a burst runs at the first that does all it needs."""
+"""Sampling levels of bursts. A burst runs at the first level that covers all its rows."""
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model taken apart once: its definition, and its parameters as a flat tuple.
+    """A model split into its definition and a flat tuple of its parameters.
 
-    Steps take the flat leaves, so that a launch costs no traversal in Python.
+    Steps take the flat parameters, so that a launch does not traverse the model in Python.
     """
 
     definition: nnx.GraphDef
@@ -46,23 +47,24 @@ class SplitModel:
 
     @staticmethod
     def of(model: nnx.Module) -> "SplitModel":
-        """Take a model apart."""
+        """Split a model."""
         definition, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         return SplitModel(definition, treedef, tuple(leaves))
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that share the model; None if it is on one."""
+        """Mesh of the tensor-parallel devices; None if the model is on one device."""
         return tree_mesh(self.leaves)
 
     @property
     def shard_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of what each device has of the parameters."""
+        """Shapes and dtypes of one device's shard of each parameter."""
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """The step as a function of the leaves, a device's own, and its other arguments."""
+        """Return `step` as a function of one device's shard of the parameters and the step's other
+        arguments. Keyword arguments in `static` are fixed."""
 
         def run(leaves, *inputs, **arguments):
             model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
@@ -74,45 +76,49 @@ class SplitModel:
 
 @dataclass(frozen=True)
 class DeviceShapes:
-    """Shapes and dtypes of the arrays that live on the device; with several devices, of the arrays
-    over all of them, the pool split by its heads and all else on each."""
+    """Shapes and dtypes of the arrays that live on the device.
+
+    With several devices, the shapes are global. The pool is split along its KV heads, and each
+    device has a complete copy of the block tables and of the per-row state.
+    """
 
     kv: KVState
     last_tokens: jax.ShapeDtypeStruct
     sampling: SamplingState
     hidden: jax.ShapeDtypeStruct
     peer_header: jax.ShapeDtypeStruct | None = None
-    """Headers of the devices' peer memories, side by side; None where sums do not go through it."""
+    """Peer-memory headers of all devices, concatenated; None if all-reduces do not use peer memory.
+    """
     is_vocab_sharded: bool = False
-    """Whether each device has the logits of its own part of the vocabulary alone."""
+    """Whether each device has the logits of only its shard of the vocabulary."""
 
     @staticmethod
     def of(
         model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None
     ) -> "DeviceShapes":
-        """The shapes a configuration implies.
+        """Return the shapes for a configuration.
 
         Args:
-            model: What each device computes.
-            config: The runtime's numbers.
-            dtype: Of the weights, and of the pool unless the model has another.
-            mesh: The devices; None for one.
+            model: Configuration of the model; with several devices, of one device's shard.
+            config: Sizes and limits of the runtime.
+            dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
+            mesh: Mesh of the tensor-parallel devices; None for one device.
 
         Raises:
-            ValueError: the model is not the share of one of so many devices.
+            ValueError: `model.tensor_parallel_size` is not the number of devices.
         """
         if model.tensor_parallel_size != (1 if mesh is None else mesh.size):
             raise ValueError(
-                f"tensor_parallel_size={model.tensor_parallel_size} of the model is not the mesh's size: "
-                "give `ModelConfig.shard` of it"
+                f"model.tensor_parallel_size is {model.tensor_parallel_size}, which is not the "
+                "number of devices: pass the result of ModelConfig.shard"
             )
 
         def replicate(tree):
-            return jax.tree.map(lambda own: global_shape_struct(mesh, own, None), tree)
+            return jax.tree.map(lambda it: global_shape_struct(mesh, it, None), tree)
 
         rows, pool_size = config.num_rows, (config.num_blocks, config.block_size)
         pool = jax.eval_shape(lambda: make_pool(model, *pool_size, dtype))
-        pool = jax.tree.map(lambda own: global_shape_struct(mesh, own, HEADS_AXIS), pool)
+        pool = jax.tree.map(lambda it: global_shape_struct(mesh, it, HEADS_AXIS), pool)
         return DeviceShapes(
             kv=KVState._make((pool, replicate(int32_shape(rows, config.max_blocks_per_seq)))),
             last_tokens=replicate(int32_shape(rows)),
@@ -128,7 +134,8 @@ class DeviceShapes:
 
     @property
     def persistent_arrays(self) -> dict[str, Any]:
-        """What stays on the device between steps, by the names that steps have for it."""
+        """Shapes of the arrays that stay on the device between steps, by the argument names of
+        steps."""
         persistent_arrays = {
             "state": self.kv,
             "last_tokens": self.last_tokens,
@@ -141,33 +148,37 @@ class DeviceShapes:
         )
 
     def logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        """What a step leaves for its sampling."""
+        """Return the shape of the logits that a forward program leaves on the device."""
         mesh = tree_mesh(self.kv) if self.is_vocab_sharded else None
         sharding = None if mesh is None else axis_sharding(mesh, 1)
         shape = num_rows, self.sampling.token_state.shape[1]
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     def blocks(self, num_blocks: int) -> jax.ShapeDtypeStruct:
-        """Blocks gathered from the pool."""
+        """Return the shape of `num_blocks` blocks gathered from all arrays of the pool."""
         blocks, mesh = (
             jax.eval_shape(gather_blocks_step, self.kv, int32_shape(num_blocks)),
             tree_mesh(self.kv),
         )
-        # One axis more than the pool's: its arrays.
+        # Gathered blocks have an extra first axis over the pool's arrays.
         sharding = None if mesh is None else axis_sharding(mesh, HEADS_AXIS + 1)
         return jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=sharding)
 
 
 def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
-    """The shape of an array of int32."""
+    """Return the `ShapeDtypeStruct` of an int32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def sampler_levels(
     config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
-    """The levels compiled; a batch runs at the first that does all it needs. Where devices split
-    the vocabulary, those that need no whole rows of logits (`sample`) are among them and first."""
+    """Return the sampling levels to compile. A batch runs at the first level that covers all its
+    rows.
+
+    If the vocabulary is split over devices, the first levels are those for which `sample` does not
+    gather whole rows of logits.
+    """
     levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:
         levels = SamplerLevel.GREEDY, SCORED_GREEDY, FULL_LEVEL
@@ -178,7 +189,8 @@ def sampler_levels(
 
 
 ProgramName = tuple[str, Any]
-"""A program's kind and its key among those, mostly the shape of what it computes; None of one."""
+"""Name of a program: the name of its step, and a key that distinguishes the step's programs. The
+key is usually a shape; None if the step has only one program."""
 
 Programs = Mapping[ProgramName, Any]
-"""Compiled programs; `jpaged.runtime.steps.PROGRAMS` says what each kind does."""
+"""Compiled programs by name. `jpaged.runtime.steps.PROGRAMS` describes the steps."""

@@ -1,4 +1,4 @@
-"""What a launched step leaves on its way to the host, and what the host reads of it."""
+"""Read the results of launched steps on the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,47 +16,47 @@ from jpaged.sampling_params import SamplingParams
 from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN_COLUMN
 
 MAX_LAUNCHES_AHEAD = 16
-"""Of many small programs in a row, so many are launched before an earlier one has ended where
-devices share a model: one that hangs must not stop the thread in a launch, for which the runtime
-has room only so often."""
+"""Maximum number of small programs that are launched before an earlier one has ended, with
+tensor-parallel devices. The runtime's launch queue is limited: if a device hangs, a launch into a
+full queue would block the thread without a time limit."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely some tokens were, and which ones were likeliest.
+    """Log-probabilities and ranks of C tokens, and the most probable tokens at each position.
 
     Attributes:
-        packed: int32 [C, W], as `pallas_kernels.token_scores` packs them.
+        packed: int32 [C, W], as packed by `pallas_kernels.token_scores`.
     """
 
     packed: np.ndarray
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32 [C], of the tokens themselves."""
+        """Log-probability of each scored token, float32 [C]."""
         return self.packed[:, LOGPROB_COLUMN].view(np.float32)
 
     @property
     def ranks(self) -> np.ndarray:
-        """int32 [C], 1 is the most likely."""
+        """Rank of each scored token, int32 [C]; 1 is the most probable token."""
         return self.packed[:, RANK_COLUMN]
 
     @property
     def top_token_ids(self) -> np.ndarray:
-        """int32 [C, L], the most likely tokens, best first."""
+        """The L most probable tokens at each position, int32 [C, L], most probable first."""
         return self.packed[:, NUM_TOKEN_COLUMNS::2]
 
     @property
     def top_logprobs(self) -> np.ndarray:
-        """float32 [C, L]."""
+        """Log-probability of each of `top_token_ids`, float32 [C, L]."""
         return self.packed[:, NUM_TOKEN_COLUMNS + 1 :: 2].view(np.float32)
 
     def packed_top(self, count: int) -> np.ndarray:
-        """`packed` with so many likeliest tokens, or all there are; a copy."""
+        """Return a copy of `packed` with at most `count` most probable tokens per position."""
         return self.packed[:, : NUM_TOKEN_COLUMNS + 2 * count].copy()
 
     def row_bytes(self, index: int, count: int) -> bytes:
-        """Row `index` of `packed_top(count)`."""
+        """Return the bytes of row `index` of `packed_top(count)`."""
         width = self.packed.shape[1]
         start, size = index * width, min(NUM_TOKEN_COLUMNS + 2 * count, width)
         return self._bytes[4 * start : 4 * (start + size)]
@@ -67,19 +67,20 @@ class TokenScores:
 
     @cached_property
     def logprob_list(self) -> list[float]:
-        """`logprobs`, as a list, to be read one by one."""
+        """`logprobs` as a list, for fast access to single values."""
         return self.logprobs.tolist()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host reads of a finished step.
+    """Results of a finished step.
 
     Attributes:
-        token_ids: int32 [len(plan.scheduled)], sampled.
-        logprobs: One row a scheduled sequence, or None if no request in the step asked.
-        prompt_logprobs: seq_id -> of the prompt tokens this step scored (those after the chunk's
-            own positions), for sequences that asked.
+        token_ids: Sampled token of each scheduled sequence, int32 [len(plan.scheduled)].
+        logprobs: Scores of the sampled tokens, one row per scheduled sequence; None if no request
+            in the step asked for log-probabilities.
+        prompt_logprobs: Scores of prompt tokens by sequence id, for requests that asked for them. A
+            step scores the prompt token after each position that it computes.
     """
 
     token_ids: np.ndarray
@@ -88,26 +89,35 @@ class StepResult:
 
     @property
     def candidates(self) -> BeamCandidates | None:
-        """Each scheduled sequence's most probable tokens, for beam searches, as `logprobs`."""
+        """Most probable tokens of each scheduled sequence, for beam searches; None if `logprobs` is
+        None."""
         scores = self.logprobs
         return None if scores is None else BeamCandidates(scores.top_token_ids, scores.top_logprobs)
 
 
 PromptScores = dict[int, tuple[int, list[jax.Array]]]
-"""seq_id -> how many of its prompt tokens a step scores, and their scores by chunks."""
+"""Scores of prompt tokens by sequence id: the number of scored tokens, and the arrays of scores,
+one per chunk."""
 
 
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
-    `sampled` has the step's tokens [B], or its scores [B, W], from which these are read then; it is
-    None where nothing was scheduled: such a plan only moved blocks. The step has the plan's
-    sequences in an order of its own; `row_indices[i]` is where `plan.scheduled[i]` is in it. The steps
-    of a burst share one array; `burst_index` is the step's own there. `faults` are requests whose
-    sampling could not be set up, and why: they are in the step, but their tokens mean nothing.
-    `check_devices` is asked where a sequence has no token: it raises if that is the devices' fault. A step
-    `is_tensor_parallel` by several devices is not waited for without end.
+    Attributes:
+        plan: The plan that the step computes.
+        sampled: Sampled tokens [B], or scores [B, W] that contain the tokens; None if the plan
+            schedules no sequence. All steps of a burst share one array, with the steps as its first
+            axis.
+        prompt_logprobs: Scores of prompt tokens.
+        row_indices: Index of the step's row for each sequence of `plan.scheduled`.
+        burst_index: Index of the step in its burst; () for a step outside a burst.
+        faults: Requests whose sampling could not be set up, and the errors. The step computes these
+            requests, but their tokens are meaningless.
+        check_devices: Function that raises if a device failed. It is called if a sequence has no
+            token.
+        is_tensor_parallel: Whether several devices compute the step. If so, `read` waits with a
+            time limit.
     """
 
     plan: StepPlan
@@ -120,16 +130,20 @@ class StepHandle:
     is_tensor_parallel: bool = False
 
     def read_row_tokens(self) -> np.ndarray:
-        """Wait for the tokens of the step's rows, in the device's order: int32 [rows]. For other
-        threads, and for one device."""
+        """Wait for the tokens of all rows, and return them in the order of the step's rows: int32
+        [rows].
+
+        The method may run in another thread than the engine loop. It supports only a single device,
+        because the wait has no time limit.
+        """
         tokens = np.asarray(self.sampled)[self.burst_index]
         return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]
 
     def read(self) -> StepResult:
-        """Wait for the step and give its results.
+        """Wait for the step, and return its results.
 
         Raises:
-            RuntimeError: a device has lost another one, or hangs.
+            RuntimeError: A device received no data from another device, or hangs.
         """
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
@@ -154,15 +168,17 @@ def score_prompts(
     score: Callable[..., dict[str, jax.Array]],
     wait: Callable[[Any], Any] | None = None,
 ) -> PromptScores:
-    """Launch the scoring of the prompt tokens that a ragged step predicts: those right after its
-    positions.
+    """Launch the scoring of prompt tokens in a prefill step.
+
+    The step scores the prompt token after each position that it computes.
 
     Args:
-        scheduled: The step's sequences in the order in which their tokens are flattened.
-        sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
-        score: Launches `prompt_logprobs_step` for the step's hidden states; called with `indices`
-            and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
-        wait: Waits for what several devices compute; None: there is one.
+        scheduled: The step's sequences, in the order in which their tokens are flattened.
+        sampling: Function that returns the sampling parameters of a request. Only requests with
+            `prompt_logprobs` are scored.
+        score: Function that launches `prompt_logprobs_step` for the step's hidden states. The
+            arguments are `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+        wait: Function that waits for arrays on several devices; None for one device.
     """
     scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
     launched: list[jax.Array] = []

@@ -1,4 +1,4 @@
-"""`RuntimeConfig`: every number derived from the caller's wishes, the model and the device."""
+"""`RuntimeConfig`: sizes and limits derived from the engine's options, the model and the device."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from pallas_kernels import Backend
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """What runs: every number the runtime needs, all set once (`jpaged.compile.sizing`).
+    """Sizes and limits of the runtime. `jpaged.compile.sizing` sets all of them once.
 
     Attributes:
-        block_size: Slots a block (S).
-        num_blocks: Blocks in the pool (P), the null block included.
-        max_model_len: Most tokens of a sequence.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step.
+        block_size: Number of slots in a block (S).
+        num_blocks: Number of blocks in the pool (P), including the null block.
+        max_model_len: Maximum number of tokens in a sequence.
+        max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step.
         vocab_size: Width of the logits (V).
-        backend: Which implementation of the kernels runs.
-        num_host_blocks: Blocks of host memory to swap to; 0 where nothing is swapped.
-        few_programs: Compile fewer shapes, and pad more: for devices that compile slowly.
-        num_scheduler_steps: Steps of a burst; 1 for none.
-        peer_memory: Devices that share the model sum through each other's memory.
+        backend: Implementation of the kernels.
+        num_host_blocks: Number of blocks in host memory for swapping; 0 disables swapping.
+        few_programs: Whether to compile fewer shapes and pad more, for devices that compile slowly.
+        num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
+        has_peer_memory: Whether tensor-parallel devices all-reduce through each other's memory.
     """
 
     block_size: int
@@ -45,22 +45,22 @@ class RuntimeConfig:
 
     @property
     def mask_width(self) -> int:
-        """32-bit words with a bit for each token of the vocabulary."""
+        """Number of 32-bit words in a token mask, which has one bit per token of the vocabulary."""
         return math.ceil(self.vocab_size / 32)
 
     @property
     def num_rows(self) -> int:
-        """Rows of per-sequence device state (R): one each, and a last one for padding."""
+        """Number of device rows (R): one per running sequence, and a last one for padding."""
         return self.max_num_seqs + 1
 
     @property
     def padding_row(self) -> int:
-        """The row that padded batch entries use; its block table is all null block."""
+        """Device row of padding entries. All entries of its block table are the null block."""
         return self.max_num_seqs
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The shapes of its steps."""
+        """Shapes of the steps."""
         limits = self.max_num_seqs, self.max_num_batched_tokens
         return make_buckets(
             *limits, few_programs=self.few_programs, burst_steps=self.num_scheduler_steps

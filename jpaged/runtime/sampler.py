@@ -1,4 +1,4 @@
-"""Sampling on the device: each row's parameters and state, and from logits to tokens."""
+"""Sample tokens on the device, from each row's logits, sampling parameters and state."""
 
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from pallas_kernels.scores.adjustments import (
     IS_ENDING,
 )
 
-# Columns of a packed row.
+# Columns of packed sampling parameters.
 _FLOAT_COLUMNS = (
     "temperature",
     "top_p",
@@ -46,62 +46,64 @@ _SEED, _TOP_K, _MIN_TOKENS, _FLAGS = slice(6, 8), 8, 9, 10
 _ROW_STRUCT = struct.Struct("=6f2I3i")  # in the order of these columns
 
 ROW_WIDTH = _ROW_STRUCT.size // 4
-"""Columns of a packed row, W."""
+"""Number of int32 columns of packed sampling parameters (W)."""
 
 ROWS_PER_LOAD, TOKENS_PER_LOAD = 64, 5376
-"""Rows, N, and tokens, E, that one launch of `load_rows` takes: 64 KiB, a place that launches
-leave where it is (`allocation_guard`)."""
+"""Number of rows (N) and number of tokens (E) per launch of `load_rows`. The packed input then fits
+the largest fragment of `allocation_guard`, 64 KiB."""
 
-# A float32 keeps its own bits in these bounds through a division, and never becomes 0 or inf.
+# Within these bounds, a divisor in float32 is never 0, inf or subnormal.
 _MIN_DIVISOR, _MAX_DIVISOR = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
-_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's kind
+_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of the column `_FLAGS`
 
 
 class SamplingRows(NamedTuple):
-    """The parameters of each batch row. A `temperature` of 0 marks a greedy row."""
+    """Sampling parameters of each batch row. A row with a `temperature` of 0 is greedy."""
 
     temperature: Float32[Array, "B"]
     top_k: Int32[Array, "B"]
-    """0 is off."""
+    """0 disables top-k."""
     top_p: Float32[Array, "B"]
     min_p: Float32[Array, "B"]
     seed: UInt32[Array, "B 2"]
     position: Int32[Array, "B"]
-    """Index, in its sequence, of the token being sampled."""
+    """Index, in its sequence, of the token to sample."""
     repetition_penalty: Float32[Array, "B"]
     presence_penalty: Float32[Array, "B"]
     frequency_penalty: Float32[Array, "B"]
     min_tokens: Int32[Array, "B"]
-    """The row's ending tokens are forbidden until its output has this many tokens."""
+    """Number of output tokens before which the row's ending tokens are forbidden."""
     is_adjusted: Bool[Array, "B"]
-    """Whether the row's state counts; where not, an earlier sequence's may still lie there."""
+    """Whether sampling uses the row's `SamplingState`. If not, that state may still belong to an
+    earlier sequence."""
     is_biased: Bool[Array, "B"]
-    """Whether the row's biases count."""
+    """Whether sampling uses the row's `logit_bias`."""
     is_scored: Bool[Array, "B"]
-    """Whether the log-probabilities of the row's token are wanted."""
+    """Whether the request needs the log-probabilities of the row's token."""
 
 
 class SamplingState(NamedTuple):
-    """What the adjustments need of each running sequence; row R-1 is the padding's."""
+    """State for penalties, biases and forbidden tokens of each running sequence. Row R-1 is the
+    padding row."""
 
     token_state: Int32[Array, "R V"]
-    """Of each token: how often the output has it, whether the prompt has it (`IN_PROMPT`), and
-    whether it is forbidden until `min_tokens` (`IS_ENDING`). In one word, so that a step reads
-    each token's state once."""
+    """State of each token: its count in the output, whether the prompt contains it (`IN_PROMPT`),
+    and whether it is forbidden until `min_tokens` (`IS_ENDING`). All three share one word, so that
+    a step reads one word per token."""
     logit_bias: Float32[Array, "R V"]
-    """Added to the logits; -inf forbids. Read of rows that are `is_biased` alone."""
+    """Biases added to the logits; -inf forbids a token. Only rows that are `is_biased` are read."""
     prompt_lens: Int32[Array, "R"]
-    """Tokens of the prompt."""
+    """Number of prompt tokens of each row."""
 
 
 def pack_params(params: SamplingParams, seed: int) -> np.ndarray:
-    """Packs the parameters of one sequence into int32[W] for `unpack_params`.
+    """Pack the sampling parameters of one sequence into int32 [W] for `unpack_params`.
 
     Args:
-        params: the request's parameters.
-        seed: any 64-bit integer, signed or not: the sequence's own.
+        params: Sampling parameters of the request.
+        seed: Seed of the sequence: any 64-bit integer, signed or unsigned.
     """
     kind = _ROW_ADJUSTS * params.adjusts_logits | _ROW_BIASED * params.biases_logits
     kind |= _ROW_SCORED * params.needs_logprobs
@@ -126,11 +128,12 @@ def _clamp_divisor(value: float) -> float:
 
 
 PADDING_PARAMS = pack_params(SamplingParams(temperature=0.0), 0)
-"""int32[W] for a batch row that has no sequence: greedy, so that nothing is drawn for it."""
+"""Packed parameters of a batch row without a sequence, int32 [W]. The row is greedy, so it adds no
+work for random sampling."""
 
 
 def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
-    """Unpacks `pack_params`'s rows on the device; `position` as in `SamplingRows`."""
+    """Unpack rows from `pack_params`, on the device. `position` is described in `SamplingRows`."""
     floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOAT_COLUMNS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOAT_COLUMNS)},
@@ -145,7 +148,8 @@ def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> S
 
 
 def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """The float32[V] that `load_bias` takes: logit_bias, and -inf where a token is not allowed."""
+    """Return the biases of one row for `load_bias`, float32 [V]: `logit_bias`, and -inf for tokens
+    that are not allowed."""
     if params.allowed_token_ids is None:
         bias = np.zeros(vocab_size, np.float32)
     else:
@@ -157,7 +161,8 @@ def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
 
 
 def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
-    """A state of R = `num_rows` rows that adjusts nothing: 8 bytes a row and token of V."""
+    """Return a state of `num_rows` rows that changes no logits. The state takes 8 bytes per row and
+    token of the vocabulary."""
     shape = (num_rows, vocab_size)
     return SamplingState(
         token_state=jnp.zeros(shape, jnp.int32),
@@ -167,8 +172,12 @@ def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
 
 
 class RowMarks(NamedTuple):
-    """What a sequence's tokens are marked with when it joins the batch, for the first time or
-    again: int32 [L] each, no token twice with `IS_ENDING`, prompt tokens before all else."""
+    """Tokens of a sequence that joins the batch, and the mark of each token in `token_state`.
+
+    `tokens` and `marks` are int32 [L]. Prompt tokens come first. The mark of an output token is 1,
+    which adds to the token's count. `IS_ENDING` marks a token at most once, because marks are added
+    up.
+    """
 
     tokens: np.ndarray
     marks: np.ndarray
@@ -178,7 +187,14 @@ class RowMarks(NamedTuple):
     def of(
         token_ids: Sequence[int], num_prompt_tokens: int, ending_ids: Collection[int] = ()
     ) -> "RowMarks":
-        """Of prompt then output tokens, and those that may not come before `min_tokens`."""
+        """Return the marks of a sequence.
+
+        Args:
+            token_ids: Prompt tokens, then output tokens. A sequence that was preempted has output
+                tokens.
+            num_prompt_tokens: Number of prompt tokens.
+            ending_ids: Tokens that are forbidden before `min_tokens`.
+        """
         tokens = np.array([*token_ids, *ending_ids], np.int32)
         marks = np.ones(len(tokens), np.int32)
         marks[:num_prompt_tokens] = IN_PROMPT
@@ -189,42 +205,44 @@ class RowMarks(NamedTuple):
 def pack_marks(
     rows: Mapping[int, RowMarks], padding_row: int, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """The int32 [2 N + 3 E] arrays that `load_rows` takes one after the other to start `rows`."""
+    """Yield the arrays, int32 [2 N + 3 E], for the calls of `load_rows` that initialize the device
+    rows in `rows`."""
     items = list(rows.items())
     for first in range(0, len(items), ROWS_PER_LOAD):
         part = items[first : first + ROWS_PER_LOAD]
         padding = np.array([[padding_row], [0]], np.int32).repeat(ROWS_PER_LOAD, axis=1)
-        facts = padding.copy()
-        facts[:, : len(part)] = [row for row, _ in part], [own.num_prompt_tokens for _, own in part]
-        sizes = [len(own.tokens) for _, own in part]
-        owners = np.repeat(facts[0, : len(part)], sizes)
+        header = padding.copy()
+        header[:, : len(part)] = [row for row, _ in part], [it.num_prompt_tokens for _, it in part]
+        sizes = [len(it.tokens) for _, it in part]
+        owners = np.repeat(header[0, : len(part)], sizes)
         tokens, marks = (
-            np.concatenate(column) for column in zip(*(own[:2] for _, own in part), strict=True)
+            np.concatenate(column) for column in zip(*(it[:2] for _, it in part), strict=True)
         )
         for start in range(0, max(len(owners), 1), TOKENS_PER_LOAD):
             entries = np.full((3, TOKENS_PER_LOAD), vocab_size, np.int32)
             chunk = slice(start, start + TOKENS_PER_LOAD)
             entries[:, : len(owners[chunk])] = owners[chunk], tokens[chunk], marks[chunk]
-            yield np.concatenate([facts.ravel(), entries.ravel()])
-            facts = padding
+            yield np.concatenate([header.ravel(), entries.ravel()])
+            header = padding
 
 
 def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingState:
-    """Starts rows anew for sequences that are admitted, for the first time or again.
+    """Initialize the state of device rows for sequences that join the batch.
 
-    Only sequences whose parameters adjust the logits need it: no other one's row is read.
+    Only sequences whose parameters adjust the logits need this call; the state of other rows is
+    never read.
 
     Args:
-        sampling: donate it, and the update is in place.
-        marks: as `pack_marks` makes it: N rows and their prompts' lengths; E rows, tokens and
-            marks. A token of V is dropped.
+        sampling: State of all rows. Donate the state to update it in place.
+        marks: Array from `pack_marks`: N rows and their prompt lengths, then E rows, tokens and
+            marks. Tokens with the id V are padding.
     """
     V = sampling.token_state.shape[1]
     rows, prompt_lens = marks[: 2 * ROWS_PER_LOAD].reshape(2, ROWS_PER_LOAD)
     owners, tokens, kinds = marks[2 * ROWS_PER_LOAD :].reshape(3, TOKENS_PER_LOAD)
     owners = jnp.where(tokens < V, owners, 0)
     token_state = sampling.token_state.at[rows].set(0)
-    # V lies outside the row, where a scatter drops it; -1 would wrap round to the last token.
+    # A scatter drops index V, which is out of bounds. -1 would wrap around to the last token.
     prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
     others = jnp.where(kinds == IN_PROMPT, V, tokens)
     token_state = token_state.at[owners, prompt].set(IN_PROMPT, mode="drop")
@@ -236,8 +254,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
 def load_bias(
     sampling: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
 ) -> SamplingState:
-    """Gives row `row` its biases, as `bias_row` makes them; donate the state. Only a sequence with
-    biases needs it."""
+    """Set the biases of device row `row` to an array from `bias_row`. Donate the state to update it
+    in place. Only sequences with biases need this call."""
     return sampling._replace(logit_bias=sampling.logit_bias.at[row].set(bias))
 
 
@@ -247,8 +265,8 @@ def record_tokens(
     token_ids: Int32[Array, "B"],
     is_output: Bool[Array, "B"],
 ) -> SamplingState:
-    """Adds the sampled tokens to their rows' output where `is_output` and there is one; donate the
-    state."""
+    """Count sampled tokens in the output of their rows, except where `is_output` is false or the
+    token is `NO_TOKEN`. Donate the state to update it in place."""
     V = state.token_state.shape[1]
     kept = jnp.where(is_output & (token_ids >= 0), token_ids, V)
     return state._replace(token_state=state.token_state.at[row_ids, kept].add(1, mode="drop"))
@@ -257,7 +275,8 @@ def record_tokens(
 def make_adjustments(
     rows: SamplingRows, state: SamplingState, row_ids: Int32[Array, "B"]
 ) -> Adjustments:
-    """What changes the logits of each batch row, whose row in `state` is `row_ids`."""
+    """Return the adjustments of each batch row's logits. `row_ids` are the device rows, which index
+    `state`."""
     early = rows.position - state.prompt_lens[row_ids] < rows.min_tokens
     bits = (rows.is_adjusted, IS_ADJUSTED), (rows.is_biased, HAS_BIASES), (early, BELOW_MIN_TOKENS)
     kinds = sum((jnp.where(holds, jnp.int32(bit), 0) for holds, bit in bits), jnp.int32(0))
@@ -268,41 +287,44 @@ def make_adjustments(
 
 
 class SamplerLevel(IntFlag):
-    """What a sample step does for rows that ask for it; each needs none of the others, but that
-    only drawn tokens are truncated. A level changes no token of a row that needs less of it, so a
-    batch may be served by a higher one than it needs."""
+    """Set of sampling features that a sample step supports.
+
+    The features are independent, except that `TRUNCATED` includes `RANDOM`. A feature changes only
+    the tokens of rows that ask for it, so a batch may run at any level that covers all its rows.
+    """
 
     GREEDY = 0
-    """Rows with a temperature of 0."""
+    """Greedy rows: a temperature of 0."""
     RANDOM = 1
-    """Others, too."""
+    """Random sampling, for rows with a temperature above 0."""
     TRUNCATED = 3
-    """And top-k, top-p and min-p."""
+    """Random sampling with top-k, top-p and min-p."""
     ADJUSTED = 4
     """Biases, forbidden tokens and penalties."""
     LOGPROBS = 8
-    """Log-probabilities."""
+    """Log-probabilities of tokens."""
 
     def covers(self, other: "SamplerLevel") -> bool:
-        """Whether it does all that `other` does."""
+        """Return whether this level has all features of `other`."""
         return other & ~self == 0
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether a row's token or scores depend on more of its logits than the best of each part
-        of the vocabulary."""
+        """Whether sampling needs whole rows of logits. If not, the best token of each device's
+        vocabulary shard is enough."""
         return not SamplerLevel.RANDOM.covers(self)
 
 
 SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
-"""All but drawing: rows that are not adjusted and not scored cost a kernel that leaves at once (and
-a gather of logits, where devices split the vocabulary)."""
+"""Sampling level with all features except random sampling. A row that needs neither adjustments nor
+scores costs one kernel that exits immediately, and a gather of logits if devices split the
+vocabulary."""
 
 FULL_LEVEL = SamplerLevel.TRUNCATED | SCORED_GREEDY
 
 
 def required_level(params: SamplingParams) -> SamplerLevel:
-    """What serves a request; a batch runs at a level that covers all of its requests'."""
+    """Return the lowest sampling level that covers a request."""
     level = SamplerLevel.GREEDY
     if params.temperature != 0.0:
         level = SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
@@ -312,13 +334,15 @@ def required_level(params: SamplingParams) -> SamplerLevel:
 
 
 class SampledTokens(NamedTuple):
-    """The chosen tokens; at level LOGPROBS how probable they were, of the unchanged logits."""
+    """Sampled tokens, and at a level with `LOGPROBS` their scores. Scores are computed from the
+    unchanged logits."""
 
     token_ids: Int32[Array, "B"]
-    """`NO_TOKEN` where the logits have no finite maximum: they are NaN or infinite, or all tokens
-    are forbidden. What is said of such a token's log-probabilities means nothing."""
+    """Sampled token of each row; `NO_TOKEN` if the row's logits have no finite maximum. The logits
+    are then NaN or infinite, or all tokens are forbidden. The scores of such a row are meaningless.
+    """
     scores: Int32[Array, "B W"] | None = None
-    """As `pallas_kernels.token_scores` packs them: the token first, in every row."""
+    """Scores packed by `pallas_kernels.token_scores`. The token column is valid in every row."""
 
 
 def sample(
@@ -333,36 +357,38 @@ def sample(
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
 ) -> SampledTokens:
-    """Chooses a token for each row of the batch.
+    """Sample a token for each row of the batch.
 
-    The order is vLLM's: biases and forbidden tokens, penalties, temperature, min-p, top-k, top-p.
-    A token depends on its own row's logits, parameters, seed and position alone, so a seeded
-    request gives the same tokens whatever shares its batch.
+    Operations have vLLM's order: biases and forbidden tokens, penalties, temperature, min-p, top-k,
+    top-p. A token depends only on the logits, parameters, seed and position of its row. A seeded
+    request therefore gives the same tokens in any batch.
 
-    Where devices split the vocabulary and the level needs no whole rows, each of them looks for
-    the best of its own tokens, and these are compared: a token is that of one device, whose logits
-    and noise it has. At other levels the devices give each other their parts first.
+    If devices split the vocabulary and the level needs no whole rows, each device finds the best
+    token of its shard, and the devices compare these tokens. At other levels, the devices first
+    gather whole rows of logits.
 
     Args:
-        logits: the model's, unchanged; if `is_vocab_sharded`, of the device's own tokens.
-        rows: each batch row's parameters.
-        state: needed at a level with ADJUSTED, not read at others.
-        row_ids: each batch row's row in `state`; a padded row's is R-1.
-        level: static; covers `required_level` of every row.
-        backend: static; the kernels' implementation.
-        max_logprobs: static; most probable tokens to report at a level with LOGPROBS.
-        shared: static; calls what other levels have as well (see `jpaged.compile.recipes`).
-        is_split: static; whether each device has a part of the vocabulary, side by side.
+        logits: Unchanged logits of the model. If `is_vocab_sharded`, the columns are the device's
+            shard.
+        rows: Sampling parameters of each batch row.
+        state: State of the device rows. Required at a level with `ADJUSTED`, not read at others.
+        row_ids: Device row of each batch row; R-1 for padding.
+        level: Static. Level that covers `required_level` of every row.
+        backend: Static. Implementation of the kernels.
+        max_logprobs: Static. Number of most probable tokens to return at a level with `LOGPROBS`.
+        call_shared: Static. Function that calls code shared by several programs (see
+            `jpaged.compile.recipes`); None to call it directly.
+        is_vocab_sharded: Static. Whether devices split the vocabulary.
 
     Raises:
-        ValueError: the level needs a state and there is none.
+        ValueError: The level has `ADJUSTED`, and `state` is None.
     """
     if is_vocab_sharded and level.needs_whole_rows:
         logits, is_vocab_sharded = all_gather(logits, axis=1), False
     adjustments = None
     if SamplerLevel.ADJUSTED in level:
         if state is None:
-            raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
+            raise ValueError(f"state is None at level {level.name}: pass a SamplingState")
         adjustments = make_adjustments(rows, state, row_ids)
     call = _call_directly if call_shared is None else call_shared
     options = {"count": max_logprobs, "backend": backend}
@@ -414,14 +440,18 @@ def _choose_tokens(
 def _find_highest(
     x: Float32[Array, "B V"], is_vocab_sharded: bool
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """`first_maximum` of rows, of all devices' tokens side by side if `is_vocab_sharded`; of equally high
-    tokens the one with the lowest id, since devices have theirs in order."""
+    """Return the token with the highest value in each row, and the value.
+
+    If `is_vocab_sharded`, compare the tokens of all devices. The lowest token id wins a tie:
+    devices hold the vocabulary in order, and `first_maximum` returns the first maximum.
+    """
     best, height = first_maximum(x)
     if not is_vocab_sharded:
         return best, height
     tokens = best + shard_start(x.shape[1])
-    own = jnp.stack([tokens, jax.lax.bitcast_convert_type(height, jnp.int32)], axis=1)
-    found = all_gather(own[:, None], axis=1)  # all that is exchanged: two numbers a row and device
+    # Each device sends two numbers per row: the id of its best token and that token's value.
+    best = jnp.stack([tokens, jax.lax.bitcast_convert_type(height, jnp.int32)], axis=1)
+    found = all_gather(best[:, None], axis=1)
     device, height = first_maximum(jax.lax.bitcast_convert_type(found[:, :, 1], jnp.float32))
     return jnp.take_along_axis(found[:, :, 0], device[:, None], axis=1)[:, 0], height
 
@@ -429,8 +459,8 @@ def _find_highest(
 def _apply_temperature(
     logits: Float32[Array, "B V"], temperature: Float32[Array, "B"], is_vocab_sharded: bool
 ) -> Float32[Array, "B V"]:
-    # The maximum comes off first: however small the temperature, the top token's 0 stays 0 and
-    # the others go to -inf at worst, never to inf - inf.
+    # Subtract the maximum before the division. At any temperature, the top token then has the
+    # value 0 and other tokens have finite values or -inf. The result is never inf - inf.
     highest = logits.max(axis=1, keepdims=True)
     if is_vocab_sharded:
         highest = all_max(highest)
@@ -440,11 +470,14 @@ def _apply_temperature(
 def _gumbel_noise(
     seed: UInt32[Array, "B 2"], position: Int32[Array, "B"], V: int, is_vocab_sharded: bool
 ) -> Float32[Array, "B V"]:
-    """Gumbel noise from threefry at the counter (position, token id), the seed being the key.
-    If `is_vocab_sharded`, of the device's own V tokens: the counter has their ids in the whole vocabulary.
+    """Return Gumbel noise for each row and token.
 
-    The primitive itself, not `jax.random`: no JAX flag changes it, and a token's noise depends
-    on no shape.
+    The noise comes from threefry: the seed is the key, and (position, token id) is the counter. If
+    `is_vocab_sharded`, the V tokens are the device's shard, and their ids count from the start of
+    the whole vocabulary.
+
+    The code calls the primitive instead of `jax.random`. The noise then depends on no JAX flag and
+    on no array shape.
     """
     shape = (position.shape[0], V)
 
@@ -457,7 +490,7 @@ def _gumbel_noise(
     high, low = threefry2x32_p.bind(
         wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
     )
-    # Half a step off 0 and never rounded to 1. Small values, which make the large noise that
-    # wins, keep all of their bits: -log1p(-u), not -log(u).
+    # The uniform values are never 0 or 1. Small values give the large noise that wins, so
+    # -log1p(-u) is used instead of -log(u): it keeps the precision of small values.
     uniform = (high ^ low).astype(jnp.float32) * 2.0**-32 + 2.0**-33
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))

@@ -1,9 +1,10 @@
 """The step functions, and `PROGRAMS`, the table from which they are compiled and launched.
 
-A step function is pure: every input is an argument, and the big arrays are donated. A step is two
-programs launched back to back: a forward (`decode_step` or `prefill_step`), which leaves the logits
-on the device, and `sample_step`, which reads them there. Because sampling is separate, the unrolled
-model is compiled once per shape, not once per shape and sampling level (docs/decisions/0003).
+A step function is pure: every input is an argument, and the large arrays are donated. A step is two
+programs launched one after the other. A forward program (`decode_step` or `prefill_step`) leaves
+the logits on the device, and `sample_step` reads the logits there. Because sampling is separate,
+the unrolled model is compiled once per shape, not once per shape and sampling level
+(docs/decisions/0003).
 
 An argument means the same in every step:
 
@@ -14,18 +15,18 @@ An argument means the same in every step:
     packed          the batch, as `jpaged.runtime.batch` packs it
     logits, inputs  results of the forward program; `logits` covers the device's shard of the
                     vocabulary if `is_vocab_sharded`
-    peers           the peer-memory header (`pallas_kernels.make_exchange_header`), if tensor-parallel
-                    devices all-reduce through each other's memory
+    peer_header     the peer-memory header (`pallas_kernels.make_exchange_header`), if
+                    tensor-parallel devices all-reduce through each other's memory
 
-These arguments are static:
+Some arguments are static:
 
-    batch_size      sequences of the bucket (B)
-    num_tokens      tokens of the bucket (T)
-    backend         the implementation of the kernels
-    level           what sampling can do (`SamplerLevel`)
-    max_logprobs    number of most probable tokens that a level with `LOGPROBS` returns
-    shared          calls functions that several programs have (`jpaged.compile.recipes`)
-    is_split        whether devices split the vocabulary
+    batch_size        sequences of the bucket (B)
+    num_tokens        tokens of the bucket (T)
+    backend           the implementation of the kernels
+    level             what sampling can do (`SamplerLevel`)
+    max_logprobs      number of most probable tokens that a level with `LOGPROBS` returns
+    call_shared       calls functions that several programs have (`jpaged.compile.recipes`)
+    is_vocab_sharded  whether devices split the vocabulary
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -87,14 +88,13 @@ from pallas_kernels import Backend, copy_blocks, token_scores
 
 
 class SampleInputs(NamedTuple):
-    """What sampling needs of a step, the same for decode and prefill: one entry a row of logits (of
-    a decode step G, padding included).
+    """Inputs of `sample_step` from a decode or prefill step, one entry per row of logits.
 
     Attributes:
-        rows: Each one's device row; the padding's is R - 1.
-        counted: Whether the sampled token belongs to the output.
-        encoded: Parameters, as `pack_params` packs them.
-        positions: Index, in its sequence, of the token to be sampled.
+        rows: Device row of each row of logits; R-1 for padding.
+        is_output: Whether the sampled token belongs to the output.
+        packed_params: Sampling parameters, as packed by `pack_params`.
+        positions: Index, in its sequence, of the token to sample.
     """
 
     rows: Int32[Array, "B"]
@@ -115,11 +115,11 @@ def decode_step(
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """Compute one token of every sequence.
 
-    `packed` is padded to as many rows as the logits are to have (G); at most `batch_size` of these
-    are sequences.
+    `packed` has G rows, as many as the logits. At most the first `batch_size` rows are sequences;
+    the other rows are padding.
 
     Returns:
-        The logits that follow each sequence's token, what sampling needs, and the new state.
+        The logits after each sequence's token, the inputs of `sample_step`, and the new state.
     """
     padded = unpack_decode(packed)
     batch = DecodeBatch._make(column[:batch_size] for column in padded)
@@ -129,11 +129,13 @@ def decode_step(
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
     batch_tables = tables[batch.rows]
-    own = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    seq_index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
         block_tables=batch_tables,
         seq_lens=batch.seq_lens,
-        slot_mapping=_compute_slot_mapping(batch_tables, own, positions, state.pool[0].k.shape[1]),
+        slot_mapping=_compute_slot_mapping(
+            batch_tables, seq_index, positions, state.pool[0].k.shape[1]
+        ),
         query_start_loc=None,
         backend=backend,
         peer_header=peer_header,
@@ -156,11 +158,13 @@ def prefill_step(
     call_shared: Callable | None = None,
     peer_header: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
-    """Compute any number of tokens of every sequence, flattened; decode rows may ride along.
+    """Compute any number of tokens of every sequence, in one flattened array.
+
+    A sequence with one token is a decode row; a batch may mix prompts and decode rows.
 
     Returns:
-        The logits that follow each sequence's last token, all tokens' hidden states (for
-        `prompt_logprobs_step`), what sampling needs, and the new state.
+        The logits after each sequence's last token, the hidden states of all tokens (for
+        `prompt_logprobs_step`), the inputs of `sample_step`, and the new state.
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
@@ -199,23 +203,30 @@ def decode_burst_step(
     is_vocab_sharded: bool = False,
     peer_header: Int32[Array, "W"] | None = None,
 ) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState]:
-    """Compute several decode steps one after the other, each sampled: one launch for the host.
+    """Compute several decode steps in one launch, and sample after each step.
 
-    `packed` has the steps' batches in order; each takes the tokens that the one before sampled.
+    `packed` has one batch per step, in order. Each step reads the tokens that the step before
+    sampled.
 
     Returns:
-        What each step sampled ([U, B] and [U, B, W]), the last tokens and the new states.
+        The sampled tokens [U, B] and scores [U, B, W], the last tokens, and the new states.
     """
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
 
-    def run(carry, one):
-        last, own, kv = carry
+    def run(carry, batch):
+        last, row_state, kv = carry
         logits, inputs, kv = decode_step(
-            model, kv, last, one, batch_size=one.shape[0], backend=backend, peer_header=peer_header
+            model,
+            kv,
+            last,
+            batch,
+            batch_size=batch.shape[0],
+            backend=backend,
+            peer_header=peer_header,
         )
-        sampled, last, own = sample_step(logits, inputs, last, own, **options)
-        return (last, own, kv), sampled
+        sampled, last, row_state = sample_step(logits, inputs, last, row_state, **options)
+        return (last, row_state, kv), sampled
 
     (last_tokens, sampling, state), sampled = lax.scan(run, (last_tokens, sampling, state), packed)
     return sampled, last_tokens, sampling, state
@@ -224,10 +235,10 @@ def decode_burst_step(
 def mask_step(
     logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"], *, is_vocab_sharded: bool = False
 ) -> Float32[Array, "B V"]:
-    """Forbid tokens between a forward and its sampling: -inf where a row's bit is not set.
+    """Set the logits of forbidden tokens to -inf, between a forward program and `sample_step`.
 
-    `allowed` has as many bits as there are tokens, 32 a word: token `32 w + j` is bit `j` of word
-    `w`. All are set in a row without a grammar.
+    `allowed` has one bit per token of the vocabulary: token `32 w + j` is bit `j` of word `w`. A
+    token is allowed if its bit is set. In rows without a grammar, all bits are set.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
     is_allowed, width = (bits & 1).reshape(logits.shape[0], -1), logits.shape[1]
@@ -250,7 +261,10 @@ def sample_step(
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
 ) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None]:
-    """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded."""
+    """Sample one token per row, and store the tokens in `last_tokens`.
+
+    `NO_TOKEN` is stored as 0, because the next step looks up the stored token's embedding.
+    """
     rows = unpack_params(inputs.packed_params, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
@@ -270,12 +284,12 @@ def prompt_logprobs_step(
     max_logprobs: int,
     backend: Backend,
 ) -> Int32[Array, "C W"]:
-    """Return how likely the model found some of the prompt's own tokens (`token_scores` packs it).
+    """Return the scores of C prompt tokens, as packed by `token_scores`.
 
     Args:
-        hidden: A prefill step's hidden states.
+        hidden: Hidden states of a prefill step.
         indices: Positions in `hidden`.
-        targets: The token that followed each of them in the prompt.
+        targets: Prompt token after each of these positions.
     """
     wanted = jnp.ones(targets.shape, jnp.bool_)
     logits = model.logits(hidden[indices])
@@ -287,16 +301,16 @@ def prompt_logprobs_step(
 def copy_blocks_step(
     state: KVState, source: Int32[Array, "C"], target: Int32[Array, "C"], *, backend: Backend
 ) -> KVState:
-    """Copy blocks `source[i]` to `target[i]` in all layers."""
+    """Copy block `source[i]` to block `target[i]` in all layers, for each `i`."""
     return state._replace(pool=copy_blocks(state.pool, source, target, backend=backend))
 
 
 def fork_rows_step(
     state: KVState, parents: Int32[Array, "C"], children: Int32[Array, "C"]
 ) -> KVState:
-    """Copy the block tables of rows `parents[i]` to rows `children[i]`.
+    """Copy the block table of row `parents[i]` to row `children[i]`, for each `i`.
 
-    All are read before any is written. Padding pairs are (padding row, padding row).
+    The step reads all rows before it writes any. Padding pairs are (padding row, padding row).
     """
     tables = state.block_tables
     return state._replace(block_tables=tables.at[children].set(tables[parents]))
@@ -308,16 +322,20 @@ def _compute_slot_mapping(
     positions: Int32[Array, "T"],
     block_size: int,
 ) -> Int32[Array, "T"]:
-    """The pool slot of each token, through its owner's block table."""
+    """Return the pool slot of each token, from the block table of the token's sequence."""
     return tables[seq_index, positions // block_size] * block_size + positions % block_size
 
 
 def _token_positions(
     seq_lens: Int32[Array, "B"], starts: Int32[Array, "B+1"], num_tokens: int
 ) -> tuple[Int32[Array, "T"], Int32[Array, "T"], Bool[Array, "T"]]:
-    """Of each flattened token: its sequence, its position there, and whether it is not padding."""
+    """Return, for each flattened token, its sequence, its position and whether it is real.
+
+    A token is real if it is not padding. The position counts from the start of the sequence.
+    """
     index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # One kernel; the default is a loop, of which a GPU launches each round.
+    # With "compare_all", searchsorted is one kernel. The default method is a loop, which needs one
+    # launch per iteration on a GPU.
     seq_index = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
     seq_index = seq_index.astype(jnp.int32)
     real = index < starts[-1]
@@ -348,17 +366,17 @@ INPUT_SHAPES: Mapping[str, Callable[[RuntimeConfig, DeviceShapes, ProgramSizes],
     "block_ids": lambda config, shapes, sizes: int32_shape(sizes["num_blocks"]),
     "blocks": lambda config, shapes, sizes: shapes.blocks(sizes["num_blocks"]),
 }
-"""Shape of each argument that a launch passes, by the argument's name. `packed` is not among them:
+"""Shape of each argument that a launch passes, by the argument's name. `packed` is missing, because
 its shape follows from `PlanProgram.pack`."""
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A step function, and all that is needed to compile, warm up and launch its programs.
+    """A step function, and everything needed to compile, warm up and launch its programs.
 
     The name of an argument says where its value comes from. The runner holds the model and the
-    arrays of `DeviceShapes.persistent_arrays`. Sizes, and options such as `backend`, are bound when a program is
-    traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
+    arrays of `DeviceShapes.persistent_arrays`. Sizes, and options such as `backend`, are bound when
+    a program is traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
 
     Attributes:
         name: Name of the step. With a key, it names a compiled program.
@@ -366,11 +384,11 @@ class StepProgram:
         results: Names of the function's results. An argument with the name of a result is donated,
             and the result takes its memory.
         key: Names of the sizes that a key consists of.
-        keys: Return the keys of all programs, in the order of compiling.
-        products: Return the part of the model whose matrix products a program has, and the number
-            of their rows; None if it has none.
-        compile_seconds: CPU seconds to compile one program, and CPU seconds that are spent once
-            for all programs whose keys differ only in the last part (Qwen3-0.6B, H200:
+        keys: Function that returns the keys of all programs, in the order of compiling.
+        gemm_key: Function that returns the part of the model whose matrix products a program has,
+            and the number of their rows; None if a program has none.
+        compile_seconds: CPU seconds to compile one program, and CPU seconds that are spent once for
+            all programs whose keys differ only in the last part (Qwen3-0.6B, H200; see
             docs/startup.md).
     """
 
@@ -389,14 +407,14 @@ class StepProgram:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the arguments that a launch gives, but for `packed`."""
+        """Names of the arguments that a launch passes, except `packed`."""
         return tuple(name for name in self.arguments if name in INPUT_SHAPES)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
         """Return the sizes in a key, by the names of the arguments that take them.
 
         For a batch, add the number of rows of its logits. If the key has no number of tokens, add
-        that too: one token for each sequence.
+        one token per sequence as `num_tokens`.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "batch_size" in sizes:
@@ -406,11 +424,11 @@ class StepProgram:
 
     @property
     def needs_pool(self) -> bool:
-        """Whether its programs depend on the size of the pool."""
+        """Whether the step's programs depend on the size of the pool."""
         return "state" in self.arguments
 
     def persistent_arrays(self, names: Iterable[str], sizes: ProgramSizes) -> tuple[str, ...]:
-        """Return which of the arrays that stay on the device, given by name, a program takes."""
+        """Return the names of the persistent arrays that a program takes, out of `names`."""
         adjusts = SamplerLevel.ADJUSTED in sizes.get("level", FULL_LEVEL)
         taken = [name for name in names if name in self.arguments]
         return tuple(name for name in taken if adjusts or name != "sampling")
@@ -421,11 +439,12 @@ class PlanProgram(StepProgram):
     """A step that computes the scheduler's plans.
 
     Attributes:
-        pack: Pack sequences and their device rows into the step's argument `packed`. Without
-            sequences, pack only padding.
-        key_of: Return the key of the program for a plan; None if the step cannot compute the plan.
-        order: Return the order in which the step computes a plan's sequences. If `row_order` is None,
-            the step keeps the order of the plan.
+        pack: Function that packs sequences and their device rows into the step's argument `packed`.
+            Without sequences, it packs only padding.
+        plan_key: Function that returns the key of the program for a plan; None if the step cannot
+            compute the plan.
+        row_order: Function that returns the order in which the step computes a plan's sequences;
+            None to keep the order of the plan.
     """
 
     pack: Callable[..., np.ndarray]
@@ -439,7 +458,7 @@ class PlanProgram(StepProgram):
     def make_packer(
         self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
     ) -> Callable[..., np.ndarray]:
-        """Return `pack` for the program with a key."""
+        """Return `pack` with the table and the sizes of the program for `key` filled in."""
         options = {
             "sampling_table": sampling_table,
             "max_blocks": config.max_blocks_per_seq,
@@ -457,7 +476,7 @@ def _sample_inputs(num_rows: int) -> SampleInputs:
 
 
 def _decode_keys(config: RuntimeConfig, _: DeviceShapes) -> list[int]:
-    """Return the largest first, which has the most to measure."""
+    """Return the decode batch sizes, largest first: the largest batch has the most to autotune."""
     return [*reversed(config.buckets.decode_batch_sizes)]
 
 
@@ -480,7 +499,7 @@ def _sample_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int,
 
 
 def _logits_row_counts(config: RuntimeConfig, shapes: DeviceShapes) -> list[int]:
-    """Rows of the logits that steps leave."""
+    """Return every number of rows that the logits of a step can have, in ascending order."""
     steps = [step for step in PLAN_PROGRAMS if "logits" in step.results]
     keys = [(step, key) for step in steps for key in step.keys(config, shapes)]
     return sorted({step.sizes(config, key)["num_rows"] for step, key in keys})
@@ -550,7 +569,7 @@ PROGRAMS: Mapping[str, StepProgram] = {
         ),
     )
 }
-"""All that an engine compiles, in this order. A decode step comes before its bursts. Of programs
-with the same matrix products, the one that has the most to measure comes first."""
+"""Every step that an engine compiles, in compile order. A decode step comes before its bursts.
+Among programs with the same matrix products, the program with the most to autotune comes first."""
 
 PLAN_PROGRAMS = tuple(step for step in PROGRAMS.values() if isinstance(step, PlanProgram))

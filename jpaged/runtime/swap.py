@@ -1,12 +1,13 @@
-"""Blocks in host memory: out and back in few large transfers, while steps run.
+"""Swap blocks out to host memory and in again, by few large transfers that run while steps run.
 
     out  pool ──gather──► one array on the device ──transfer──► pinned host memory
     in   pinned host memory ──transfer──► one array on the device ──scatter──► pool
 
-Gather and scatter are programs, so the order of launch decides what they see; the transfers between
-them run while steps run. Programs have static shapes, so an image is a list of *chunks* whose
-sizes are powers of two. The host waits for no transfer, unless more than `MAX_STAGED_CHUNKS` would
-lie on the device at once: the memory account has room for these.
+Gather and scatter are programs, so the launch order determines which values they read and
+overwrite. The transfers run while steps run. Programs have static shapes, so a swap entry is a list
+of *chunks*, and the number of blocks in a chunk is a power of two. The host waits for a transfer
+only if more than `MAX_STAGED_CHUNKS` chunks would be on the device. The memory budget has room for
+that many chunks.
 """
 
 from collections import deque
@@ -24,26 +25,31 @@ from jpaged.runtime.kv_cache import KVState
 from pallas_kernels import LayerKV
 
 MAX_CHUNK_BYTES = 256 * 2**20
-"""A larger transfer is no faster."""
+"""Maximum size of a chunk; larger transfers are no faster."""
 
 MIN_CHUNK_BLOCKS, MAX_CHUNK_BLOCKS = 8, 1024
 
 MAX_STAGED_CHUNKS = 4
-"""Chunks on the device, between pool and host, at once."""
+"""Maximum number of chunks on the device, on their way between pool and host memory."""
 
 
 def gather_blocks_step(state: KVState, block_ids: Int32[Array, "C"]) -> Shaped[Array, "A C S K H"]:
-    """Return blocks of all A arrays of the pool (K and V by layer), as one array."""
+    """Return the blocks `block_ids` of all A arrays of the pool (K and V of each layer), as one
+    array."""
     return jnp.stack([array[block_ids] for array in jax.tree.leaves(state.pool)])
 
 
 def scatter_blocks_step(
     state: KVState, block_ids: Int32[Array, "C"], blocks: Shaped[Array, "A C S K H"]
 ) -> tuple[KVState, Int32[Array, ""]]:
-    """Write gathered blocks to `block_ids` (donate the state); ids past the pool are dropped.
+    """Write gathered blocks to the blocks `block_ids` of the pool. Donate the state.
 
-    The ids differ from each other, so that no two writes meet. The number that comes back with the
-    state is there to be waited for: the state itself goes on to the next step.
+    The step skips ids past the end of the pool. All ids must differ, so that no block is written
+    twice.
+
+    Returns:
+        The new state, and a scalar that the host can wait for. The host cannot wait for the state
+        itself, because the next step reuses its memory.
     """
     arrays, tree = jax.tree.flatten(state.pool)
     written = [
@@ -54,11 +60,12 @@ def scatter_blocks_step(
 
 
 def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
-    """The blocks of a chunk, ascending powers of two; none where nothing can be swapped out.
+    """Return the numbers of blocks that chunks can have: ascending powers of two, or () without
+    swapping.
 
     Args:
-        pool: The pool's arrays, or their shapes.
-        num_host_blocks: Most blocks in host memory.
+        pool: Arrays of the pool, or their shapes.
+        num_host_blocks: Maximum number of blocks in host memory; 0 disables swapping.
     """
     if not num_host_blocks:
         return ()
@@ -72,20 +79,21 @@ def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
 
 
 def pool_block_bytes(pool: Any) -> int:
-    """Bytes of one block in all arrays of the pool, on each device."""
+    """Return the size in bytes of one block in all arrays of the pool, on each device."""
     return per_device_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
 
 
 def staging_bytes(pool: Any, num_host_blocks: int) -> int:
-    """Device memory that swapping takes at most: the staged chunks and one that is being made."""
+    """Return the maximum device memory that swapping takes, in bytes: the staged chunks and one
+    chunk that is being gathered."""
     sizes = chunk_sizes(pool, num_host_blocks)
     return (MAX_STAGED_CHUNKS + 1) * max(sizes, default=0) * pool_block_bytes(pool)
 
 
 def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
-    """Chunk sizes that hold so many blocks: few, and the last at most a quarter empty.
+    """Yield few chunk sizes that together hold `num_blocks` blocks.
 
-    Where the rest is smaller than the smallest chunk, that one may be emptier.
+    At most a quarter of the last chunk is empty, unless that chunk has the smallest size.
     """
     smallest, largest = min(sizes), max(sizes)
     while num_blocks > 0:
@@ -99,46 +107,48 @@ def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
 
 
 def to_host(blocks: jax.Array) -> jax.Array:
-    """Start a transfer to memory of the host that the device copies to and from by itself; the
-    array that comes back is ready when it has arrived."""
+    """Start a transfer to pinned host memory. The returned array is ready when the transfer has
+    ended."""
     return jax.device_put(blocks, blocks.sharding.with_memory_kind("pinned_host"))
 
 
 def to_device(blocks: jax.Array) -> jax.Array:
-    """Start a transfer back to the device."""
+    """Start a transfer from host memory to the device."""
     return jax.device_put(blocks, blocks.sharding.with_memory_kind("device"))
 
 
 LaunchFunction = Callable[..., dict[str, Any]]
-"""Launches a program by its kind, key and inputs, and returns its results by their names."""
+"""Function that launches a program by its step name, key and inputs, and returns the results by
+name."""
 
 
 class SwapChunk(NamedTuple):
-    """Entries of an image from `first` on, in host memory: [A, size, S, K, H]."""
+    """Chunk of a swap entry in host memory: `size` blocks, from the entry's block `first` on."""
 
     first: int
     size: int
-    blocks: jax.Array
+    blocks: jax.Array  # [A, size, S, K, H]
 
 
 class IncomingChunk(NamedTuple):
-    """A chunk on its way back, and where its blocks go."""
+    """A chunk to swap in, and the target block id of each of its blocks; -1 for a block to skip."""
 
     block_ids: np.ndarray
     blocks: jax.Array
     is_staged: bool
-    """Whether its transfer has begun: `blocks` are on the device then."""
+    """Whether the transfer has started. If so, `blocks` is an array on the device."""
 
 
 class SwapEntries:
-    """Images of swapped-out blocks by their ids, and the chunks between device and host.
+    """Swap entries in host memory by id, and the chunks in transfer.
 
-    Methods are given the runner's `launch`: a reference to the runner would be a cycle.
+    The methods take the runner's `launch` as an argument, because storing the runner would form a
+    reference cycle.
 
     Args:
-        pool: The pool's arrays, or their shapes.
-        num_host_blocks: Most blocks in host memory; 0 where nothing is swapped.
-        wait: Waits until arrays are computed.
+        pool: Arrays of the pool, or their shapes.
+        num_host_blocks: Maximum number of blocks in host memory; 0 disables swapping.
+        wait: Function that waits until arrays are computed.
     """
 
     def __init__(
@@ -161,18 +171,23 @@ class SwapEntries:
         return len(self._swap_entries)
 
     def drop(self, swap_entry_id: int) -> None:
-        """Forget an image; its memory is free once its transfer is done."""
+        """Remove a swap entry. The host memory is freed when the entry's transfer has ended."""
         del self._swap_entries[swap_entry_id]
 
     def swap_out(self, launch: LaunchFunction, swap: SwapOut) -> None:
-        """Copy blocks as they are at this point of the launch order to a new image.
+        """Copy blocks to a new swap entry, with their contents at this point of the launch order.
 
         Raises:
-            ValueError: swapping is off (the engine has no host blocks), or the image exists.
+            ValueError: Swapping is disabled (`num_host_blocks` is 0), or the swap entry exists
+                already.
         """
         if not self._chunk_sizes or swap.swap_entry_id in self._swap_entries:
-            reason = "exists" if self._chunk_sizes else "has no place: num_host_blocks is 0"
-            raise ValueError(f"image {swap.swap_entry_id} {reason}")
+            reason = (
+                "exists already: drop it first"
+                if self._chunk_sizes
+                else "cannot be made: num_host_blocks is 0, so swapping is disabled"
+            )
+            raise ValueError(f"swap entry {swap.swap_entry_id} {reason}")
         chunks, first = [], 0
         for size in split_into_chunks(len(swap.block_ids), self._chunk_sizes):
             ids = np.zeros(size, np.int32)
@@ -186,7 +201,8 @@ class SwapEntries:
         self._swap_entries[swap.swap_entry_id] = chunks
 
     def start_swap_ins(self, swap_ins: Iterable[SwapIn]) -> deque[IncomingChunk]:
-        """Start bringing images back, as far as there is room without waiting; they are dropped."""
+        """Start to transfer swap entries to the device, as many chunks as fit without waiting, and
+        remove the swap entries."""
         self._drop_finished_transfers()
         room, incoming_chunks = MAX_STAGED_CHUNKS - len(self._transfers), deque[IncomingChunk]()
         for swap in swap_ins:
@@ -199,31 +215,33 @@ class SwapEntries:
     def finish_swap_ins(
         self, launch: LaunchFunction, incoming_chunks: deque[IncomingChunk]
     ) -> None:
-        """Write fetched blocks to their places in the pool, at this point of the launch order; of
-        `incoming_chunks` nothing is left, so that no chunk stays on the device."""
+        """Write swapped-in blocks to the pool, at this point of the launch order. Empty
+        `incoming_chunks`, so that no chunk stays on the device."""
         while incoming_chunks:
             ids, blocks, is_staged = incoming_chunks.popleft()
             if not is_staged:
                 self._wait_for_room()
                 blocks = to_device(blocks)
+            # Blocks without a target get ids past the pool, which the scatter skips. No two ids are
+            # equal, because the scatter requires unique ids.
             beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
             ids = np.where(ids < 0, beyond, ids)
             scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)
             self._transfers.append(scattered["done"])
 
     def wait(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until all transfers have ended."""
         self._wait(list(self._transfers))
         self._transfers.clear()
 
     def warm_up(self, launch: LaunchFunction) -> None:
-        """Run every program and transfer twice on the null block, and pin the host's memory.
+        """Run every program and transfer twice on the null block, and pin the host memory.
 
-        Pinning runs at a tenth of a transfer's speed, and JAX keeps what it once pinned: an image
-        that fills the space once leaves it to all later ones.
+        Pinning runs at a tenth of the speed of a transfer, and JAX keeps memory that it has pinned.
+        So one swap entry that fills the swap space pins the memory for all later swap entries.
 
         Raises:
-            ValueError: the host has no memory for so many blocks.
+            ValueError: The host memory for `num_host_blocks` blocks cannot be pinned.
         """
         if not self._chunk_sizes:
             return
@@ -235,7 +253,7 @@ class SwapEntries:
             self.wait()
         except jax.errors.JaxRuntimeError as error:
             size = self._host_bytes / 2**30
-            message = f"no {size:.1f} GiB of host memory can be pinned for blocks: lower swap_space"
+            message = f"cannot pin {size:.1f} GiB of host memory for swapping: lower swap_space"
             raise ValueError(message) from error
         self.drop(-1)
 
@@ -250,7 +268,8 @@ class SwapEntries:
 
 
 def _select_chunks(chunks: list[SwapChunk], swap: SwapIn) -> Iterator[tuple[SwapChunk, np.ndarray]]:
-    """The chunks of an image that hold wanted entries, with the places of these; -1 elsewhere."""
+    """Yield the chunks of a swap entry that hold wanted blocks. With each chunk, yield the target
+    block id of each of its blocks; -1 if the block is not wanted."""
     for chunk in chunks:
         ids = np.full(chunk.size, -1, np.int32)
         for index, block_id in swap.copies:
