@@ -1,1 +1,1 @@
-"""Functional Flax models and the loading of Hugging Face checkpoints."""
+"""Flax models of all supported families, and the loading of Hugging Face checkpoints."""

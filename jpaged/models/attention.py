@@ -1,4 +1,4 @@
-"""Attention over the paged pool: its inputs in a step, rotary positions, and the module."""
+"""Self-attention over the paged pool: the inputs of a step, rotary embedding, and the module."""
 
 import math
 from collections.abc import Callable
@@ -34,19 +34,21 @@ from pallas_kernels import (
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Where the step's tokens stand in the pool; the same for every layer.
+    """Block tables, lengths and slots of a step's sequences; every layer takes the same inputs.
 
     Attributes:
-        block_tables: blocks of each sequence, in order.
-        seq_lens: tokens of each sequence, this step's included; 0 for a padded sequence.
-        slot_mapping: slot (block * S + offset) to which each token's K and V go.
-        query_start_loc: where each sequence's tokens begin in the flattened ones, and the end.
-            None: a decode step, one token a sequence (T == B).
-        backend: attention implementation; static.
-        call_shared: calls what other steps have as well, to be lowered once for all (see
-            `paged_prefill_attention`); static.
-        peer_header: as of `sharding.PendingAllReduce`. A layer has two such sums, in turn: of its heads, and of
-            its feed-forward.
+        block_tables: Block ids of each sequence, in order.
+        seq_lens: Number of tokens of each sequence, including the tokens of this step; 0 for a
+            padding sequence.
+        slot_mapping: Slot (block * S + offset) to which each token's K and V are written.
+        query_start_loc: Index at which each sequence begins in the flattened tokens, and the end of
+            the last sequence. None in a decode step, which has one token per sequence (T == B).
+        backend: Implementation of the kernels. Static.
+        call_shared: Function that calls code shared by several programs, so that the code is
+            lowered once (see `paged_prefill_attention`). None: call the code directly. Static.
+        peer_header: Peer-memory header for all-reduces (see `sharding.PendingAllReduce`). None: XLA
+            does all-reduces. In each layer, attention uses exchange buffer 0 and the feed-forward
+            uses exchange buffer 1.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -60,7 +62,7 @@ class AttentionInputs:
     _ARRAY_FIELDS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peer_header")
 
     def tree_flatten_with_keys(self):
-        """The arrays, by name; the rest is static."""
+        """Return the array fields as (key, array) pairs, and the static fields."""
         keyed = [
             (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._ARRAY_FIELDS
         ]
@@ -68,24 +70,28 @@ class AttentionInputs:
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
-        """Skips `__init__`, since JAX also builds trees of placeholders."""
+        """Rebuild the inputs from their static fields and array fields.
+
+        Skip `__init__`: JAX may pass placeholders, which runtime type checks would reject.
+        """
         self, names = object.__new__(cls), (*cls._ARRAY_FIELDS, "backend", "call_shared")
         vars(self).update(zip(names, (*arrays, *static), strict=True))
         return self
 
 
-# Cosine and sine of each position's rotation, one a pair of channels (half = H / 2).
+# Cosine and sine of the rotation angle of each position and channel pair; half is H / 2.
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Radians a position for each pair of channels, float32 `[H / 2]`, on the host.
+    """Return the rotation of each channel pair in radians per position, float32 [H / 2].
 
-    "linear" divides positions by the factor; "llama3" divides the slow frequencies only, with a
-    ramp between (Llama 3.1's long-context recipe).
+    The rope type "linear" divides all frequencies by `rope.factor`. The rope type "llama3" divides
+    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    # numpy's float32 power is an ulp off where torch's is not, and the error grows with position.
+    # Compute the power in float64: in float32, numpy can be one ulp off where torch is not, and the
+    # error of the angle grows with the position.
     powers = np.float64(rope.theta) ** exponents.astype(np.float64)
     frequencies = np.float32(1) / powers.astype(np.float32)
     if rope.rope_type == "linear":
@@ -96,7 +102,12 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def _scale_llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Wavelengths over `original / low` slow down by the factor, under `original / high` stay."""
+    """Divide the low frequencies by the factor, as Llama 3.1 does.
+
+    `turns` is the number of rotations within the original context length. Frequencies with at most
+    `low_freq_factor` turns are divided by the factor, and frequencies with at least
+    `high_freq_factor` turns are kept. Frequencies between these limits are interpolated linearly.
+    """
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
     turns = np.float32(rope.original_max_position_embeddings / (2 * math.pi)) * frequencies
     kept = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
@@ -104,16 +115,17 @@ def _scale_llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) -> RopeAngles:
-    """The rotations of the given positions."""
+    """Return cosine and sine of the rotation angle of each position and channel pair."""
     frequencies = jnp.asarray(inverse_frequencies(rope, head_size))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 class Attention(nnx.Module):
-    """Self-attention over the pool, as one layer is described.
+    """Self-attention of one layer over the paged pool.
 
-    Over a pool in FP8 it has `k_scale` and `v_scale`, float32 [1]: see `KVScales`.
+    For an FP8 pool, `k_scale` and `v_scale` are the scales of keys and values, each float32 [1]
+    (see `KVScales`). For other pools both are None.
     """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
@@ -137,7 +149,11 @@ class Attention(nnx.Module):
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "parts T D"] | PendingAllReduce, LayerKV]:
-        """Stores the tokens' K and V, attends; returns the update and the new pool."""
+        """Write the tokens' K and V to the layer's pool, and compute attention.
+
+        Returns:
+            The update of the residual stream, and the layer's updated pool.
+        """
         qkv = self.qkv(x, attention.backend)
         out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
         return self.output.forward_residual(
@@ -152,7 +168,18 @@ class Attention(nnx.Module):
         angles: RopeAngles | None,
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
-        """What lies between the two projections; returns the heads' results and the new pool."""
+        """Compute attention from the projected queries, keys and values.
+
+        Args:
+            qkv: Split-K partials of each token's query heads, key heads and value heads.
+            kv: The layer's pool, to which the tokens' K and V are written.
+            attention: Inputs of the step.
+            angles: Rotation of each token; None to skip the rotation.
+            dtype: Dtype of the queries and of the result.
+
+        Returns:
+            The output of each query head before the output projection, and the updated pool.
+        """
         options = {
             "scale": self.layer_config.scale,
             "sliding_window": self.layer_config.sliding_window,
@@ -185,25 +212,33 @@ class Attention(nnx.Module):
         angles: RopeAngles | None,
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
-        """Queries as they attend, and the pool with the tokens' K and V."""
+        """Normalize and rotate queries and keys, and write K and V to the pool.
+
+        Args:
+            qkv, kv, attention, angles, dtype: See `attend`.
+
+        Returns:
+            The queries in `dtype`, and the updated pool.
+        """
         slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
-        if angles is not None or kv.head_size % 2 == 0:  # that op takes heads by halves
+        if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
         heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
-        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)  # in FP8 no head is odd
+        # No scales here: an FP8 pool has an even head size.
+        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
         return q, write_kv(kv, k, v, slots, backend=backend)
 
     def scales(self) -> KVScales | None:
-        """The scales of its keys and values, over a pool that has them."""
+        """Return the scales of keys and values; None if the pool is not FP8."""
         if self.k_scale is None or self.v_scale is None:
             return None
         return KVScales(self.k_scale[...], self.v_scale[...])
 
     def head_norms(self) -> HeadNorms | None:
-        """The norms of queries and keys before they are rotated, in layers that have them."""
+        """Return the norms of query and key heads; None if the layer has no such norms."""
         q, k = self.q_norm, self.k_norm
         if not (isinstance(q, RMSNorm) and isinstance(k, RMSNorm)):
             return None

@@ -1,7 +1,6 @@
-"""Hugging Face checkpoint folders: finding them, their config, the tensors they hold, and the rules
-by which tensors become parameters.
+"""Hugging Face checkpoint folders: download them, read their files, map tensors to parameters.
 
-This module does not import JAX, so that a model that cannot be found is refused before JAX starts.
+This module does not import JAX, so that a missing model is reported before JAX starts.
 """
 
 import json
@@ -27,7 +26,7 @@ SUPPORTED_DTYPES = {
 }
 FP8_FILE_DTYPE = "F8_E4M3"
 FILE_DTYPES = SUPPORTED_DTYPES | {FP8_FILE_DTYPE: np.dtype(ml_dtypes.float8_e4m3fn)}
-"""Of tensors in checkpoints."""
+"""Numpy dtype of each safetensors dtype that checkpoints may use."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _DOWNLOAD_PATTERNS = [
@@ -47,7 +46,7 @@ _IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors", "adapter_*"]
 _MAX_LISTED_NAMES = 10
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
-"""Of the files that are read of a checkpoint, here and by its tokenizer's class."""
+"""Suffixes of the files in a checkpoint folder that the loader or the tokenizer reads."""
 
 
 _SUFFIX_ALIASES = (
@@ -61,17 +60,24 @@ _SUFFIX_ALIASES = (
     (".self_attn.v_scale", ".self_attn.attn.v_scale"),
     (".self_attn.kv_scale", ".self_attn.attn.kv_scale"),
 )
-"""Ends of names that differ in checkpoints in FP8, where what they name does not."""
+"""Pairs (suffix in weight rules, alias): FP8 checkpoints use aliases for the same tensor."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names the file, tensor or parameter."""
+    """A checkpoint cannot be loaded. The message names the file, tensor or parameter."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, as its file's header describes it; `byte_offset` is the byte of the
-    file at which it begins."""
+    """Description of one checkpoint tensor, from its file's header.
+
+    Attributes:
+        name: Name of the tensor in the checkpoint.
+        file: The safetensors file that holds the tensor.
+        dtype: Dtype as safetensors names it, such as "BF16".
+        shape: Shape in the file.
+        byte_offset: Offset of the tensor's first byte from the beginning of the file.
+    """
 
     name: str
     file: Path
@@ -82,27 +88,27 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Where one tensor of a checkpoint goes.
+    """A mapping from one checkpoint tensor to a parameter, or to a piece of a fused parameter.
 
     A parameter's path is the dotted path of its `nnx.Param` in the model, without `Linear.format`,
-    such as `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece
+    such as `layers.0.attention.qkv.weight`. Several rules may fill one fused parameter, one piece
     each.
 
     Attributes:
-        source: the tensor's name, without the prefix of the `WeightRules`.
-        target: path of the parameter. None: the tensor is known and not needed, such as the copy of
+        source: Name of the tensor, without the prefix of the `WeightRules`.
+        target: Path of the parameter. None: the tensor is known but not loaded, such as the copy of
             a tied output head.
-        shape: the piece's shape in the parameter's layout; None for the parameter's whole shape.
-        file_axes: for each axis of the tensor in the file, the axes of the piece that it joins,
-            the slowest first: ((1, 2), (0,)) where a piece [D, heads, H] lies as [heads * H, D].
-            None: the file's axes are the piece's.
-        axis: the axis of the parameter along which the piece lies.
-        start: index along `axis` at which the piece begins.
-        add: a number added to every value once it has the parameter's dtype.
-        fills: the tensor is a single number, with which the piece is filled.
-        scale: path of the parameter [*outputs] that gets the scales where the tensor is brought to
-            FP8 as it is loaded, one for each of the piece's outputs, its first axes; None where it
-            is kept as it is.
+        shape: Shape of the piece in the parameter's layout; None for the shape of the parameter.
+        file_axes: For each axis of the tensor in the file, the axes of the piece that are flattened
+            into the file's axis, slowest first. For example, ((1, 2), (0,)) means that a piece
+            [D, heads, H] is stored as [heads * H, D]. None: the file has the axes of the piece.
+        axis: Axis of the parameter along which the pieces are concatenated.
+        start: Index along `axis` at which the piece begins.
+        addend: Number added to every value after casting to the parameter's dtype.
+        is_scalar: Whether the tensor is a single number that fills the piece.
+        scale_path: Path of the parameter [*outputs] for the scales of a tensor that is quantized to
+            FP8 while it is loaded, one scale per output. The outputs are the first axes of the
+            piece. None: the tensor is not quantized while it is loaded.
     """
 
     source: str
@@ -118,15 +124,14 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class WeightRules:
-    """Where the tensors of a model's checkpoints go.
+    """The rules that map the tensors of a model's checkpoints to parameters.
 
     Attributes:
-        rules: one for each tensor and parameter that it fills.
-        prefix: regular expression of what may stand before the base model's names, so before all
-            but the output head's.
-        unneeded: regular expression of the names, without prefix, of more tensors that are known
-            and not needed, such as causal-mask buffers.
-        head_prefix: regular expression of what may stand before the output head's name.
+        rules: One rule for each pair of a tensor and a parameter that the tensor fills.
+        prefix: Regular expression of an optional prefix of all names but the output head's.
+        ignored_pattern: Regular expression of the names, without prefix, of tensors that are known
+            but not loaded, such as causal-mask buffers.
+        head_prefix: Regular expression of an optional prefix of the output head's name.
     """
 
     rules: Sequence[WeightRule]
@@ -135,11 +140,11 @@ class WeightRules:
     head_prefix: str = ""
 
     def find(self, name: str) -> WeightRule | None:
-        """The first rule of the tensor of that name; None if it is unknown."""
+        """Return the first rule of the tensor called `name`; None if the tensor is unknown."""
         return next(iter(self.find_all(name)), None)
 
     def find_all(self, name: str) -> Sequence[WeightRule]:
-        """The rules of the tensor of that name; none if it is unknown."""
+        """Return all rules of the tensor called `name`; empty if the tensor is unknown."""
         prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
         source = re.sub(f"^(?:{prefix})", "", name)
         if self.ignored_pattern and re.fullmatch(self.ignored_pattern, source):
@@ -150,39 +155,40 @@ class WeightRules:
 
     @cached_property
     def _rules_by_source(self) -> dict[str, list[WeightRule]]:
-        found: dict[str, list[WeightRule]] = {}
+        rules_by_source: dict[str, list[WeightRule]] = {}
         for rule in self.rules:
-            found.setdefault(rule.source, []).append(rule)
-        return found
+            rules_by_source.setdefault(rule.source, []).append(rule)
+        return rules_by_source
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """The file, mapped and its header checked, but none of its tensors read.
+    """Map a safetensors file and check its header, without reading any tensor.
 
     Raises:
-        CheckpointError: it cannot be opened, is cut short or is no safetensors file.
+        CheckpointError: The file cannot be opened, is truncated or is not a safetensors file.
     """
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is no safetensors file, or cut short or broken; fetch it again ({error})."
+            f"{file} is not a safetensors file, or is truncated or corrupt; "
+            f"fetch it again ({error})."
         ) from error
 
 
 def format_names(names: list[str]) -> str:
-    """The first few of the names, and how many more there are."""
+    """Join the first names with commas, followed by the number of remaining names."""
     more = len(names) - _MAX_LISTED_NAMES
     return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_model(model: str | Path) -> None:
-    """Refuse a model that cannot be found, before JAX or a device starts for it.
+    """Check that a model exists and has a readable config, before JAX or a device starts.
 
     If `model` is a hub id, only config.json is downloaded.
 
     Raises:
-        CheckpointError: as `resolve_checkpoint` and `read_config` raise it.
+        CheckpointError: The model cannot be found, or config.json cannot be read.
     """
     folder = _local_folder(model)
     if folder is None:
@@ -190,9 +196,7 @@ def check_model(model: str | Path) -> None:
 
         with _convert_hub_errors(str(model)):
             cached_path = try_to_load_from_cache(str(model), "config.json")
-            if isinstance(
-                cached_path, str
-            ):  # the network is not needed, and is asked for the rest later
+            if isinstance(cached_path, str):  # start without a network if config.json is cached
                 folder = Path(cached_path).parent
             else:
                 folder = Path(snapshot_download(str(model), allow_patterns=["config.json"]))
@@ -200,16 +204,16 @@ def check_model(model: str | Path) -> None:
 
 
 def resolve_checkpoint(model: str | Path) -> Path:
-    """The folder of a model's files, downloaded first if `model` is a hub id.
+    """Return the folder that holds a model's files; a model on the hub is downloaded first.
 
-    Only config, tokenizer and safetensors files are fetched; code from the repository never is.
+    Only config, tokenizer and safetensors files are downloaded, and never code.
 
     Args:
-        model: a local folder, or `name` / `owner/name` on the Hugging Face hub.
+        model: A local folder, or `name` or `owner/name` on the Hugging Face hub.
 
     Raises:
-        CheckpointError: neither a folder nor a hub id that can be fetched, or a folder with
-            something in a file's place that might never end.
+        CheckpointError: `model` is not a folder and cannot be downloaded, or the folder contains a
+            FIFO, a socket or a device.
     """
     folder = _local_folder(model)
     if folder is None:
@@ -221,16 +225,18 @@ def resolve_checkpoint(model: str | Path) -> Path:
             )
             folder = Path(fetched)
             if not any(folder.glob("*.safetensors")):
-                # Without a network it gives what is there: maybe the config of `check_model` alone.
+                # Without a network, `snapshot_download` returns the cached folder, which may hold
+                # only the config from `check_model`. `model_info` then raises the network's error.
                 model_info(str(model))
     return folder
 
 
 def _local_folder(model: str | Path) -> Path | None:
-    """Return the folder that `model` names on this machine; None if it can only be a hub id.
+    """Return the local folder that `model` names; None if `model` may be a hub id.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: `model` is a file, or is neither a folder nor a possible hub id, or the
+            folder contains a FIFO, a socket or a device.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -247,22 +253,25 @@ def _local_folder(model: str | Path) -> Path | None:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a FIFO, a socket or a device, of which reading may wait for ever or never end."""
+    """Raise CheckpointError if a file to read is a FIFO, a socket or a device.
+
+    Reading such a file could wait for ever. Files that are never read are not checked.
+    """
     for path in sorted(folder.iterdir()):
         is_read = path.name.endswith(_READ_SUFFIXES) and path.exists()
         if is_read and not (path.is_file() or path.is_dir()):
             raise CheckpointError(
-                f"{path} is a FIFO, a socket or a device, no regular file: put the checkpoint's "
-                "own there, or take it away."
+                f"{path} is a FIFO, a socket or a device, not a regular file: replace it by the "
+                "checkpoint's file, or remove it."
             )
 
 
 @contextmanager
 def _convert_hub_errors(model: str) -> Iterator[None]:
-    """Raise what fails in the block, a download of the hub's `model`, as a CheckpointError."""
+    """Convert any exception of a hub download in the `with` block to a CheckpointError."""
     try:
         yield
-    except Exception as error:  # the hub's client also raises what its HTTP library raises
+    except Exception as error:  # the hub's client also raises errors of its HTTP library
         folder = Path(model).expanduser().absolute()
         raise CheckpointError(
             f"model={model!r} is not a folder (looked for {folder}), and {_hub_error_text(error)}."
@@ -270,10 +279,12 @@ def _convert_hub_errors(model: str) -> Iterator[None]:
 
 
 def _hub_error_text(error: Exception) -> str:
-    """Return why a download from the hub failed, and the remedy."""
+    """Return a text that says why a download from the hub failed and what to do."""
     from huggingface_hub import errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError):  # the request failed, and no cache helps
+    if isinstance(
+        error, errors.LocalEntryNotFoundError
+    ):  # the request failed and nothing is cached
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError) or status == 403:
@@ -295,27 +306,32 @@ def _hub_error_text(error: Exception) -> str:
 
 
 def read_config(folder: Path) -> dict:
-    """The folder's config.json, with what ModelOpt writes next to it as its `quantization_config`.
+    """Return the content of the folder's config.json.
+
+    If config.json has no `quantization_config`, the field is filled from `hf_quant_config.json`,
+    which NVIDIA ModelOpt writes next to config.json.
 
     Raises:
-        CheckpointError: it is missing, not valid JSON or not an object.
+        CheckpointError: config.json is missing, or one of the files does not hold a JSON object.
     """
     folder = Path(folder)
-    config = _read_json_object(folder / "config.json", "a Hugging Face model folder has one")
+    config = _read_json_object(
+        folder / "config.json", "pass a Hugging Face model folder with a valid one"
+    )
     modelopt_file = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and modelopt_file.is_file():
         content = _read_json_object(modelopt_file, "fetch it again")
-        if not isinstance(kept := content.get("quantization"), dict):
+        if not isinstance(quantization := content.get("quantization"), dict):
             raise CheckpointError(f"{modelopt_file} has no object 'quantization'; fetch it again.")
-        config["quantization_config"] = {"quant_method": "modelopt", **kept}
+        config["quantization_config"] = {"quant_method": "modelopt", **quantization}
     return config
 
 
 def read_generation_config(folder: Path) -> dict:
-    """The folder's generation_config.json; nothing if it has none.
+    """Return the content of the folder's generation_config.json; empty if the file is missing.
 
     Raises:
-        CheckpointError: it is not valid JSON or not an object.
+        CheckpointError: The file does not hold a JSON object.
     """
     file = Path(folder) / "generation_config.json"
     remedy = "fetch it again, or delete it: config.json alone suffices"
@@ -324,7 +340,7 @@ def read_generation_config(folder: Path) -> dict:
 
 def _read_json_object(file: Path, remedy: str) -> dict:
     if not file.is_file():
-        problem = "is no regular file" if file.exists() else "is missing"
+        problem = "is not a regular file" if file.exists() else "is missing"
         raise CheckpointError(f"{file} {problem}; {remedy}.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -341,12 +357,14 @@ def _read_json_object(file: Path, remedy: str) -> dict:
 
 
 def read_tensor_infos(folder: Path) -> list[TensorInfo]:
-    """All tensors of a checkpoint, from its headers alone, in the order they lie in its files.
+    """Return all tensors of a checkpoint in the order of its files; only headers are read.
 
-    A name held by two files appears twice. An index, where there is one, must agree with the files.
+    A name that two files hold appears twice. If the folder has an index, its entries must match the
+    tensors in the files.
 
     Raises:
-        CheckpointError: no safetensors file, a broken file, or files that contradict the index.
+        CheckpointError: The folder has no safetensors file, a file is broken, or the files
+            contradict the index.
     """
     folder = Path(folder)
     if (folder / SINGLE_FILE_NAME).is_file():
@@ -365,38 +383,40 @@ def _refuse_without_safetensors(folder: Path) -> None:
     if pickled:
         raise CheckpointError(
             f"{folder} holds {format_names(pickled)} but no .safetensors file. Pickled weights are "
-            "never opened, since opening them can run code. Convert them: in a place you trust, "
-            "load the model with transformers and call `save_pretrained`, which writes safetensors."
+            "never opened, because opening them can run code. Convert them to safetensors: in a "
+            "trusted environment, load the model with transformers and call `save_pretrained`."
         )
     raise CheckpointError(
-        f"{folder} holds no .safetensors file (it holds: {format_names(names) or 'nothing'}). If the "
-        "model is published only as .bin or .pt files, convert it to safetensors first."
+        f"{folder} holds no .safetensors file (it holds: {format_names(names) or 'nothing'}). If "
+        "the model is published only as .bin or .pt files, convert it to safetensors first."
     )
 
 
 def _read_indexed(folder: Path) -> list[TensorInfo]:
     index = folder / INDEX_FILE_NAME
-    files_by_tensor = _read_json_object(index, "it names the shards").get("weight_map")
+    files_by_tensor = _read_json_object(index, "fetch it again").get("weight_map")
     if not isinstance(files_by_tensor, dict) or not all(
         isinstance(x, str) for x in files_by_tensor.values()
     ):
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names.")
     shards = sorted(set(files_by_tensor.values()))
     if foreign := [name for name in shards if Path(name).name != name]:
-        raise CheckpointError(f"{index} names files outside its folder: {format_names(foreign)}.")
-    if absent := [name for name in shards if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{index} names shards that are missing: {format_names(absent)}; fetch them again."
+            f"{index} names files outside its folder: {format_names(foreign)}; fetch it again."
+        )
+    if missing := [name for name in shards if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{index} names shards that are missing: {format_names(missing)}; fetch them again."
         )
     tensors = [tensor for name in shards for tensor in _read_header(folder / name)]
-    held, indexed = {(it.name, it.file.name) for it in tensors}, set(files_by_tensor.items())
+    stored, indexed = {(it.name, it.file.name) for it in tensors}, set(files_by_tensor.items())
     problems = []
-    for what, pairs in (
-        ("tensors of the index are not in their shard", indexed - held),
-        ("tensors of the shards are not in the index", held - indexed),
+    for problem, pairs in (
+        ("tensors of the index are not in their shard", indexed - stored),
+        ("tensors of the shards are not in the index", stored - indexed),
     ):
         listed = format_names([f"{name} in {shard}" for name, shard in sorted(pairs)])
-        problems += [f"{len(pairs)} {what}: {listed}"] if pairs else []
+        problems += [f"{len(pairs)} {problem}: {listed}"] if pairs else []
     if problems:
         raise CheckpointError(f"{index} and its shards disagree: {'; '.join(problems)}.")
     return tensors
@@ -415,36 +435,40 @@ def _read_header(file: Path) -> list[TensorInfo]:
 
 
 def _read_byte_offsets(file: Path) -> dict[str, int]:
-    """At which byte each tensor begins, from a header that has been checked.
+    """Return the offset of each tensor's first byte from the beginning of a safetensors file.
+
+    The safetensors package must have checked the header before. The package keeps the last of two
+    entries that have the same name and the same bytes. This function refuses both.
 
     Raises:
-        CheckpointError: two entries have one name: of those for the same bytes, the safetensors
-            package keeps the last.
+        CheckpointError: Two entries of the header have the same name.
     """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(size), object_pairs_hook=list)
     counts = Counter(name for name, _ in entries)
     if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise CheckpointError(f"{file} holds {format_names(twice)} twice.")
+        raise CheckpointError(
+            f"{file} has several tensors with one name: {format_names(twice)}; fetch it again."
+        )
     first = 8 + size
     tensors = ((name, dict(entry)) for name, entry in entries if name != "__metadata__")
     return {name: first + entry["data_offsets"][0] for name, entry in tensors}
 
 
 def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
-    """These rows of a tensor, or the number that one of no axes is; as its file has them.
+    """Return rows of a tensor in the dtype of its file; a tensor without axes is read whole.
 
     Raises:
-        CheckpointError: the file is not what it was when its header was read.
+        CheckpointError: The file has been changed since its header was read.
     """
     if not tensor.shape:
         with open_safetensors(tensor.file) as opened:
             return opened.get_tensor(tensor.name)
     if tensor.dtype != FP8_FILE_DTYPE:
-        with open_safetensors(tensor.file) as opened:  # closing it gives back the pages just read
+        with open_safetensors(tensor.file) as opened:  # closing unmaps the pages just read
             return opened.get_slice(tensor.name)[rows]
-    # The safetensors package has no numpy arrays of these.
+    # The safetensors package cannot return FP8 tensors as numpy arrays.
     row = math.prod(tensor.shape[1:])
     first, last, _ = rows.indices(tensor.shape[0])
     count, first_byte = (last - first) * row, tensor.byte_offset + first * row

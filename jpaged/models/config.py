@@ -1,8 +1,8 @@
-"""What a model is: `ModelConfig`, and how its family reads it from the fields of a `config.json`.
+"""`ModelConfig`, and the functions with which model families read it from a `config.json`.
 
-A family's `describe(fields)` reads each field through `ConfigFields`, whose errors name field, value and
-what is supported, and returns a `ModelConfig`. Fields that change the computation of some model
-and that the family does not read must have a value that leaves the computation as it is.
+A family's `describe(fields)` reads fields through `ConfigFields` and returns a `ModelConfig`.
+Errors name the field, its value and the supported values. Some fields change the computation of
+some models. If a family does not read such a field, only values that change nothing are accepted.
 """
 
 import sys
@@ -18,17 +18,18 @@ NormType = Literal["rms", "offset_rms", "layer", "bare_layer"]
 NormPosition = Literal["before", "after", "sum"]
 
 FP8_DTYPE = "float8_e4m3fn"
-"""Of a KV pool in FP8."""
+"""Dtype of an FP8 KV pool."""
 
 MAX_TENSOR_PARALLEL_SIZE = 8
-"""Most devices that share a model."""
+"""Maximum number of tensor-parallel devices."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding: base and scaling.
 
-    `factor` serves "linear" and "llama3"; the other three fields "llama3" alone.
+    The rope types "linear" and "llama3" use `factor`. Only "llama3" uses `low_freq_factor`,
+    `high_freq_factor` and `original_max_position_embeddings`.
     """
 
     theta: float
@@ -44,11 +45,12 @@ class LayerConfig:
     """The attention of one layer.
 
     Attributes:
-        scale: factor of the dot products of queries and keys.
-        rope: rotary embedding; None for models with learned positions.
-        sliding_window: keys that a query sees, itself included; None for all earlier ones.
-        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
-        qk_norm: an RMSNorm of each query and key head before it is rotated.
+        scale: Factor of the dot products of queries and keys.
+        rope: Rotary embedding; None for models with learned positions.
+        sliding_window: Number of keys that a query sees, including the query's own position. None:
+            the query sees all earlier keys.
+        soft_cap: Cap that turns scores into `soft_cap * tanh(scores / soft_cap)`; None for no cap.
+        qk_norm: Whether an RMSNorm is applied to each query and key head before the rotation.
     """
 
     scale: float
@@ -60,12 +62,13 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """In which format a model's projections are kept.
+    """Quantization of a model's projections and KV cache.
 
     Attributes:
-        format: `UnquantizedFormat` if only the KV cache has scales.
-        plain: paths of the projections that are kept as they are.
-        has_kv_scales: the checkpoint has scales for keys and values in FP8.
+        format: Format of the quantized projections; `UnquantizedFormat` if only the KV cache has
+            scales.
+        unquantized_paths: Paths of the projections that are not quantized.
+        has_kv_scales: Whether the checkpoint has the scales of an FP8 KV cache.
     """
 
     format: type[WeightFormat]
@@ -75,34 +78,39 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the computation of a model depends on, and its special tokens.
+    """Everything on which the computation of a model depends, and the special tokens.
 
     Attributes:
         model_type: Hugging Face's name of the family.
-        head_size: width of one head; `num_heads * head_size` need not be `hidden_size`.
+        head_size: Width of one head; `num_heads * head_size` may differ from `hidden_size`.
         activation: Hugging Face's name of the feed-forward activation.
-        layers: the attention of each layer.
-        gated: the feed-forward is `down(activation(gate(x)) * up(x))`, else without the gate.
-        norm: "rms"; "offset_rms", whose checkpoints hold its scale less 1, kept here as the scale
-            in float32; "layer"; "bare_layer", without weight and bias.
-        norm_eps: epsilon of every norm.
-        norms: where the norms of a layer's attention and feed-forward are: "before" each, or on the
-            residual "sum" that follows it; and "after" it, before that sum.
-        final_norm: a norm follows the last layer.
-        embedding_size: width of the token embedding; 0 for `hidden_size`. Where it differs, there
-            are projections between the two.
-        embedding_scale: factor of token embeddings, rounded to their dtype.
-        position_offset: row of position 0 in the table of learned positions; None without one.
-        final_soft_cap: logits become `final_soft_cap * tanh(logits / final_soft_cap)`.
-        tie_word_embeddings: the output head is the token embedding.
-        qkv_bias, output_bias, mlp_bias: which projections have biases.
-        eos_token_ids: tokens that end a text; empty when the config names none.
-        checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
-        quantization: in which format projections are; None: as all other weights.
-        kv_cache_dtype: dtype of the KV pool, where it is not that of the weights; no field of a
-            checkpoint's config.
-        tensor_parallel_size: devices that share the model; with several this is what one of them computes,
-            with its own number of heads and its own part of the intermediate size.
+        layers: Attention settings of each layer.
+        is_gated: Whether the feed-forward is `down(activation(gate(x)) * up(x))` rather than
+            `down(activation(up(x)))`.
+        norm_type: "rms" for RMSNorm; "offset_rms" for RMSNorm whose checkpoints store the weight
+            minus 1 (the parameter is the weight, in float32); "layer" for LayerNorm; "bare_layer"
+            for LayerNorm without weight and bias.
+        norm_eps: Epsilon of every norm.
+        norm_positions: Positions of the norms relative to attention and feed-forward: "before"
+            normalizes the input, "after" the output before the residual sum, and "sum" the result
+            of the residual sum.
+        has_final_norm: Whether a norm follows the last layer.
+        embedding_size: Width of the token embedding; 0 stands for `hidden_size`. If the two widths
+            differ, the model has projections between them.
+        embedding_scale: Factor of token embeddings, rounded to their dtype; None for no factor.
+        position_offset: Row of position 0 in the table of learned positions; None without a table.
+        final_soft_cap: Cap that turns logits into `final_soft_cap * tanh(logits / final_soft_cap)`;
+            None for no cap.
+        tie_word_embeddings: Whether the output head is the token embedding.
+        qkv_bias, output_bias, mlp_bias: Whether these projections have biases.
+        eos_token_ids: Tokens that end a text; empty if the config has no such token.
+        checkpoint_dtype: Dtype of the weights according to the config, such as "bfloat16"; None if
+            the config has no dtype.
+        quantization: Quantization of the projections and the KV cache; None for no quantization.
+        kv_cache_dtype: Dtype of the KV pool; None for the dtype of the weights. Set by an engine
+            option, not by config.json.
+        tensor_parallel_size: Number of tensor-parallel devices. If larger than 1, the numbers of
+            heads and `intermediate_size` describe the shard of one device.
     """
 
     model_type: str
@@ -139,16 +147,17 @@ class ModelConfig:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
 
     def shard(self, count: int) -> "ModelConfig":
-        """What each of `count` devices computes of the model (`jpaged.models.sharding`).
+        """Return the config of the shard that each of `count` tensor-parallel devices computes.
 
-        Devices beyond the number of KV heads have a KV head together.
+        Several devices hold the same KV head if the devices outnumber the KV heads.
 
         Raises:
-            ValueError: heads or widths cannot be shared by so many, or this is a share already.
+            ValueError: `count` devices cannot split the model, or this config is a shard already.
         """
         if self.tensor_parallel_size > 1:
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}: shard the whole model's configuration, not a shard's"
+                f"tensor_parallel_size is {self.tensor_parallel_size}: shard the whole model's "
+                "configuration, not a shard's"
             )
         if count == 1:
             return self
@@ -157,7 +166,7 @@ class ModelConfig:
                 n for n in range(1, MAX_TENSOR_PARALLEL_SIZE + 1) if not self._indivisible_size(n)
             ]
             raise ValueError(
-                f"tensor_parallel_size={count} does not go with the model's {wrong}; "
+                f"tensor_parallel_size={count} cannot split the model's {wrong}; "
                 f"use {' or '.join(map(str, fitting))}"
             )
         return replace(
@@ -169,8 +178,8 @@ class ModelConfig:
         )
 
     def _indivisible_size(self, count: int) -> str | None:
-        """The first size that so many devices cannot share, if any."""
-        if count == 1:  # whole, whatever its blocks of scales are
+        """Return the first size of the model that `count` devices cannot split, or None."""
+        if count == 1:  # a single device splits no block of scales, whatever the sizes are
             return None
         kv_heads = self.num_kv_heads
         if self.num_heads % count:
@@ -179,31 +188,35 @@ class ModelConfig:
             return f"num_key_value_heads={kv_heads}"
         if self.intermediate_size % count:
             return f"intermediate_size={self.intermediate_size}"
-        group = 1 if self.quantization is None else self.quantization.format.outputs_per_scale
-        own_kv_heads = max(kv_heads // count, 1)
-        for name, whole, own in (
+        rows_per_scale = (
+            1 if self.quantization is None else self.quantization.format.outputs_per_scale
+        )
+        shard_kv_heads = max(kv_heads // count, 1)
+        for name, total, shard_rows in (
             ("num_attention_heads", self.num_heads, self.num_heads // count * self.head_size),
-            ("num_key_value_heads", kv_heads, own_kv_heads * self.head_size),
+            ("num_key_value_heads", kv_heads, shard_kv_heads * self.head_size),
             ("intermediate_size", self.intermediate_size, self.intermediate_size // count),
         ):
-            if own % group:
-                return f"{name}={whole}, whose weights have a scale for each {group} rows"
+            if shard_rows % rows_per_scale:
+                return f"{name}={total}, whose weights have one scale per {rows_per_scale} rows"
         return None
 
     @property
     def num_embedding_rows(self) -> int:
-        """Rows of a token table that each device has: all of them where devices cannot share."""
+        """Number of rows of a token table per device: all rows if the devices cannot split them."""
         shared = not self.vocab_size % self.tensor_parallel_size
         return self.vocab_size // self.tensor_parallel_size if shared else self.vocab_size
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers."""
         return len(self.layers)
 
     def projection(self, path: str) -> Projection | None:
-        """The projection of that path, as `layers.3.mlp.down`, in the format that it has; None if
-        there is none."""
+        """Return the projection at `path`, such as `layers.3.mlp.down`, with its weight format.
+
+        Return None if the model has no projection at `path`.
+        """
         _, _, in_layer = path.removeprefix("layers.").partition(".")
         found = self.projections.get(in_layer if path.startswith("layers.") else path)
         quantization = self.quantization
@@ -213,8 +226,11 @@ class ModelConfig:
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """The projections, their formats aside, by their paths: in each layer, and those between
-        the widths of embedding and layers, where these differ."""
+        """Projections by path, without their weight formats.
+
+        Paths within a layer begin after the layer's number. `project_in` and `project_out` exist
+        only if `embedding_size` differs from `hidden_size`.
+        """
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
         is_shared = self.tensor_parallel_size > 1
         heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
@@ -226,8 +242,8 @@ class ModelConfig:
             "mlp.down": Projection((inner,), (("down", width),), (), self.mlp_bias, is_shared),
         }
         if self.is_gated:
-            halves = (("gate", 1), ("up", 1))
-            projections["mlp.gate_up"] = Projection((width,), halves, (inner,), self.mlp_bias)
+            gate_and_up = (("gate", 1), ("up", 1))
+            projections["mlp.gate_up"] = Projection((width,), gate_and_up, (inner,), self.mlp_bias)
         else:
             projections["mlp.up"] = Projection((width,), (("up", inner),), (), self.mlp_bias)
         if (outer := self.embedding_size) != width:
@@ -237,7 +253,7 @@ class ModelConfig:
 
     @property
     def size_summary(self) -> str:
-        """The fields that decide how large the parameters are, by their names in a config."""
+        """Text with the sizes of the parameters, under their names in config.json."""
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -257,8 +273,8 @@ REQUIRED = object()
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
-# The largest that a field can be: several times what any model has, and little enough that what
-# the field stands for takes little memory before it is compared with the checkpoint and the device.
+# Upper limits of fields, far above the values of real models. The limits bound the memory that a
+# wrong config can take before the config is compared with the checkpoint and the device.
 _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
@@ -266,9 +282,9 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**22),
     "vocab_size": 2**24,
 }
-_DEFAULT_MAX_VALUE = 2**30  # positions and tokens, which are counted in 32 bits
+_DEFAULT_MAX_VALUE = 2**30  # positions and token ids are 32-bit integers
 
-# Fields that change the computation of some model, with the values that leave it as it is here.
+# Fields that change the computation of some models, with the values that do not change it.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -304,25 +320,26 @@ _value_repr.maxlong = _value_repr.maxstring = _value_repr.maxother = 100
 
 
 def field_error(field: str, value: object, supported: object) -> ValueError:
-    """The error for a field whose value is not supported."""
-    shown = _value_repr.repr(value)  # a file may hold anything, deep and long
+    """Return the error for a config field whose value is not supported."""
+    shown = _value_repr.repr(value)  # shortened: the value may be long or deeply nested
     return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 
 def head_size_error(value: int, supported: str) -> ValueError:
-    """The same for a head size, which is a field of its own or follows from two others."""
-    derived = "where it is missing it is hidden_size / num_attention_heads"
+    """Return the error for a head size that is not supported, whether given or derived."""
+    derived = "if head_dim is missing, it is hidden_size / num_attention_heads"
     return field_error("head_dim", value, f"{supported} ({derived})")
 
 
 @dataclass
 class ConfigFields:
-    """Typed access to a config; every error names field and value.
+    """Typed access to the fields of a config; every error names the field and its value.
 
     Attributes:
-        values: content of the file, or of an object in it.
-        defaults: values of missing fields, before those that the methods are given.
-        prefix: what stands before names in errors: "quantization_config." of an object under it.
+        values: Content of config.json, or of an object in it.
+        defaults: Values of missing fields, preferred to the `default` argument of a method.
+        prefix: Text before a field's name in errors, such as "quantization_config." for the fields
+            of that object.
     """
 
     values: Mapping[str, Any]
@@ -331,7 +348,10 @@ class ConfigFields:
     _read_names: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None, *, alias: str = "") -> Any:
-        """The value under `name` or `alias`; the default if it is missing, None if it is null."""
+        """Return the value under `name`, else under `alias`, else `default`.
+
+        A null field gives None. With `default=REQUIRED`, a missing field raises ValueError.
+        """
         self._read_names.add(name)
         for values in (self.values, self.defaults):
             for key in (name, alias):
@@ -343,7 +363,7 @@ class ConfigFields:
         return default
 
     def integer(self, name: str, default: Any = REQUIRED, *, alias: str = "") -> int:
-        """An integer from 1 to the field's most."""
+        """Return an integer field, checked to be from 1 to the field's upper limit."""
         value, max_value = (
             self.get(name, default, alias=alias),
             _MAX_FIELD_VALUES.get(name, _DEFAULT_MAX_VALUE),
@@ -353,11 +373,11 @@ class ConfigFields:
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """An integer from 1, or None for null."""
+        """Return an integer field as `integer` does, or None if the field is null."""
         return None if self.get(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
-        """A finite number above 0."""
+        """Return a number field as a float, checked to be finite and above 0."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
@@ -365,11 +385,11 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number above 0, or None for null."""
+        """Return a number field as `number` does, or None if the field is missing or null."""
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean; null means the default."""
+        """Return a boolean field; null means the default."""
         value = self.get(name, default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -377,7 +397,7 @@ class ConfigFields:
         return value
 
     def choice(self, name: str, default: Any, choices: Sequence[Any]) -> Any:
-        """One of `choices`."""
+        """Return a field whose value must be one of `choices`."""
         value = self.get(name, default)
         if value not in choices:
             supported = ", ".join("null" if it is None else str(it) for it in choices)
@@ -385,48 +405,54 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
-        """An object; an empty one where it is missing or null, unless it is required."""
+        """Return an object field. Unless `required`, a missing or null field gives an empty one."""
         value = self.get(name, REQUIRED) if required else self.get(name) or {}
         if not isinstance(value, Mapping):
             raise field_error(self.prefix + name, value, "an object")
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Take fields as read that make no difference."""
+        """Mark fields as read because they do not change the computation."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:
-        """Refuse what `values` has besides what was read."""
+        """Raise ValueError if any non-null field of `values` has not been read."""
         for key in self.values.keys() - self._read_names:
             if self.values[key] is not None:
                 supported = ", ".join(sorted(self._read_names))
                 raise field_error(self.prefix + key, self.values[key], supported)
 
     def optional_nested(self, name: str) -> "ConfigFields | None":
-        """The fields of the object of that name; None where it is missing or null."""
+        """Return the fields of the object called `name`; None if it is missing or null."""
         return None if self.get(name) is None else self.nested(name)
 
     def nested(self, name: str) -> "ConfigFields":
-        """The fields of the object of that name, which must be there."""
+        """Return the fields of the object called `name`, which is required."""
         value, name = self.get(name, REQUIRED), self.prefix + name
         if not isinstance(value, Mapping):
             raise field_error(name, value, "an object")
         return ConfigFields(value, prefix=name + ".")
 
     def refuse_unsupported_fields(self) -> None:
-        """Refuse fields that change the computation and that were not read."""
+        """Raise ValueError if a field that was not read would change the computation."""
         for name, neutral in _NEUTRAL_VALUES.items():
             if name not in self._read_names and (value := self.values.get(name)) not in neutral:
                 raise field_error(self.prefix + name, value, " or ".join(map(repr, neutral)))
 
 
-# ------------------------------------------------------------------- what several families read
+# --------------------------------------------------------------------- readers of several families
 
 
 def read_tokens_and_dtype(
     fields: ConfigFields, *, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Special tokens and the checkpoint's dtype."""
+    """Read the special tokens and the checkpoint's dtype, as arguments of `ModelConfig`.
+
+    Args:
+        fields: Fields of the config.
+        bos: Default of `bos_token_id`.
+        eos: Default of `eos_token_id`.
+    """
     bos_id, eos_ids = fields.get("bos_token_id", bos), fields.get("eos_token_id", eos)
     if bos_id is not None and not isinstance(bos_id, int):
         raise field_error("bos_token_id", bos_id, "an integer, null")
@@ -441,7 +467,7 @@ def read_tokens_and_dtype(
 
 
 def derive_head_size(hidden_size: int, num_heads: int) -> int:
-    """The head size of models whose heads share the hidden size."""
+    """Return hidden_size / num_heads, the head size of models whose config has no head size."""
     if hidden_size % num_heads:
         raise field_error(
             "num_attention_heads", num_heads, f"divisors of hidden_size={hidden_size}"
@@ -450,7 +476,10 @@ def derive_head_size(hidden_size: int, num_heads: int) -> int:
 
 
 def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    """GPT-2 and OPT: heads that share the hidden size, and attention without rotation."""
+    """Return the `ModelConfig` arguments that GPT-2 and OPT share.
+
+    Positions are learned, so attention has no rotary embedding. The feed-forward has no gate.
+    """
     head_size = derive_head_size(hidden_size, num_heads)
     return {
         "hidden_size": hidden_size,
@@ -465,7 +494,13 @@ def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -
 def read_rotary_config(
     fields: ConfigFields, model_type: str, default_head_size: int | None = None
 ) -> dict[str, Any]:
-    """LLaMA and those after it: all of their description but the layers and the special tokens."""
+    """Read the `ModelConfig` arguments of LLaMA and similar families, except layers and tokens.
+
+    Args:
+        fields: Fields of the config.
+        model_type: Hugging Face's name of the family.
+        default_head_size: Default of `head_dim`; None for hidden_size / num_attention_heads.
+    """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     head_size = fields.optional_integer("head_dim", default_head_size)
@@ -474,7 +509,7 @@ def read_rotary_config(
         wanted = f"divisors of num_attention_heads={num_heads}"
         raise field_error("num_key_value_heads", num_kv_heads, wanted)
     if head_size % 2:
-        raise head_size_error(head_size, "even sizes, with rotary embedding")
+        raise head_size_error(head_size, "even sizes, because rotary embedding turns pairs")
     return {
         "model_type": model_type,
         "vocab_size": fields.integer("vocab_size"),
@@ -493,8 +528,11 @@ def read_rotary_config(
 
 
 def _num_positions(fields: ConfigFields) -> int:
-    """How many positions there are. Vicuna's configs have in `max_position_embeddings` those before
-    a linear scaling, and the scaled number in `max_sequence_length`."""
+    """Return the number of positions that the model supports.
+
+    Vicuna's configs store the number before linear scaling in `max_position_embeddings`, and the
+    scaled number in `max_sequence_length`.
+    """
     num_positions = fields.integer("max_position_embeddings")
     rope = fields.mapping(_rope_field_name(fields))
     if rope.get("rope_type", rope.get("type")) != "linear":
@@ -503,7 +541,7 @@ def _num_positions(fields: ConfigFields) -> int:
 
 
 def _rope_field_name(fields: ConfigFields) -> str:
-    """The field that has the rope table's own ones."""
+    """Return the name of the config field that holds the rotary embedding's settings."""
     names = "rope_scaling", "rope_parameters"
     return next((name for name in names if fields.get(name)), names[1])
 
@@ -511,7 +549,14 @@ def _rope_field_name(fields: ConfigFields) -> str:
 def make_rotary_layers(
     fields: ConfigFields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
 ) -> tuple[LayerConfig, ...]:
-    """Layers with one rope table and one scale, and a window each."""
+    """Return one `LayerConfig` per sliding window; all layers share one rotary embedding.
+
+    Args:
+        fields: Fields of the config.
+        common: Result of `read_rotary_config`.
+        windows: Sliding window of each layer; None for full attention.
+        changes: Other fields of every `LayerConfig`.
+    """
     name = _rope_field_name(fields)
     rope = read_rope(fields.mapping(name), fields, name=name)
     scale = common["head_size"] ** -0.5
@@ -521,7 +566,13 @@ def make_rotary_layers(
 def read_sliding_windows(
     fields: ConfigFields, window: int | None, default: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """One window a layer, from `layer_types` where the config has it."""
+    """Return the sliding window of each layer; None for layers with full attention.
+
+    Args:
+        fields: Fields of the config.
+        window: Size of the sliding window; None if the model has no sliding window.
+        default: Layer types of a config without `layer_types`.
+    """
     layer_types = fields.get("layer_types")
     layer_types = default if layer_types is None else layer_types
     supported = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
@@ -550,14 +601,14 @@ def read_rope(
     theta: float = 10_000.0,
     name: str = "rope_parameters",
 ) -> RopeConfig:
-    """One rope table.
+    """Read the settings of a rotary embedding.
 
     Args:
-        values: its own fields: of `rope_parameters` (transformers 5) or `rope_scaling` (before).
-        fields: the config's, which have theta under `theta_name` where `values` lack it.
-        theta_name: as above.
-        theta: where neither has it.
-        name: the field that has `values`, for errors.
+        values: Content of `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4).
+        fields: Fields of the config.
+        theta_name: Name of the config field that holds theta if `values` has no `rope_theta`.
+        theta: Default of theta.
+        name: Name of the config field that holds `values`, for errors.
     """
     rope = ConfigFields(values, prefix=f"{fields.prefix}{name}.")
     kind = "rope_type" if "rope_type" in values else "type"
@@ -570,10 +621,10 @@ def read_rope(
     if values.get("partial_rotary_factor") not in (None, 1.0):
         given = values["partial_rotary_factor"]
         raise field_error(f"{rope.prefix}partial_rotary_factor", given, 1.0)
-    original, most = 0, fields.integer("max_position_embeddings")
+    original, max_positions = 0, fields.integer("max_position_embeddings")
     if rope_type == "llama3":
         outer_value = fields.optional_integer("original_max_position_embeddings")
-        original = outer_value or rope.integer("original_max_position_embeddings", most)
+        original = outer_value or rope.integer("original_max_position_embeddings", max_positions)
     has_theta = "rope_theta" in values
     return RopeConfig(
         theta=rope.number("rope_theta") if has_theta else fields.number(theta_name, theta),

@@ -1,7 +1,7 @@
-"""The model of every family: embedding, layers over the pool, final norm, output head.
+"""The decoder of every model family: embedding, layers, final norm and output head.
 
-What differs between families is in `ModelConfig`, and the names of their checkpoints' tensors in
-their weight rules.
+The differences between model families are fields of `ModelConfig`. The weight rules of a family map
+the tensor names of its checkpoints to parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +32,19 @@ from pallas_kernels import Backend, LayerKV, sum_partials
 LayersOutput = tuple[
     Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, tuple[LayerKV, ...]
 ]
-"""What layers make of the residual stream: the stream is the first array plus the sum of the second
-(None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
+"""Output of the layers: hidden states, the last layer's update, and the pool.
+
+The residual stream is the hidden states plus the sum of the update's split-K partials. An update of
+None stands for zeros. The sum is left to the next norm, so that one kernel adds and normalizes.
+"""
 
 
 class FeedForward(nnx.Module):
-    """A layer's perceptron: down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
+    """The feed-forward network of a layer.
+
+    With a gate, the result is `down(activation(gate(x)) * up(x))`. Without a gate, the result is
+    `down(activation(up(x)))`.
+    """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
         self.up = make_linear(config, f"layers.{index}.mlp.up", dtype)
@@ -47,19 +54,23 @@ class FeedForward(nnx.Module):
 
     @property
     def input_projection(self) -> Linear:
-        """The projection that its rows go to."""
+        """The first projection of the feed-forward: `gate_up`, or `up` without a gate."""
         return cast(Linear, self.up if self.gate_up is None else self.gate_up)
 
     def __call__(
         self, x: LinearInput, backend: Backend, peer_header: Int32[Array, "W"] | None = None
     ) -> Float[Array, "parts T D"] | PendingAllReduce:
-        """The perceptron, on each row; in split-K partials. `peer_header` is as of `AttentionInputs`."""
+        """Return the feed-forward of each row, as an update of the residual stream.
+
+        The update is a `PendingAllReduce` if `peer_header` (see `AttentionInputs`) is given and the
+        down projection has no bias. Otherwise the update consists of split-K partials.
+        """
         return self.down.forward_residual(
             self.intermediate(x, backend), backend, peer_header, buffer_index=1
         )
 
     def intermediate(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
-        """What the last projection is given."""
+        """Return the input of the down projection, in x's dtype."""
         if self.gate_up is not None:
             return self.gate_up.forward_gated(x, self.activation, backend)
         up = sum_partials(cast(Linear, self.up)(x, backend), x.dtype)
@@ -67,7 +78,10 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each with a residual sum, and norms where the model has them."""
+    """One layer: attention and feed-forward, each with norms and a residual sum.
+
+    `ModelConfig.norm_positions` says where the norms are.
+    """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
         def norm() -> Norm:
@@ -89,7 +103,11 @@ class DecoderLayer(nnx.Module):
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, LayerKV]:
-        """One layer; takes and returns the residual stream as `LayersOutput` has it, and its own pool."""
+        """Run the layer, and return hidden states, update and the layer's pool.
+
+        Before and after the layer, the residual stream is the hidden states plus the sum of the
+        update (see `LayersOutput`).
+        """
         backend, peer_header = attention.backend, attention.peer_header
         if "sum" in self.norm_positions:
             update, kv = self.attention(hidden, kv, attention, angles)
@@ -112,7 +130,15 @@ def run_layers(
     attention: AttentionInputs,
     angles: Sequence[RopeAngles | None],
 ) -> LayersOutput:
-    """Layer by layer; `angles` has the rotations of each."""
+    """Run the layers one after another.
+
+    Args:
+        layers: Layers of the model, in order.
+        hidden: Residual stream before the first layer.
+        pool: K and V of each layer.
+        attention: Inputs of the step.
+        angles: Rotation of the tokens in each layer; None for a layer without rotary embedding.
+    """
     update, new_pool = None, []
     for layer, kv, layer_angles in zip(layers, pool, angles, strict=True):
         hidden, update, kv = _run_layer(
@@ -132,15 +158,18 @@ def _run_layer(
     attention: AttentionInputs,
     angles: RopeAngles | None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, LayerKV]:
-    """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
-    calls, so the compiled step is unrolled all the same."""
+    """Run one layer under `jax.jit`, so that a step traces and lowers equal layers once.
+
+    XLA inlines the calls, so the compiled step contains the code of every layer.
+    """
     return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)
 
 
 class Decoder(nnx.Module):
     """A decoder-only language model whose attention reads and writes the paged pool.
 
-    Construction is cheap under `nnx.eval_shape`. The loader fills the parameters, zeros at first.
+    Parameters are zeros until the loader fills them. Under `nnx.eval_shape`, the constructor
+    allocates no arrays.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
@@ -166,7 +195,13 @@ class Decoder(nnx.Module):
         positions: Int32[Array, "T"],
         peer_header: Int32[Array, "W"] | None = None,
     ) -> Float[Array, "T D"]:
-        """The residual stream before the first layer. `peer_header` is as of `AttentionInputs`."""
+        """Return the residual stream before the first layer, from token and position embeddings.
+
+        Args:
+            token_ids: Tokens of the step.
+            positions: Position of each token in its sequence, from 0.
+            peer_header: See `AttentionInputs`.
+        """
         hidden, config = self.embed(token_ids, peer_header), self.config
         if config.embedding_scale is not None:
             hidden *= jnp.asarray(config.embedding_scale, hidden.dtype)
@@ -186,21 +221,22 @@ class Decoder(nnx.Module):
         attention: AttentionInputs,
         run_layers: Callable[..., LayersOutput] = run_layers,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
-        """Runs a step's flattened tokens; their K and V go into the pool.
+        """Run the model on the flattened tokens of a step, and write their K and V to the pool.
 
         Args:
-            token_ids: the tokens of all sequences, one sequence after the other, then padding.
-            positions: each token's place in its sequence, from 0.
-            pool: K and V of every layer; donate it to have it updated in place.
-            attention: block tables and lengths (see `AttentionInputs`).
-            run_layers: runs the layers, with this module's `run_layers` as its contract; one that
-                fuses what they compute gives the same results faster.
+            token_ids: Tokens of all sequences, one sequence after another, then padding.
+            positions: Position of each token in its sequence, from 0.
+            pool: K and V of each layer. Donate the pool to update it in place.
+            attention: Block tables, lengths and slots of the sequences.
+            run_layers: Function that runs the layers, with the arguments and the result of
+                `run_layers` in this module. The function may fuse layers to be faster.
 
         Returns:
-            The hidden states after the final norm (padding rows hold anything), and the pool.
+            The hidden states after the final norm, and the updated pool. Hidden states of padding
+            tokens are undefined.
 
         Raises:
-            ValueError: the pool has not one entry a layer.
+            ValueError: The number of entries in `pool` is not the number of layers.
         """
         peer_header = attention.peer_header
         hidden, head_size = (
@@ -218,15 +254,17 @@ class Decoder(nnx.Module):
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Scores of every token for the given hidden states, in float32: of the device's own part
-        of the vocabulary where devices share the table (`head.is_sharded`)."""
+        """Return the logits of every token for each row of hidden states, in float32.
+
+        If `head.is_sharded`, each device returns the logits of its shard of the vocabulary.
+        """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         logits, cap = self.head.logits(hidden), self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / jnp.float32(cap)) * jnp.float32(cap)
 
     @property
     def head(self) -> Embedding:
-        """The table that gives the logits."""
+        """The table that computes the logits: `lm_head`, or the token embedding if tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
 
@@ -237,20 +275,21 @@ def layer_rules(
     *,
     transposed: bool = True,
 ) -> list[WeightRule]:
-    """How layers come from a checkpoint.
+    """Return the rules that map checkpoint tensors to the parameters of all layers.
 
     Args:
-        config: the model's.
-        layers: what the list of layers is called there.
-        names: of every projection and norm by its path in `DecoderLayer`, the name in a layer
-            there; several for a projection whose parts lie apart.
-        transposed: as of `linear_rules`.
+        config: Config of the model.
+        layers_name: Name of the list of layers in the checkpoint.
+        names: For each path of a projection or norm in `DecoderLayer`, the module's name within a
+            layer of the checkpoint. Several names for a fused projection whose parts are separate
+            modules in the checkpoint.
+        transposed: See `linear_rules`.
     """
     rules = list[WeightRule]()
     for index in range(config.num_layers):
-        for path, own in names.items():
-            own = [own] if isinstance(own, str) else own
-            sources = [f"{layers_name}.{index}.{name}" for name in own]
+        for path, modules in names.items():
+            modules = [modules] if isinstance(modules, str) else modules
+            sources = [f"{layers_name}.{index}.{name}" for name in modules]
             target = f"layers.{index}.{path}"
             if (projection := config.projection(target)) is not None:
                 rules += linear_rules(projection, sources, target, transposed=transposed)
@@ -260,12 +299,15 @@ def layer_rules(
 
 
 def norm_rules(config: ModelConfig, source: str, target: str) -> list[WeightRule]:
-    """How a norm comes from a checkpoint, where it is called `source`."""
+    """Return the rules that map the checkpoint's norm `source` to the norm at path `target`."""
     addend = 1.0 if config.norm_type == "offset_rms" else 0.0
     weight = WeightRule(source + ".weight", target + ".weight", addend=addend)
     return [weight, WeightRule(source + ".bias", target + ".bias")]
 
 
 def head_rule(config: ModelConfig) -> WeightRule:
-    """The output head; a tied one may be stored as a copy of the embedding, which is ignored."""
+    """Return the rule of the output head's weight.
+
+    If the head is tied to the token embedding, a copy of the weight in the checkpoint is ignored.
+    """
     return WeightRule("lm_head.weight", None if config.tie_word_embeddings else "lm_head.weight")

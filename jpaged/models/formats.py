@@ -1,8 +1,8 @@
 """Weight formats: how a projection's weight is stored, loaded, split over devices and multiplied.
 
-A format is a subclass of `WeightFormat`. Its class methods and attributes say how weights come from a
-checkpoint and how devices may split them. Its instances hold a weight's parameters and multiply
-by it. This module has `UnquantizedFormat`; `jpaged.models.fp8` has the formats of 8-bit weights.
+A format is a subclass of `WeightFormat`. The class says how a weight is loaded from a checkpoint,
+and how devices may split the weight. An instance holds the parameters of one weight and multiplies
+rows by the weight. `UnquantizedFormat` is defined here; the FP8 formats are in `jpaged.models.fp8`.
 """
 
 from abc import abstractmethod
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
+from typing_extensions import override
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.sharding import PendingAllReduce
@@ -22,17 +23,17 @@ from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm, sum_partia
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map of rows: weight [*inputs, *outputs], bias [*outputs].
+    """Shapes, bias and weight format of a linear map: weight [*inputs, *outputs], bias [*outputs].
 
     Attributes:
-        inputs: sizes of the input axes, over which the product sums.
-        parts: name and size of each output along the first output axis. A fused projection has
-            several outputs, such as (("q", 32), ("k", 8), ("v", 8)) with sizes in heads.
-        width: sizes of the other output axes.
-        bias: whether a bias is added.
-        all_reduced: whether each tensor-parallel device has a shard of the inputs, so that an
+        input_shape: Sizes of the input axes, over which the product sums.
+        parts: Name and size of each part along the first output axis. A fused projection has
+            several parts, such as (("q", 32), ("k", 8), ("v", 8)) with sizes in heads.
+        trailing_shape: Sizes of the output axes after the first one.
+        has_bias: Whether a bias is added.
+        needs_all_reduce: Whether each tensor-parallel device has a shard of the inputs, so that an
             all-reduce must sum the devices' outputs.
-        format: how the weight is stored.
+        format: Class of the weight's format.
     """
 
     input_shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class Projection:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Axes of a row of the result, all parts side by side."""
+        """Sizes of the output axes; the first size is the sum over all parts."""
         return (sum(self.part_sizes), *self.trailing_shape)
 
     @property
@@ -53,8 +54,14 @@ class Projection:
         return tuple(size for _, size in self.parts)
 
     def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Return source, start and size along the first output axis of each checkpoint tensor:
-        one source for each part, or a single source for all parts."""
+        """Return the range of the first output axis that each checkpoint module fills.
+
+        Args:
+            sources: Names of the modules: one per part, in order, or a single one for all parts.
+
+        Returns:
+            The name, the start and the size of each range.
+        """
         part_sizes = self.part_sizes if len(sources) == len(self.parts) else (sum(self.part_sizes),)
         starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
         return list(zip(sources, starts, part_sizes, strict=True))
@@ -62,12 +69,13 @@ class Projection:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows [T, size_in] that a format has quantized for its product.
+    """Rows [T, size_in] that a weight format has quantized.
 
     Attributes:
-        values: the quantized numbers.
-        scale: factors of these numbers, [T, groups].
-        dtype: dtype of the rows before, which products with them have.
+        values: Quantized rows, divided by their scales.
+        scale: Scale of each group of consecutive numbers in a row, [T, groups]. If a row has one
+            scale, the whole row is one group.
+        dtype: Dtype of the rows before quantization, and of products with these rows.
     """
 
     values: Float[Array, "T size_in"]
@@ -76,20 +84,20 @@ class QuantizedRows:
 
 
 LinearInput = Float[Array, "T *inputs"] | QuantizedRows
-"""What a projection is given."""
+"""Rows that a projection takes as input, quantized or not."""
 
 
 class WeightFormat(nnx.Module):
-    """A projection's weight in one format.
+    """Base class of weight formats; an instance holds the weight of one projection.
 
-    `__init__` of a subclass makes the parameters, zeros that the loader fills.
+    `__init__` of a subclass creates the parameters as zeros, and the loader fills them.
     """
 
     name: ClassVar[str]
-    """Name in reports."""
+    """Name of the format in the engine's startup report."""
 
     outputs_per_scale: ClassVar[int] = 1
-    """Number of neighbouring outputs with one scale, which devices cannot split."""
+    """Number of consecutive outputs that share a scale; devices cannot split these outputs."""
 
     def __init__(self, projection: Projection, dtype: DTypeLike):
         self.projection = projection
@@ -99,15 +107,18 @@ class WeightFormat(nnx.Module):
     def rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
-        """Return how the parameters come from a checkpoint; see `linear.linear_rules`."""
+        """Return the rules that map checkpoint tensors to the weight's parameters.
+
+        See `linear.linear_rules` for the arguments.
+        """
 
     @abstractmethod
     def matmul_partials(self, x: LinearInput, backend: Backend) -> Float[Array, "parts T size_out"]:
-        """Multiply rows by the weight, in split-K partials whose sum is the product."""
+        """Multiply rows by the weight, and return split-K partials whose sum is the product."""
 
     @abstractmethod
     def gated_silu(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
-        """Return silu(gate) * up of a projection to gate and up, without bias."""
+        """Return silu(gate) * up, for a fused gate and up projection without bias."""
 
     def matmul(self, x: LinearInput, backend: Backend) -> Float[Array, "T *outputs"]:
         """Multiply rows by the weight."""
@@ -135,7 +146,7 @@ class WeightFormat(nnx.Module):
 
 
 class UnquantizedFormat(WeightFormat):
-    """A weight in the model's dtype, float32, float16 or bfloat16: `weight` [*inputs, *outputs]."""
+    """Unquantized weight [*inputs, *outputs] in the model's dtype."""
 
     name = "plain"
 
@@ -143,11 +154,11 @@ class UnquantizedFormat(WeightFormat):
         super().__init__(projection, dtype)
         self.weight = zero_param(dtype, *projection.input_shape, *projection.output_shape)
 
+    @override
     @classmethod
     def rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
-        """See `WeightFormat`."""
         return [
             weight_rule(
                 projection, source_range, target, transposed, axis=len(projection.input_shape)
@@ -155,22 +166,22 @@ class UnquantizedFormat(WeightFormat):
             for source_range in projection.source_ranges(sources)
         ]
 
+    @override
     def matmul_partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
-        """See `WeightFormat`."""
         rows = x.reshape(x.shape[0], -1)
         return split_k_gemm(rows, self.weight[...].reshape(rows.shape[1], -1), backend=backend)
 
+    @override
     def gated_silu(self, x: Any, backend: Backend) -> Float[Array, "T F"]:
-        """See `WeightFormat`."""
         return gated_gemm(x, self.weight[...], backend=backend)
 
+    @override
     def matmul(self, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
-        """See `WeightFormat`; by XLA."""
         outputs = "odf"[: len(self.projection.output_shape)]
         return einsum(f"ti,i{outputs}->t{outputs}", x, self.weight[...])
 
+    @override
     def dense_weight(self) -> Float[Array, "..."]:
-        """See `WeightFormat`."""
         return self.weight[...]
 
 
@@ -183,21 +194,21 @@ def weight_rule(
     axis: int = 0,
     scale_path: str | None = None,
 ) -> WeightRule:
-    """Return the rule of one of `Projection.source_ranges` of a weight.
+    """Return the rule that maps one checkpoint tensor to its range of a projection's weight.
 
     Args:
-        projection: the projection.
-        piece: the piece.
-        target: path of the `Linear`.
-        transposed: as of `linear.linear_rules`.
-        axis: first output axis of the parameter: 0 if it is [*outputs, *inputs], and
-            `len(projection.input_shape)` if it is [*inputs, *outputs].
-        scale: as of `WeightRule`.
+        projection: The projection.
+        source_range: One result of `Projection.source_ranges`.
+        target: Path of the `Linear`.
+        transposed: See `linear.linear_rules`.
+        axis: First output axis of the parameter: 0 if the parameter is [*outputs, *inputs], and
+            `len(projection.input_shape)` if the parameter is [*inputs, *outputs].
+        scale_path: See `WeightRule`.
     """
     source, start, size = source_range
-    own = size, *projection.trailing_shape
-    shape = (*projection.input_shape[:axis], *own, *projection.input_shape[axis:])
-    outputs = tuple(range(axis, axis + len(own)))
+    output_shape = size, *projection.trailing_shape
+    shape = (*projection.input_shape[:axis], *output_shape, *projection.input_shape[axis:])
+    outputs = tuple(range(axis, axis + len(output_shape)))
     inputs = tuple(each for each in range(len(shape)) if each not in outputs)
     file_axes = (outputs, inputs) if transposed else (inputs, outputs)
     return WeightRule(
@@ -206,5 +217,8 @@ def weight_rule(
 
 
 def zero_param(dtype: DTypeLike, *shape: int) -> nnx.Param:
-    """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
+    """Return a parameter of zeros, which the loader fills.
+
+    Under `nnx.eval_shape`, no array is allocated.
+    """
     return nnx.Param(jnp.zeros(shape, dtype))

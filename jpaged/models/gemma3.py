@@ -1,5 +1,8 @@
-"""Gemma 3 (arXiv:2503.19786), text: a global layer after every five local ones, each kind with a
-rope table of its own; norms before and after each part, stored as their scales less 1.
+"""Config and weight rules of Gemma 3's text model (arXiv:2503.19786).
+
+By default, every sixth layer has full attention and all other layers have a sliding window. The two
+kinds of layers have different rotary embeddings. RMSNorms precede and follow both attention and
+feed-forward; checkpoints store the weights of the norms minus 1.
 """
 
 from dataclasses import replace
@@ -10,7 +13,7 @@ from jpaged.models.config import ConfigFields, LayerConfig, ModelConfig, RopeCon
 from jpaged.models.llama import TENSOR_NAMES, weight_rules
 from jpaged.models.qwen import QK_NORM_NAMES
 
-# Published configs leave out what agrees with these defaults of transformers.
+# Defaults of transformers: published configs omit fields that have these values.
 _DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -19,6 +22,7 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
+# Fields of a multimodal config that take precedence over the same fields of its `text_config`.
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 _NORM_NAMES = {
     "attention_out_norm": "post_attention_layernorm",
@@ -31,7 +35,7 @@ _VISION_TENSORS = r"(?:vision_tower|multi_modal_projector)\..*"
 
 
 def describe_text(fields: ConfigFields) -> ModelConfig:
-    """A checkpoint of text alone."""
+    """Read the config of a text-only checkpoint."""
     fields = replace(fields, defaults=_DEFAULTS)
     common, scale = (
         model_config.read_rotary_config(fields, "gemma3_text"),
@@ -63,7 +67,11 @@ def describe_text(fields: ConfigFields) -> ModelConfig:
 
 
 def _read_ropes(fields: ConfigFields) -> tuple[RopeConfig, RopeConfig]:
-    """The tables of global and of local layers; transformers 4 wrote them in separate fields."""
+    """Read the rotary embeddings of full-attention layers and of sliding-window layers.
+
+    transformers 5 stores both in `rope_parameters`. transformers 4 stores the first in `rope_theta`
+    and `rope_scaling`, and the second in `rope_local_base_freq`.
+    """
     prefix = f"{fields.prefix}rope_parameters."
     both = ConfigFields(fields.mapping("rope_parameters"), prefix=prefix)
     global_rope, local_rope = both.mapping("full_attention"), both.mapping("sliding_attention")
@@ -78,11 +86,14 @@ def _read_ropes(fields: ConfigFields) -> tuple[RopeConfig, RopeConfig]:
 
 
 def describe_multimodal(fields: ConfigFields) -> ModelConfig:
-    """The text of a checkpoint that takes images too; what its outer config says comes first."""
+    """Read the config of the text model in a checkpoint that also takes images.
+
+    Some fields of the outer config take precedence over the same fields of `text_config`.
+    """
     outer = {name: fields.values.get(name) for name in _OUTER_FIELDS}
     outer = {name: value for name, value in outer.items() if value is not None}
-    own = fields.mapping("text_config", required=True)
-    text = ConfigFields({**own, **outer}, prefix="text_config.")
+    inner = fields.mapping("text_config", required=True)
+    text = ConfigFields({**inner, **outer}, prefix="text_config.")
     text.choice("model_type", "gemma3_text", ("gemma3_text",))
     model = describe_text(text)
     text.refuse_unsupported_fields()
@@ -90,7 +101,7 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
-    """LLaMA's with two more norms a layer; the weights that see images are not needed."""
+    """Return LLaMA's weight rules with Gemma 3's norms; the image encoder's tensors are ignored."""
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
     return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, GELU."""
+"""Config and weight rules of GPT-2 (Radford et al. 2019).
+
+GPT-2 has learned positions, LayerNorm before attention and feed-forward, and GELU.
+"""
 
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
@@ -21,7 +24,7 @@ _TENSOR_NAMES = {
 
 
 def describe(fields: ConfigFields) -> ModelConfig:
-    """GPT-2, of any size."""
+    """Read the config of a GPT-2 model."""
     hidden_size = fields.integer("n_embd", alias="hidden_size")
     num_layers = fields.integer("n_layer", alias="num_hidden_layers")
     num_heads = fields.integer("n_head", alias="num_attention_heads")
@@ -45,7 +48,10 @@ def describe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules(config: ModelConfig) -> WeightRules:
-    """Linear weights lie as [in, out] in the checkpoint already, and q, k, v are fused."""
+    """Return the rules that map the tensors of a GPT-2 checkpoint to parameters.
+
+    Checkpoints store weights as [in, out], and q, k and v as one fused projection.
+    """
     rules = [
         WeightRule("wte.weight", "embed.weight"),
         WeightRule("wpe.weight", "position_embedding.weight"),

@@ -1,7 +1,7 @@
-"""Projections of rows and tables of vectors: the modules that own a model's large weights.
+"""The modules that own a model's large weights: projections (`Linear`) and tables (`Embedding`).
 
-`Linear` is every projection of every family. What is fused in it is data (`Projection.parts`), and
-it holds its weight in one format (`jpaged.models.formats`), the one of `Projection.format`.
+`Linear` implements every projection of every model family, fused or not. A `Projection` describes
+the shapes and selects the weight format (`jpaged.models.formats`).
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,11 @@ from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
 
 def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A feed-forward activation by its Hugging Face name, in float32; "relu", which rounds nothing,
-    in x's dtype, so that XLA computes it within the product before it."""
-    if name == "relu":
+    """Apply the feed-forward activation that Hugging Face calls `name`.
+
+    The result is in float32; the result of "relu" is in x's dtype.
+    """
+    if name == "relu":  # exact in any dtype; without a cast, XLA fuses it into the product before
         return jax.nn.relu(x)
     x = x.astype(jnp.float32)
     if is_silu(name):
@@ -40,14 +42,14 @@ def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def is_silu(name: str) -> bool:
-    """Whether the activation is SiLU, for which kernels exist."""
+    """Return whether the activation is SiLU, which the gated kernels support."""
     return name in ("silu", "swish")
 
 
 class Linear(nnx.Module):
     """A projection of rows [T, *inputs] to rows [T, *outputs]: x @ weight + bias.
 
-    Its format owns the weight: nothing else reads the weight's parameters.
+    `format` owns the weight. Only `format` and the loader access the weight's parameters.
     """
 
     def __init__(self, projection: Projection, *, dtype: DTypeLike):
@@ -55,10 +57,10 @@ class Linear(nnx.Module):
         self.bias = zero_param(dtype, *projection.output_shape) if projection.has_bias else None
 
     def __call__(self, x: LinearInput, backend: Backend) -> Float[Array, "..."]:
-        """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
+        """Return the projected rows as split-K partials [parts, T, *outputs].
 
-        Several partials are float32. With a bias, or summed over devices, there is one, of x's
-        dtype.
+        The caller sums the partials. If the projection has a bias or an all-reduce, the result has
+        a single partial in x's dtype. Results with more than one partial are in float32.
         """
         partials = self.format.matmul_partials(x, backend)
         if self.projection.needs_all_reduce:
@@ -72,9 +74,17 @@ class Linear(nnx.Module):
         peer_header: Int32[Array, "W"] | None,
         buffer_index: int,
     ) -> Float[Array, "parts T D"] | PendingAllReduce:
-        """`__call__` for a projection back to the residual stream. With `peer_header` (see
-        `device_sum`) and without a bias the result is `PendingAllReduce`: the next norm does the
-        all-reduce.
+        """Project rows back to the residual stream.
+
+        Args:
+            x: Input rows.
+            backend: Implementation of the kernels.
+            peer_header: Peer-memory header for the all-reduce. None: return `self(x, backend)`.
+            buffer_index: Exchange buffer of the all-reduce (see `PendingAllReduce`).
+
+        Returns:
+            With `peer_header` and without a bias, a `PendingAllReduce`, so that the next norm runs
+            the all-reduce. Otherwise split-K partials, already summed over the devices.
         """
         if peer_header is None:
             return self(x, backend)
@@ -88,8 +98,9 @@ class Linear(nnx.Module):
     def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        """Add the bias and split the outputs into their axes."""
-        if self.bias is not None:  # as one row, which XLA adds within its product
+        """Add the bias, and reshape the outputs to [parts, T, *outputs]."""
+        if self.bias is not None:
+            # Reshape the bias to one row, so that XLA fuses the addition into its product.
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.output_shape)
 
@@ -100,20 +111,31 @@ class Linear(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """`jpaged.models.norm.add_norm` of a norm whose rows only this projection reads. If the
-        format quantizes rows, one kernel does both."""
+        """Apply `jpaged.models.norm.add_norm`, for a norm whose result only this projection reads.
+
+        If the weight format quantizes rows, one kernel runs the RMSNorm and the quantization.
+
+        Returns:
+            The input rows of this projection, and hidden + sum(update).
+        """
         quantized = None
         if update is not None and isinstance(norm, RMSNorm):
             quantized = self.format.add_rms_norm(hidden, update, norm.scale, norm.eps, backend)
         return add_norm(norm, hidden, update, backend) if quantized is None else quantized
 
     def forward(self, x: LinearInput, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
-        """The rows, in x's dtype."""
+        """Return the projected rows [T, *outputs] in x's dtype, without an all-reduce."""
         y = self.format.matmul(x, backend)
         return y if self.bias is None else y + self.bias[...][None]
 
     def forward_gated(self, x: LinearInput, name: str, backend: Backend) -> Float[Array, "T F"]:
-        """activation(gate) * up of a projection to the two, in float32 and then rounded."""
+        """Return activation(gate) * up in x's dtype, for a fused gate and up projection.
+
+        Args:
+            x: Input rows.
+            name: Hugging Face's name of the activation.
+            backend: Implementation of the kernels.
+        """
         if is_silu(name) and self.bias is None:
             return self.format.gated_silu(x, backend)
         gate_up = self.forward(x, backend)
@@ -123,15 +145,17 @@ class Linear(nnx.Module):
         return (gate * gate_up[:, 1].astype(gate.dtype)).astype(gate_up.dtype)
 
     def dense_weight(self) -> Float[Array, "..."] | None:
-        """The weight [*inputs, *outputs] if it is all there is, for kernels that fuse several
-        projections; None with a bias, summed over devices, or in a format that has no such array.
+        """Return the weight [*inputs, *outputs], for kernels that fuse several projections.
+
+        Return None if the projection has a bias or an all-reduce, or if the weight format stores no
+        such array.
         """
-        is_all = self.bias is None and not self.projection.needs_all_reduce
-        return self.format.dense_weight() if is_all else None
+        is_product = self.bias is None and not self.projection.needs_all_reduce
+        return self.format.dense_weight() if is_product else None
 
 
 def make_linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
-    """The projection of that path, in models that have it."""
+    """Create the projection at `path` of the model; None if the model has no such projection."""
     projection = config.projection(path)
     return None if projection is None else Linear(projection, dtype=dtype)
 
@@ -143,14 +167,14 @@ def linear_rules(
     *,
     transposed: bool = True,
 ) -> list[WeightRule]:
-    """How a projection comes from a checkpoint.
+    """Return the rules that map checkpoint tensors to the parameters of a projection.
 
     Args:
-        projection: the projection.
-        sources: its names there, without ".weight": one of each part, in order, or one of all
-            parts that are fused there as well.
-        target: path of the `Linear`.
-        transposed: weights lie as [out, in] in the checkpoint, not as [in, out].
+        projection: The projection.
+        sources: Names of the modules in the checkpoint, without ".weight": one per part, in order,
+            or a single one if the parts are fused in the checkpoint.
+        target: Path of the `Linear`.
+        transposed: Whether the checkpoint stores weights as [out, in] rather than [in, out].
     """
     weights = projection.format.rules(projection, sources, target, transposed=transposed)
     size = len(projection.output_shape)
@@ -169,17 +193,25 @@ def linear_rules(
 
 
 def parameter_part_sizes(projection: Projection, name: str, axis: int) -> list[int]:
-    """Return the sizes along an axis of the parts of a parameter; empty if the parts lie along
-    another axis."""
+    """Return the size of each part of a projection's parameter along `axis`.
+
+    Return an empty list if the parts are concatenated along another axis.
+
+    Args:
+        projection: The projection.
+        name: Name of the parameter, such as "weight" or "bias".
+        axis: Axis of the parameter.
+    """
     rules = linear_rules(projection, [part for part, _ in projection.parts], "")
     found = [it for it in rules if "." + name in (it.target, it.scale_path) and it.axis == axis]
     return [it.shape[axis] for it in found if it.shape is not None]
 
 
 class Embedding(nnx.Module):
-    """A table [rows, D] of token or position vectors; as an output head, its own transpose.
+    """A table [rows, D] of token or position vectors, also used as an output head.
 
-    A shared one is the device's rows of a table of as many for each device.
+    If `is_sharded`, the table is split over the tensor-parallel devices, and each device holds
+    `rows` rows.
     """
 
     def __init__(self, rows: int, size: int, *, dtype: DTypeLike, is_sharded: bool = False):
@@ -189,14 +221,17 @@ class Embedding(nnx.Module):
     def __call__(
         self, ids: Int32[Array, "T"], peer_header: Int32[Array, "W"] | None = None
     ) -> Float[Array, "T D"]:
-        """The rows `ids`; an id out of range reads the nearest row. With `peer_header` the devices meet
-        (`sharding.barrier_all_reduce`)."""
+        """Return the table row of each id; an id out of range gives the nearest row.
+
+        A sharded table, or any table with `peer_header`, runs `sharding.barrier_all_reduce`.
+        """
         weight = self.weight[...]
         if not self.is_sharded:
             found = jnp.take(weight, ids, axis=0, mode="clip")
             if peer_header is None:
                 return found
-            # Zeros of this step's rows: of others' XLA would make one sum for all steps of a burst.
+            # All-reduce zeros, as a barrier. The zeros depend on this step's rows, so that XLA
+            # cannot merge the all-reduces of all steps in a burst.
             return found + barrier_all_reduce(found[:1, :1] * 0, peer_header)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(MESH_AXIS) - 1) - shard_start(rows)
@@ -207,5 +242,5 @@ class Embedding(nnx.Module):
         )
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Dot products with every row that the device has of the table, in float32."""
+        """Return the dot product of each row with each table row on this device, in float32."""
         return einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)

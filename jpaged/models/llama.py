@@ -1,5 +1,6 @@
-"""LLaMA (Touvron et al. 2023, arXiv:2307.09288) and Mistral (Jiang et al. 2023, arXiv:2310.06825):
-rotary positions, RMSNorm, grouped heads, a gated feed-forward.
+"""Config and weight rules of LLaMA (arXiv:2307.09288) and Mistral (arXiv:2310.06825).
+
+Both have rotary embedding, RMSNorm, grouped-query attention and a gated feed-forward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,12 @@ TENSOR_NAMES: dict[str, str | Sequence[str]] = {
 
 
 def describe_llama(fields: ConfigFields) -> ModelConfig:
-    """LLaMA 1 to 3."""
+    """Read the config of a LLaMA model, versions 1 to 3."""
     common, bias = read_rotary_config(fields, "llama"), fields.flag("attention_bias", False)
     if fields.get("sliding_window") is not None:
-        raise field_error("sliding_window", fields.get("sliding_window"), "null, for llama")
+        raise field_error(
+            "sliding_window", fields.get("sliding_window"), "null for model_type llama"
+        )
     layer_types = ["full_attention"] * fields.integer("num_hidden_layers")
     return ModelConfig(
         **common,
@@ -44,7 +47,7 @@ def describe_llama(fields: ConfigFields) -> ModelConfig:
 
 
 def describe_mistral(fields: ConfigFields) -> ModelConfig:
-    """Mistral: a sliding window in every layer, or in none."""
+    """Read the config of a Mistral model: all layers have a sliding window, or no layer has one."""
     fields.get("num_key_value_heads", REQUIRED)
     common, window = (
         read_rotary_config(fields, "mistral"),
@@ -53,7 +56,9 @@ def describe_mistral(fields: ConfigFields) -> ModelConfig:
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
     if fields.get("layer_types") not in (None, layer_types):
-        raise field_error("layer_types", fields.get("layer_types"), f"{kind} in every layer, here")
+        raise field_error(
+            "layer_types", fields.get("layer_types"), f"a list of {kind} for every layer"
+        )
     return ModelConfig(
         **common,
         layers=make_rotary_layers(
@@ -66,11 +71,13 @@ def describe_mistral(fields: ConfigFields) -> ModelConfig:
 def weight_rules(
     config: ModelConfig, names: Mapping[str, str | Sequence[str]] = TENSOR_NAMES
 ) -> WeightRules:
-    """Linear weights lie as [out, in] in the checkpoint; q, k, v and gate, up apart.
+    """Return the rules that map the tensors of LLaMA and similar checkpoints to parameters.
+
+    Checkpoints store weights as [out, in]. The projections q, k, v, gate and up are separate.
 
     Args:
-        config: the model's.
-        names: as of `layer_rules`.
+        config: Config of the model.
+        names: See `layer_rules`.
     """
     rules = [
         WeightRule("embed_tokens.weight", "embed.weight"),

@@ -1,13 +1,13 @@
-"""From a checkpoint folder to a model with its parameters on the device.
+"""Load a checkpoint folder into a model whose parameters are on the device.
 
-Nothing is read before the headers have been checked against the model (`plan_weights`). Then, file
-by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
-into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
-few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie. Where
-devices share the model, each is given its own part of every slab.
+Before any weight is read, `plan_weights` checks the headers of the files against the model. Then
+the loader copies the tensors to the device in slabs, file by file. The device transposes and casts
+each slab and writes it in place into its parameter, which may be fused from several tensors. Files
+are mapped for one slab at a time. The host therefore holds only a few slabs, even if a file or a
+parameter is large. Each tensor-parallel device receives its shard of every slab.
 
-A tied output head that the file holds all the same is compared with the embedding, as transformers
-does: a head of other values is kept, and the model is not tied.
+If the config ties the output head to the embedding, but the checkpoint holds both, their values are
+compared, as in transformers. If they differ, the model keeps the head and is not tied.
 """
 
 import math
@@ -59,35 +59,40 @@ SUPPORTED_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
 COMPARE_CHUNK_BYTES = 4 << 20
-"""Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
+"""Maximum bytes of a tensor that are compared at once. Larger chunks are slower to allocate."""
 
 _DUMMY_STD = 0.02
 
 _DUMMY_SCALE = 2.0**-8
-"""Scale of quantized weights, whose largest numbers then are a quarter of FP8's, and of rows."""
+"""Scale of random FP8 weights, and static scale of the rows that they multiply."""
 
 _KV_SCALE_PATH = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
-"""Paths of parameters that a checkpoint may lack for both the keys and the values of a layer, which
-are ones then; each may come by one of several rules."""
+"""Matches the paths of KV-cache scales. If a checkpoint lacks both scales of a layer, they are 1.
+Several rules can fill the same scale, because checkpoints name its tensor differently."""
 
 _COUNTERPART_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 
 _SCALE_SUFFIXES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
-"""Ends of the paths of parameters that numbers in FP8 are multiplied by."""
+"""Suffixes of the paths of parameters that hold FP8 scales."""
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 ParameterSpecs = Mapping[str, jax.ShapeDtypeStruct]
-"""Shape and dtype of each parameter by its path."""
+"""Shape and dtype of each parameter, by path."""
 
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """One tensor and its place: a piece of the parameter at `path`, where its rule says.
+    """The place of one checkpoint tensor in a parameter.
 
-    `shape` is the tensor's in the parameter's layout; `axis_order` names its axes as they lie in the
-    file, the slowest first. Of a tensor that is brought to FP8, the first `num_output_axes` axes there
-    have a scale for each of their places.
+    Attributes:
+        tensor: The checkpoint tensor.
+        rule: The rule that maps the tensor to the parameter.
+        path: Path of the parameter.
+        shape: Shape of the tensor in the parameter's layout.
+        axis_order: Axes of `shape` in the order of the file, slowest first.
+        num_output_axes: Number of leading axes of `shape` that are outputs, if the tensor is
+            quantized to FP8 with one scale per output while it is loaded; otherwise 0.
     """
 
     tensor: TensorInfo
@@ -99,37 +104,41 @@ class TensorPlacement:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether the tensor is read in one: a single number, or one that is brought to FP8 and
-        lies as [in, out] (GPT-2's; the largest has 41 MB), so that no slab has all of an output."""
+        """Whether the tensor is read in a single slab.
+
+        This is true for single numbers. It is also true for tensors that are quantized to FP8 while
+        loading and stored as [in, out], as in GPT-2, because an output's scale needs all inputs.
+        """
         return self.rule.is_scalar or self.axis_order[0] >= self.num_output_axes > 0
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model before its parameters are on the device: all that can be known without them.
+    """A model whose checkpoint has been checked and whose parameters are not loaded yet.
 
     Attributes:
-        config: the model's; with an output head of its own where the checkpoint has one.
-        mesh: the devices that share the model; None for one.
-        shapes: the model as each device computes it, with shapes in its parameters' places: those
-            of the arrays over all devices.
+        config: Config of the model. If the checkpoint has a separate output head,
+            `tie_word_embeddings` is False.
+        mesh: Mesh of the tensor-parallel devices; None for a single device.
+        abstract_model: The model that each device computes. Instead of values, its parameters are
+            the `jax.ShapeDtypeStruct`s of the global arrays.
     """
 
     config: ModelConfig
     mesh: Mesh | None
     abstract_model: nnx.Module
-    _unsharded_specs: ParameterSpecs  # of the whole model, as one device would have it
+    _unsharded_specs: ParameterSpecs  # shapes and dtypes of the model on a single device
     _placements: Sequence[TensorPlacement] | None  # None: random weights
     _seed: int
 
     def load(self) -> nnx.Module:
-        """The model with its parameters on the devices.
+        """Load the parameters onto the devices and return the model.
 
         Raises:
-            CheckpointError: a file cannot be read any more.
+            CheckpointError: A file can no longer be read, or holds an invalid scale.
         """
         global_specs = model_parameters(self.abstract_model)
-        own = {
+        shard_specs = {
             path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
             for path, it in global_specs.items()
         }
@@ -137,10 +146,10 @@ class ModelPlan:
         shards = [
             DeviceShard(
                 device,
-                own,
+                shard_specs,
                 {
                     path: self._shard_slices(path, it.shape, device_index)
-                    for path, it in own.items()
+                    for path, it in shard_specs.items()
                 },
             )
             for device_index, device in enumerate(devices)
@@ -155,32 +164,34 @@ class ModelPlan:
         arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
         return with_parameters(self.abstract_model, arrays)
 
-    def _shard_slices(self, path: str, own: tuple[int, ...], device_index: int) -> list[ShardSlice]:
-        """What a device has of the parameter."""
+    def _shard_slices(
+        self, path: str, shard_shape: tuple[int, ...], device_index: int
+    ) -> list[ShardSlice]:
+        """Return the boxes of the unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
-        whole, parts = self._unsharded_specs[path].shape, ()
+        unsharded_shape, parts = self._unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")
         projection, shard_projection = (
             it.projection(module_path) for it in (self.config, self.config.shard(count))
         )
-        axis = sharded_axis(whole, own)
+        axis = sharded_axis(unsharded_shape, shard_shape)
         if projection is not None and shard_projection is not None and axis is not None:
-            sizes, own_sizes = (
+            sizes, shard_sizes = (
                 parameter_part_sizes(it, name, axis) for it in (projection, shard_projection)
             )
-            parts = list(zip(sizes, own_sizes, strict=True))
-        return shard_slices(whole, own, device_index, count, parts)
+            parts = list(zip(sizes, shard_sizes, strict=True))
+        return shard_slices(unsharded_shape, shard_shape, device_index, count, parts)
 
 
 @dataclass
 class DeviceShard:
-    """What a device has of a model while it is loaded.
+    """The parameters of one device while the model is loaded.
 
     Attributes:
-        device: which one; None for JAX's default.
-        specs: shapes of its parameters by path.
-        held: what of each they are.
-        arrays: those that are there.
+        device: The JAX device; None for JAX's default device.
+        specs: Shape and dtype of the device's shard of each parameter, by path.
+        slices: Boxes of each unsharded parameter that the device holds, by path.
+        arrays: The shards of parameters that have been allocated so far, by path.
     """
 
     device: Any
@@ -197,61 +208,93 @@ class DeviceShard:
         addend: float = 0.0,
         scale: np.ndarray | None = None,
     ) -> jax.Array:
-        """Write what it has of a slab, whose axes lie in the file in that order, and which begins
-        at `start` in the whole parameter; returns the parameter, which may not be there yet.
+        """Write the device's part of a slab into the device's shard of a parameter.
 
-        `addend` is added to every value; by `scale` [*outputs] the slab is brought to FP8.
+        Args:
+            path: Path of the parameter, which is allocated at the first write.
+            slab: Values as read from the file, with axes in the order of the file.
+            start: Index of the slab's first element in the unsharded parameter.
+            axis_order: Parameter axis of each axis of the slab.
+            addend: Number to add to every value.
+            scale: Scales [*outputs] for quantizing the slab to FP8; None to cast the slab.
+
+        Returns:
+            The shard of the parameter. JAX may still be writing the slab.
         """
         if path not in self.arrays:
             spec = self.specs[path]
             self.arrays[path] = jnp.zeros(spec.shape, spec.dtype, device=self.device)
-        for piece, cut in self.slab_slices(path, slab, start, axis_order):
-            part, first = slab[tuple(cut[axis] for axis in axis_order)], [it.start for it in cut]
-            own = np.add(start, first) - piece.global_start + piece.local_start
-            scale_part = None if scale is None else scale[tuple(cut[: scale.ndim])]
+        for shard_slice, ranges in self.slab_slices(path, slab, start, axis_order):
+            part, first = (
+                slab[tuple(ranges[axis] for axis in axis_order)],
+                [it.start for it in ranges],
+            )
+            local_start = (
+                np.add(start, first) - shard_slice.unsharded_start + shard_slice.local_start
+            )
+            scale_part = None if scale is None else scale[tuple(ranges[: scale.ndim])]
             self.arrays[path] = _update_parameter(
-                self.arrays[path], part, own.astype(np.int32), scale_part, axis_order, addend
+                self.arrays[path],
+                part,
+                local_start.astype(np.int32),
+                scale_part,
+                axis_order,
+                addend,
             )
         return self.arrays[path]
 
     def slab_slices(
         self, path: str, slab: np.ndarray, start: np.ndarray, axis_order: tuple[int, ...]
     ) -> Iterator[tuple[ShardSlice, list[slice]]]:
-        """What it has of a slab: of which piece, and where in the slab, by the parameter's axes."""
+        """Yield the device's parts of a slab.
+
+        A part is a pair: a box of the unsharded parameter that the device holds, and the range of
+        the slab that falls into the box, on each axis of the parameter.
+        """
         end = start.copy()
         end[list(axis_order)] += slab.shape
-        for piece in self.slices[path]:
-            low = np.maximum(piece.global_start, start)
-            high = np.minimum(np.add(piece.global_start, piece.shape), end)
+        for shard_slice in self.slices[path]:
+            low = np.maximum(shard_slice.unsharded_start, start)
+            high = np.minimum(np.add(shard_slice.unsharded_start, shard_slice.shape), end)
             if (low < high).all():
-                yield piece, [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
+                yield (
+                    shard_slice,
+                    [slice(*ends) for ends in zip(low - start, high - start, strict=True)],
+                )
 
     def fill_missing(self) -> None:
-        """The parameters that the checkpoint lacks."""
+        """Fill the parameters that the checkpoint lacks with ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
-    def fill_random(self, whole: ParameterSpecs, seed: int) -> None:
-        """Random parameters; `whole` has the shapes of the whole model's."""
+    def fill_random(self, unsharded_specs: ParameterSpecs, seed: int) -> None:
+        """Fill all parameters with random values that do not depend on the number of devices.
+
+        Args:
+            unsharded_specs: Parameters of the model on a single device.
+            seed: Seed of the random values.
+        """
         with nullcontext() if self.device is None else jax.default_device(self.device):
             for path, spec in self.specs.items():
-                pieces = self.slices[path]
-                self.arrays[path] = _dummy_array(path, spec, whole[path].shape, pieces, seed)
+                slices = self.slices[path]
+                self.arrays[path] = _dummy_array(
+                    path, spec, unsharded_specs[path].shape, slices, seed
+                )
 
 
 def _assemble_array(
     spec: jax.ShapeDtypeStruct, shards: Sequence[DeviceShard], path: str
 ) -> jax.Array:
-    """The array over all devices of a parameter."""
-    own = [shard.arrays[path] for shard in shards]
+    """Return the global array of a parameter, made of the devices' shards."""
+    arrays = [shard.arrays[path] for shard in shards]
     if spec.sharding is None:
-        return own[0]
-    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
+        return arrays[0]
+    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, arrays)
 
 
 def with_parameters(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
-    """Return the model with other values of its parameters, by path."""
+    """Return a copy of the model whose parameters have the given values, by path."""
     definition, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
     filled = [(path, leaf.replace(values[_parameter_path(path)])) for path, leaf in flat]
@@ -267,23 +310,23 @@ def plan_model(
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> ModelPlan:
-    """Check the checkpoint against its config; no weights are read, but those of a tied head.
+    """Check a checkpoint against its config and plan how to load its weights.
 
-    Warns of a head that is not tied though the config says so.
+    Only headers are read, and the weights of an output head that the config ties to the embedding.
+    A warning reports a head that differs from the embedding although the config ties both.
 
     Args:
-        folder: checkpoint folder or hub id; not looked at when `load_format` is "dummy".
-        config: the model's config; picks the family.
-        dtype: float32, float16 or bfloat16.
-        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights on
-            the device, the same ones for the same `seed`.
-        seed: of the dummy weights.
-        mesh: the devices that share the model; None for one.
+        folder: Checkpoint folder or hub id; ignored if `load_format` is "dummy".
+        config: Config of the model, which selects the family.
+        dtype: Dtype of the parameters: float32, float16 or bfloat16.
+        load_format: "auto" and "safetensors" read the checkpoint. "dummy" makes random weights on
+            the device, which are equal for equal seeds.
+        seed: Seed of the random weights.
+        mesh: Mesh of the tensor-parallel devices; None for a single device.
 
     Raises:
-        CheckpointError: the checkpoint is missing, broken or does not fit the model exactly.
-        ValueError: `dtype` or `load_format` is not one of the above, or the devices cannot share
-            the model.
+        CheckpointError: The checkpoint is missing or broken, or does not fit the model.
+        ValueError: `dtype` or `load_format` is unsupported, or the devices cannot split the model.
     """
     if load_format not in SUPPORTED_LOAD_FORMATS:
         raise ValueError(
@@ -315,29 +358,32 @@ def plan_model(
 def _check_num_layers(
     config: ModelConfig, tensors: Iterable[TensorInfo], rules: WeightRules
 ) -> None:
-    """Refuse more or fewer layers than the config has in one sentence, not tensor by tensor."""
+    """Raise CheckpointError if checkpoint and config differ in the number of layers.
+
+    Without this check, the error would list every tensor of the extra or missing layers.
+    """
     num_layers = 0
     for tensor in tensors:
         if number := _LAYER_NUMBER.search(tensor.name):
-            # Every model has a layer 0, and all layers have the same names.
+            # Look up the rule of layer 0, because the config may lack the layer of this tensor.
             rule = rules.find(_LAYER_NUMBER.sub("0", tensor.name, count=1))
             if rule is not None and rule.target and rule.target.startswith("layers.0."):
                 num_layers = max(num_layers, int(number[0]) + 1)
     if num_layers not in (0, config.num_layers):
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
-            f"{format_count(num_layers, 'layer')}: fetch both again, from one place."
+            f"{format_count(num_layers, 'layer')}: fetch both again from the same source."
         )
 
 
 def _resolve_tied_head(
     config: ModelConfig, tensors: Sequence[TensorInfo], rules: WeightRules, dtype: np.dtype
 ) -> tuple[ModelConfig, WeightRules]:
-    """Whether the output head is tied, and the rules that go with that, from those of the config.
+    """Return the config and the weight rules that match the checkpoint's output head.
 
-    As in transformers, a head that the file holds as well as the embedding is tied to it only if
-    both are the same in the dtype they are loaded in; and one that it holds instead is the
-    embedding.
+    The config changes only if it ties the head to the embedding. As in transformers, the head stays
+    tied if the checkpoint's head and embedding are equal after casting to `dtype`. If a checkpoint
+    has a head but no embedding, the head is loaded as the embedding.
     """
     if not config.tie_word_embeddings:
         return config, rules
@@ -363,8 +409,10 @@ def _resolve_tied_head(
 
 
 def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
-    """Whether two tensors are the same once they are cast; read in slabs, up to the first that
-    differs."""
+    """Return whether two matrices are equal after casting to `dtype`.
+
+    Chunks of rows are read until the first difference.
+    """
     if one.shape != other.shape or len(one.shape) != 2:
         return False
     if not {one.dtype, other.dtype} <= SUPPORTED_DTYPES.keys():
@@ -382,66 +430,70 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
 
 
 def model_parameters(model: nnx.Module) -> dict[str, Any]:
-    """Return the model's parameters, or the shapes in their places, by path."""
+    """Return the parameters of a model, or the shape structs of an abstract model, by path."""
     flat = nnx.to_flat_state(nnx.state(model))
     return {_parameter_path(path): leaf.get_value() for path, leaf in flat}
 
 
 def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
-    """Return the shapes of the parameters of the model on a single device, by path."""
+    """Return shape and dtype of the parameters of the model on a single device, by path."""
     return model_parameters(make_abstract_model(config, dtype))
 
 
 def _parameter_path(path: tuple) -> str:
-    """Return a parameter's path, as of `WeightRule`."""
+    """Return a parameter's dotted path; `WeightRule` describes these paths."""
     return ".".join(str(each) for each in path if each != "format")
 
 
 def make_abstract_model(
     config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
 ) -> nnx.Module:
-    """The config's model, as each device of the mesh computes it, with shapes in its parameters'
-    places: those of the arrays over all devices.
+    """Return the model that each device of the mesh computes, without parameter values.
+
+    Instead of values, the parameters are the `jax.ShapeDtypeStruct`s of the global arrays over
+    `mesh`, or of the arrays of a single device if `mesh` is None.
 
     Raises:
-        ValueError: the devices cannot share the model.
+        ValueError: The devices cannot split the model.
     """
-    whole = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    unsharded_model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     if mesh is None:
-        return whole
+        return unsharded_model
     shard = config.shard(mesh.size)
-    own = nnx.eval_shape(lambda: Decoder(shard, dtype=dtype))
-    specs = model_parameters(whole)
+    sharded_model = nnx.eval_shape(lambda: Decoder(shard, dtype=dtype))
+    specs = model_parameters(unsharded_model)
     values = {
         path: global_shape_struct(mesh, spec, sharded_axis(specs[path].shape, spec.shape))
-        for path, spec in model_parameters(own).items()
+        for path, spec in model_parameters(sharded_model).items()
     }
-    return with_parameters(own, values)
+    return with_parameters(sharded_model, values)
 
 
 Problems = dict[str, list[str]]
-"""What is wrong with a checkpoint, by kind, so that one error names all of it."""
+"""Problems of a checkpoint, listed by kind so that one error can report all of them."""
 
 
 def plan_weights(
     tensors: Sequence[TensorInfo], rules: WeightRules, specs: ParameterSpecs
 ) -> list[TensorPlacement]:
-    """Give every tensor its place and prove that every parameter is filled exactly once.
-
-    The places come in the order of their tensors.
+    """Assign every tensor to its parameters, and check that each parameter is filled exactly once.
 
     Args:
-        tensors: all tensors of the checkpoint.
-        rules: the family's.
-        specs: shape and dtype of each parameter by path.
+        tensors: All tensors of the checkpoint.
+        rules: Weight rules of the model.
+        specs: Shape and dtype of each unsharded parameter, by path.
+
+    Returns:
+        The placements, in the order of `tensors`.
 
     Raises:
-        CheckpointError: unknown tensors, missing parameters, wrong shapes or dtypes, a place filled
-            twice, a fused parameter with a missing piece. One error tells all of them.
+        CheckpointError: The checkpoint has unknown tensors, wrong shapes or dtypes, missing
+            parameters, fused parameters with a missing piece, or parameters filled twice. One error
+            reports all problems.
     """
     problems: Problems = defaultdict(list)
     placements: list[TensorPlacement] = []
-    names: dict[WeightRule, list[str]] = defaultdict(list)  # of the tensors of each rule
+    names: dict[WeightRule, list[str]] = defaultdict(list)  # tensor names by rule
     for tensor in tensors:
         found = rules.find_all(tensor.name)
         if not found:
@@ -460,7 +512,7 @@ def plan_weights(
         if rule.target in rules_by_path:
             rules_by_path[rule.target].append(rule)
     for path in {rule.scale_path for rule in rules.rules if rule.scale_path is not None}:
-        del rules_by_path[path]  # made of what is read
+        del rules_by_path[path]  # computed while loading, not read from the checkpoint
     scales = {path: rules_by_path.pop(path) for path in specs if _KV_SCALE_PATH.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
     _check_coverage(rules_by_path, names, specs, problems)
@@ -479,20 +531,22 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Each parameter's pieces are all there, and fill it."""
-    for path, own in rules_by_path.items():
-        whole = specs[path].shape
-        lacking = [rule.source for rule in own if rule not in names]
-        sources = " and ".join(lacking) or "no rule"
-        if len(lacking) == len(own):
+    """Record parameters that the checkpoint's tensors do not fill exactly once."""
+    for path, path_rules in rules_by_path.items():
+        param_shape = specs[path].shape
+        lacking = [rule.source for rule in path_rules if rule not in names]
+        sources = " and ".join(lacking) or "a tensor that no rule names"
+        if len(lacking) == len(path_rules):
             problems["missing parameters"].append(f"{path} (comes from {sources})")
             continue
-        missing = whole[own[0].axis] - sum((rule.shape or whole)[rule.axis] for rule in own)
+        missing = param_shape[path_rules[0].axis] - sum(
+            (rule.shape or param_shape)[rule.axis] for rule in path_rules
+        )
         if lacking or missing > 0:
-            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
+            problem = f"{path} along axis {path_rules[0].axis} (lacks {sources})"
             problems["parameters with a missing piece"].append(problem)
         elif missing < 0:
-            twice = " and ".join(rule.source for rule in own)
+            twice = " and ".join(rule.source for rule in path_rules)
             problems["parameters filled twice"].append(f"{path} by {twice}")
 
 
@@ -501,30 +555,30 @@ def _check_kv_scales(
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
-    """Layers have one scale of their keys and one of their values, or neither."""
-    found = {
+    """Record layers with only one of the two KV-cache scales, and scales filled twice."""
+    sources_by_path = {
         path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
     }
-    for path, own in found.items():
+    for path, sources in sources_by_path.items():
         other = _COUNTERPART_SCALE[path[-7:]]
-        if len(own) > 1:
-            problems["parameters filled twice"].append(f"{path} by {' and '.join(own)}")
-        if own and not found[path[:-7] + other]:
+        if len(sources) > 1:
+            problems["parameters filled twice"].append(f"{path} by {' and '.join(sources)}")
+        if sources and not sources_by_path[path[:-7] + other]:
             problems["scales without their counterpart"].append(
-                f"{own[0]} (its layer has no {other}: fetch the checkpoint again, or load it with "
-                "kv_cache_dtype='auto')"
+                f"{sources[0]} (its layer has no {other}: fetch the checkpoint again, or load it "
+                "with kv_cache_dtype='auto')"
             )
 
 
 def _place_tensor(
     tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
 ) -> TensorPlacement:
-    """The tensor's place in its parameter; wrong dtypes and shapes are reported."""
-    whole, num_output_axes = (
+    """Return the tensor's place in its parameter; record a wrong dtype or shape."""
+    param_shape, num_output_axes = (
         specs[path].shape,
         len(specs[rule.scale_path].shape) if rule.scale_path else 0,
     )
-    shape = whole if rule.shape is None else rule.shape
+    shape = param_shape if rule.shape is None else rule.shape
     file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
     dtypes = list(SUPPORTED_DTYPES)
@@ -537,17 +591,19 @@ def _place_tensor(
     elif not has_right_shape:
         wanted = [] if rule.is_scalar else list(wanted)
         problem = f"{tensor.name} {list(tensor.shape)} should be {wanted}"
-        problems["wrong shapes"].append(f"{problem} for {path} {list(whole)}")
+        problems["wrong shapes"].append(f"{problem} for {path} {list(param_shape)}")
     axis_order = tuple(axis for axes in file_axes for axis in axes)
     return TensorPlacement(tensor, rule, path, shape, axis_order, num_output_axes)
 
 
 def _load_tensors(placements: Iterable[TensorPlacement], shards: Sequence[DeviceShard]) -> None:
-    """Fill the devices' parameters, read in the order of the placements, which is that of the
-    files; each slab is read once, however many devices have a part of it."""
+    """Fill the devices' parameters in the order of `placements`, which is the order of the files.
+
+    Each slab is read once and written to all devices that hold a part of it.
+    """
     for placement in placements:
         for start, rows in _split_into_slabs(placement):
-            # No name for the slab: it would live on while the next one is read.
+            # Assigning the slab to a variable would keep it while the next slab is read.
             _write_to_shards(placement, _read_slab(placement, rows), start, shards)
 
 
@@ -560,42 +616,45 @@ def _write_to_shards(
         outputs = tuple(range(scale.ndim))
         for shard in shards:
             shard.write_slab(rule.scale_path, scale, start[: scale.ndim], outputs)
-    place = slab, start, axis_order, rule.addend, scale
-    written = [shard.write_slab(placement.path, *place) for shard in shards]
-    # Before the next slab: running ahead of the devices would gather slabs on the host.
+    arguments = slab, start, axis_order, rule.addend, scale
+    written = [shard.write_slab(placement.path, *arguments) for shard in shards]
+    # Wait, because reading ahead of the devices would accumulate slabs on the host.
     jax.block_until_ready(written)
 
 
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """The scale of each output of a slab, of which each device may have a part of the inputs."""
+    """Return the FP8 scale of each output of a slab.
+
+    If the devices split the inputs, the scale covers the inputs of all devices.
+    """
     axis_order, count = placement.axis_order, placement.num_output_axes
     largest = np.zeros([slab.shape[axis_order.index(axis)] for axis in range(count)], np.float32)
-    found = [
+    maxima = [
         (
-            tuple(cut[:count]),
-            _max_abs(slab[tuple(cut[axis] for axis in axis_order)], axis_order, count),
+            tuple(ranges[:count]),
+            _max_abs(slab[tuple(ranges[axis] for axis in axis_order)], axis_order, count),
         )
         for shard in shards
-        for _, cut in shard.slab_slices(placement.path, slab, start, axis_order)
+        for _, ranges in shard.slab_slices(placement.path, slab, start, axis_order)
     ]
-    for place, own in found:
-        largest[place] = np.maximum(largest[place], own)
+    for output_ranges, maximum in maxima:
+        largest[output_ranges] = np.maximum(largest[output_ranges], maximum)
     return np.maximum(largest, np.float32(FP8_MIN_ABSMAX)) / np.float32(FP8_MAX)
 
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
 def _max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """The largest absolute value of each output."""
+    """Return the maximum absolute value of each output of a slab."""
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
-    found = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
+    maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
     outputs = [axis for axis in axis_order if axis < count]
-    return jnp.transpose(found, tuple(map(outputs.index, range(count))))
+    return jnp.transpose(maxima, tuple(map(outputs.index, range(count))))
 
 
 def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
-    """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    """Read rows of a tensor, with the parameter's axes in the order of the file."""
     read = read_rows(placement.tensor, rows)
     if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)
@@ -605,7 +664,7 @@ def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
 
 
 def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
-    """Refuse scales by which numbers would become zeros, infinite, others' negatives or NaN."""
+    """Raise CheckpointError if any scale is not both positive and finite."""
     values = read.astype(np.float32)
     if not (bad := values[~((values > 0) & (values < np.inf))]).size:
         return
@@ -617,10 +676,11 @@ def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
 
 
 def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, slice]]:
-    """Cut a piece into slabs of up to SLAB_BYTES, but at least one row of its slowest axis.
+    """Split a tensor into slabs of up to SLAB_BYTES, or one row if a row is larger.
 
     Yields:
-        The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
+        The index of the slab's first element in the parameter (int32, one entry per axis), and the
+        slab's rows in the file.
     """
     tensor, slowest, size = placement.tensor, placement.axis_order[0], math.prod(placement.shape)
     if placement.is_read_whole:
@@ -629,9 +689,8 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
         yield start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    common_row_size = math.lcm(
-        row_size, file_row_size
-    )  # where a row of the piece and one of the file end
+    # A slab must end where a row of the parameter and a row of the file both end.
+    common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))
         * common_row_size
@@ -663,33 +722,33 @@ def _update_parameter(
 def _dummy_array(
     path: str,
     spec: jax.ShapeDtypeStruct,
-    whole: tuple[int, ...],
+    unsharded_shape: tuple[int, ...],
     slices: Sequence[ShardSlice],
     seed: int,
 ) -> jax.Array:
-    """Random weights made on the device, ones for the scales of norms.
+    """Return random weights, made on the device. Norm weights and KV-cache scales are ones.
 
-    The values depend on the seed, the parameter's path and the place in the `whole` parameter
-    alone: the model is the same however many devices share it.
+    A value depends only on the seed, the parameter's path and the index in the unsharded parameter.
+    So the model is the same for every number of devices.
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
+    if len(spec.shape) == 1 and not path.endswith("bias"):  # a norm's weight or a KV-cache scale
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
-    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    strides = [math.prod(unsharded_shape[axis + 1 :]) for axis in range(len(unsharded_shape))]
     seed_bits, options = np.uint32(seed % 2**32), {"strides": tuple(strides), "dtype": spec.dtype}
 
-    def values(piece: ShardSlice) -> jax.Array:
-        first = np.uint32(np.dot(piece.global_start, strides) % 2**32)
-        return _random_values(seed_bits, path_id, first, shape=piece.shape, **options)
+    def values(shard_slice: ShardSlice) -> jax.Array:
+        first = np.uint32(np.dot(shard_slice.unsharded_start, strides) % 2**32)
+        return _random_values(seed_bits, path_id, first, shape=shard_slice.shape, **options)
 
     if len(slices) == 1:
         return values(slices[0])
-    own = jnp.zeros(spec.shape, spec.dtype)
-    for piece in slices:
-        own = jax.lax.dynamic_update_slice(own, values(piece), piece.local_start)
-    return own
+    array = jnp.zeros(spec.shape, spec.dtype)
+    for shard_slice in slices:
+        array = jax.lax.dynamic_update_slice(array, values(shard_slice), shard_slice.local_start)
+    return array
 
 
 @partial(jax.jit, static_argnames=("shape", "strides", "dtype"))
@@ -702,11 +761,12 @@ def _random_values(
     strides: tuple[int, ...],
     dtype: np.dtype,
 ) -> jax.Array:
-    """Nearly normal numbers: each the sum of the four bytes of one hash of its place, the first
-    one's being `first`.
+    """Return random numbers with an approximately normal distribution.
 
-    Purely element-wise, so it compiles to one kernel and needs no workspace; `jax.random.normal`
-    takes up to eight times the parameter's own size, which a device full of weights does not have.
+    Each number is the sum of the four bytes of a hash of the number's index. `first` is the index
+    of the first number, and `strides` are the index strides of the axes. The computation is
+    elementwise, so XLA compiles one kernel without workspace. `jax.random.normal` needs a workspace
+    for which a device full of weights has no room.
     """
     index = jnp.broadcast_to(first, shape)
     for axis, stride in enumerate(strides):
@@ -721,7 +781,7 @@ def _random_values(
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """The 32-bit integer hash lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018)."""
+    """Hash integers with lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))

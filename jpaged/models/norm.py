@@ -1,4 +1,4 @@
-"""Norms over the width of rows; they compute in float32 and round once."""
+"""RMSNorm and LayerNorm over the last axis, computed in float32 and rounded once."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels import Backend, add_rms_norm, device_sum_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """RMSNorm: x / rms(x) * weight over the last axis (Zhang, Sennrich 2019, arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
         self.weight = zero_param(dtype, size)
@@ -21,11 +21,11 @@ class RMSNorm(nnx.Module):
 
     @property
     def scale(self) -> Float[Array, "D"]:
-        """The weight, for kernels that normalize."""
+        """The weight as an array, for kernels that fuse the norm."""
         return self.weight[...]
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Each row over its root mean square, times the weight; x's dtype out."""
+        """Return the norm of each row, in x's dtype."""
         return rms_norm(x, self.scale, eps=self.eps)
 
     def add_norm(
@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """The norm of hidden + sum(update), and that sum."""
+        """Return the norm of hidden + sum(update), and hidden + sum(update)."""
         options = {"eps": self.eps, "backend": backend}
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std over the last axis, with weight and bias if `affine`."""
+    """LayerNorm: (x - mean) / std over the last axis, with weight and bias if `affine`."""
 
     def __init__(self, size: int, eps: float, *, dtype: DTypeLike, affine: bool = True):
         self.weight = zero_param(dtype, size) if affine else None
@@ -53,7 +53,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Each row with mean 0 and variance 1, times the weight, plus the bias; x's dtype out."""
+        """Return the norm of each row, in x's dtype."""
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -68,7 +68,7 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """The norm of hidden + sum(update), and that sum."""
+        """Return the norm of hidden + sum(update), and hidden + sum(update)."""
         hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
 
@@ -77,12 +77,12 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
-    """The model's norm over rows of `size`."""
+    """Create a norm of the model's type over rows of `size` numbers."""
     if config.norm_type in ("layer", "bare_layer"):
         affine = config.norm_type == "layer"
         return LayerNorm(size, config.norm_eps, dtype=dtype, affine=affine)
-    own_dtype = jnp.float32 if config.norm_type == "offset_rms" else dtype
-    return RMSNorm(size, config.norm_eps, dtype=own_dtype)
+    weight_dtype = jnp.float32 if config.norm_type == "offset_rms" else dtype
+    return RMSNorm(size, config.norm_eps, dtype=weight_dtype)
 
 
 def add_norm(
@@ -91,12 +91,15 @@ def add_norm(
     update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
+    """Return the norm of hidden + sum(update), and hidden + sum(update).
+
+    An update of None stands for zeros.
+    """
     return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
 
 
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """The norm of sum(update), as one part; the update as it is where there is no norm."""
+    """Return the norm of sum(update) as a single partial; `update` itself if `norm` is None."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]

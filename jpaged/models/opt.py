@@ -1,5 +1,7 @@
-"""OPT (Zhang et al. 2022, arXiv:2205.01068), with OPT-350m's norms after each residual sum and
-projections between the widths of embedding and layers.
+"""Config and weight rules of OPT (Zhang et al. 2022, arXiv:2205.01068).
+
+OPT-350m differs from the other sizes: its norms follow each residual sum, and projections connect
+the width of the embedding and the width of the layers.
 """
 
 from jpaged.models.checkpoint import WeightRule, WeightRules
@@ -13,7 +15,7 @@ from jpaged.models.config import (
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
 from jpaged.models.linear import linear_rules
 
-# The first rows of the position table stand for padding; position 0 is row 2.
+# Row of position 0 in the table of learned positions; the rows before it stand for padding.
 POSITION_OFFSET = 2
 
 _TENSOR_NAMES = {
@@ -27,7 +29,7 @@ _TENSOR_NAMES = {
 
 
 def describe(fields: ConfigFields) -> ModelConfig:
-    """OPT, of any size."""
+    """Read the config of an OPT model."""
     hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     pre_norm, has_bias = fields.flag("do_layer_norm_before", True), fields.flag("enable_bias", True)
     is_affine = fields.flag("layer_norm_elementwise_affine", True)
@@ -40,7 +42,7 @@ def describe(fields: ConfigFields) -> ModelConfig:
         position_offset=POSITION_OFFSET,
         activation=fields.choice("activation_function", "relu", ACTIVATIONS),
         norm_type="layer" if is_affine else "bare_layer",
-        norm_eps=1e-5,  # torch's default, which the reference implementation keeps
+        norm_eps=1e-5,  # configs have no epsilon: the reference implementation uses torch's default
         norm_positions=("before",) if pre_norm else ("sum",),
         has_final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
@@ -53,12 +55,21 @@ def describe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules(config: ModelConfig) -> WeightRules:
-    """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
-    ends = [(name, it) for name in ("project_in", "project_out") if (it := config.projection(name))]
+    """Return the rules that map the tensors of an OPT checkpoint to parameters.
+
+    Checkpoints store weights as [out, in], and q, k and v as separate projections.
+    """
+    outer_projections = [
+        (name, it) for name in ("project_in", "project_out") if (it := config.projection(name))
+    ]
     rules = [
         WeightRule("decoder.embed_tokens.weight", "embed.weight"),
         WeightRule("decoder.embed_positions.weight", "position_embedding.weight"),
-        *(rule for name, it in ends for rule in linear_rules(it, [f"decoder.{name}"], name)),
+        *(
+            rule
+            for name, it in outer_projections
+            for rule in linear_rules(it, [f"decoder.{name}"], name)
+        ),
         *layer_rules(config, "decoder.layers", _TENSOR_NAMES),
         *norm_rules(config, "decoder.final_layer_norm", "final_norm"),
         head_rule(config),

@@ -1,8 +1,7 @@
-"""What a config.json says of a checkpoint's FP8: `quantization_config`.
+"""Read `quantization_config` of a config.json, which describes an FP8 checkpoint.
 
-Read are the layouts in which such checkpoints are published: compressed-tensors', the one of
-transformers' own FP8 (in blocks, or AutoFP8's), and NVIDIA ModelOpt's. Every field that is not
-understood is refused by name.
+Three layouts are supported: compressed-tensors, the FP8 layout of transformers (128 x 128 blocks or
+AutoFP8), and NVIDIA ModelOpt. Unsupported fields are refused by name.
 """
 
 import fnmatch
@@ -23,60 +22,60 @@ from jpaged.models.fp8 import (
 from pallas_kernels import FP8_GROUP_SIZE
 
 QUANTIZATION_METHODS = ("compressed-tensors", "fp8", "modelopt")
-"""Values of `quant_method`; `hf_quant_config.json` has ModelOpt's without it."""
+"""Supported values of `quant_method`. ModelOpt's `hf_quant_config.json` has no such field."""
 
 _MODULE_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
 _MODULE_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
-"""What may stand before a module's name in weight rules, in the names of ignored modules."""
+"""Prefixes that lists of ignored modules may put before the module names of weight rules."""
 
 _IGNORED_FIELDS = {
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "fp8": {"expert_dtype"},
     "modelopt": {"producer", "config_groups", "version"},
 }
-"""Fields that change nothing, or say again what others say."""
+"""Fields that do not change the computation, or that repeat other fields."""
 
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    is_ignored: Callable[[Sequence[str]], bool]  # of a module, by any of the names it may have
+    is_ignored: Callable[[Sequence[str]], bool]  # takes all names that one module may have
     has_kv_scales: bool
 
 
 def read_quantization(
     fields: ConfigFields | None, requested: str | None, paths_by_name: Mapping[str, str]
 ) -> QuantizationConfig | None:
-    """In which format the projections are.
+    """Return how the projections and the KV cache are quantized; None if they are not.
 
     Args:
-        fields: of the config's `quantization_config`, if it has one.
-        asked: one of `QUANTIZATION_METHODS`; None for what the config says. "fp8" also for weights that are not
-            in FP8 yet.
-        modules: paths of the projections' parts by their names in weight rules.
+        fields: Fields of `quantization_config`; None if the config has no such object.
+        requested: One of `QUANTIZATION_METHODS`; None to follow the config. "fp8" also quantizes
+            unquantized weights while they are loaded.
+        paths_by_name: Path of each projection by its module names in weight rules.
 
     Raises:
-        ValueError: a field is not understood, or something else is asked for than the config has.
+        ValueError: A field is unsupported, or `requested` contradicts the config.
     """
     if fields is None:
         if requested in (None, "fp8"):
             return None if requested is None else QuantizationConfig(FP8Format)
         raise ValueError(
-            f"quantization={requested!r}, but config.json has no quantization_config: leave it unset, "
-            "or give 'fp8' to bring the weights to FP8 as they are loaded"
+            f"quantization={requested!r}, but config.json has no quantization_config: leave "
+            "quantization unset, or use 'fp8' to quantize the weights to FP8 while they are loaded"
         )
     method = fields.choice("quant_method", None, QUANTIZATION_METHODS)
     layout = _READERS[method](fields)
     if requested == "fp8" and layout.format is UnquantizedFormat:
         layout = layout._replace(format=FP8Format)
     elif requested not in (None, method):
-        have = (
+        state = (
             "weights are not in FP8"
             if layout.format is UnquantizedFormat
             else "weights are in FP8 already"
         )
         raise ValueError(
-            f"quantization={requested!r}, but the checkpoint's {have}, as {method!r} has them: leave "
-            "quantization unset"
+            f"quantization={requested!r}, but the checkpoint's {state} (its quant_method is "
+            f"{method!r}): leave quantization unset"
         )
     fields.ignore(_IGNORED_FIELDS[method])
     fields.refuse_unread()
@@ -88,25 +87,32 @@ def read_quantization(
 def _unquantized_paths(
     layout: _QuantizationLayout, paths_by_name: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The paths of projections that are not in FP8; parts that are fused agree."""
+    """Return the paths of the projections that are not quantized.
+
+    Raises:
+        ValueError: Some parts of a fused projection are quantized and others are not.
+    """
     parts: dict[str, dict[str, bool]] = {}
     for name, path in paths_by_name.items():
         parts.setdefault(path, {})[name] = layout.is_ignored([it + name for it in _MODULE_PREFIXES])
-    for own in parts.values():
-        if len(set(own.values())) > 1:
-            some = " and ".join(name for name, ignored in own.items() if ignored)
-            raise ValueError(
-                f"model config: quantization_config leaves {some} as they are, but not all of "
-                f"{', '.join(own)}, which are computed together: a checkpoint must treat them alike"
+    for ignored_by_name in parts.values():
+        if len(set(ignored_by_name.values())) > 1:
+            ignored_names = " and ".join(
+                name for name, ignored in ignored_by_name.items() if ignored
             )
-    return tuple(sorted(path for path, own in parts.items() if all(own.values())))
+            raise ValueError(
+                f"model config: quantization_config leaves {ignored_names} unquantized, but not "
+                f"all of {', '.join(ignored_by_name)}, which are fused into one projection: use a "
+                "checkpoint that quantizes all of them or none"
+            )
+    return tuple(
+        sorted(path for path, ignored_by_name in parts.items() if all(ignored_by_name.values()))
+    )
 
 
 def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
     formats = ("float-quantized", "naive-quantized")
-    is_kv_only = (
-        fields.get("config_groups") == {}
-    )  # of a checkpoint with scales for the cache alone
+    is_kv_only = fields.get("config_groups") == {}  # only the KV cache has scales
     fields.choice("format", formats[0], ("dense", *formats) if is_kv_only else formats)
     for name in ("sparsity_config", "transform_config"):
         if (value := fields.get(name)) not in (None, {}):
@@ -122,23 +128,31 @@ def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
     targets, ignored = _read_name_list(group, "targets"), _read_name_list(fields, "ignore")
     if (value := group.get("output_activations")) is not None:
         raise field_error(f"{group.prefix}output_activations", value, "null")
-    weights, rows = (_read_scheme(group, each) for each in ("weights", "input_activations"))
+    weights, activations = (_read_scheme(group, each) for each in ("weights", "input_activations"))
     group.refuse_unread()
-    found = _FORMAT_BY_SCHEMES.get((weights, rows))
-    if found is None:
+    weight_format = _FORMAT_BY_SCHEMES.get((weights, activations))
+    if weight_format is None:
         wanted = " or ".join(f"{w[0]} with {r[0]}" for w, r in _FORMAT_BY_SCHEMES)
-        asked = f"{weights} with {rows}"
-        raise field_error(f"{group.prefix}weights.strategy", asked, f"weights a {wanted}")
+        given = f"{weights} with {activations}"
+        raise field_error(
+            f"{group.prefix}weights.strategy", given, f"weights with activations: {wanted}"
+        )
 
     def is_ignored(names: Sequence[str]) -> bool:
         is_target = any(_matches_pattern(each, targets) for each in names)
         return not is_target or any(_matches_pattern(each, ignored) for each in names)
 
-    return _QuantizationLayout(found, is_ignored, _has_kv_scales(fields))
+    return _QuantizationLayout(weight_format, is_ignored, _has_kv_scales(fields))
 
 
 class _ScaleScheme(NamedTuple):
-    """What has a scale together, and whether it is taken of each row as it comes."""
+    """The granularity of FP8 scales, and whether the scales are computed in each step.
+
+    Attributes:
+        strategy: Unit that has one scale: "tensor", "channel" (one output of the weight), "token"
+            (one row of activations), "block" (of the weight) or "group" (of a row).
+        is_dynamic: Whether each step computes the scales; otherwise the checkpoint has the scales.
+    """
 
     strategy: str
     is_dynamic: bool
@@ -154,11 +168,15 @@ _FORMAT_BY_SCHEMES = {
 
 
 def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
-    """How compressed-tensors describes numbers, which must be in FP8."""
+    """Read how compressed-tensors scales weights or activations, which must be FP8."""
     if group.get(name) is None:
-        raise field_error(group.prefix + name, None, "an object (weights alone in FP8 are not)")
-    own = group.nested(name)
-    strategy, is_dynamic = own.get("strategy"), own.get("dynamic", False)
+        raise field_error(
+            group.prefix + name,
+            None,
+            "an object (FP8 checkpoints quantize weights and activations)",
+        )
+    scheme_fields = group.nested(name)
+    strategy, is_dynamic = scheme_fields.get("strategy"), scheme_fields.get("dynamic", False)
     wanted: dict[str, Sequence[Any]] = {
         "num_bits": (8,),
         "type": ("float",),
@@ -172,15 +190,19 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
         "zp_dtype": (None, "torch.float8_e4m3fn"),
     }
     for key, choices in wanted.items():
-        if (value := own.get(key, choices[0])) not in choices:
-            raise field_error(own.prefix + key, value, " or ".join(map(str, choices)))
-    own.ignore({"observer", "observer_kwargs"})  # of how scales were found
-    own.refuse_unread()
+        if (value := scheme_fields.get(key, choices[0])) not in choices:
+            raise field_error(scheme_fields.prefix + key, value, " or ".join(map(str, choices)))
+    scheme_fields.ignore({"observer", "observer_kwargs"})  # only say how the scales were calibrated
+    scheme_fields.refuse_unread()
     return _ScaleScheme(str(strategy), is_dynamic is True)
 
 
 def _matches_pattern(module: str, patterns: Sequence[str]) -> bool:
-    """As compressed-tensors has it: a name, an expression after "re:", or the class of all."""
+    """Return whether a module matches any pattern, in the syntax of compressed-tensors.
+
+    A pattern is a module's name, "re:" and a regular expression, or the class name "Linear", which
+    matches every module.
+    """
     for pattern in patterns:
         if pattern.startswith("re:"):
             if _compile_pattern(pattern.removeprefix("re:"), "ignore").match(module):
@@ -191,7 +213,7 @@ def _matches_pattern(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _read_fp8(fields: ConfigFields) -> _QuantizationLayout:
-    """Of transformers, and AutoFP8 before it."""
+    """Read the FP8 layout of transformers and AutoFP8."""
     fields.choice("fmt", "e4m3", (None, "e4m3"))
     fields.choice("scale_fmt", "float", (None, "float"))
     if (value := fields.get("modules_to_convert")) not in (None, []):
@@ -240,16 +262,16 @@ _READERS = {
 
 
 def _has_kv_scales(fields: ConfigFields) -> bool:
-    """Whether the checkpoint has a scale for the keys of each layer, and one for the values."""
+    """Return whether each layer of the checkpoint has scales for an FP8 KV cache."""
     scheme = fields.get("kv_cache_scheme")
     if scheme in (None, "static"):
         return scheme is not None
-    own = fields.nested("kv_cache_scheme")
+    scheme_fields = fields.nested("kv_cache_scheme")
     wanted = {"num_bits": 8, "type": "float", "dynamic": False}
     wanted |= {"symmetric": True, "strategy": "tensor", "group_size": None}
     for name, value in wanted.items():
-        if own.get(name, value) != value:
-            raise field_error(own.prefix + name, own.get(name), value)
+        if scheme_fields.get(name, value) != value:
+            raise field_error(scheme_fields.prefix + name, scheme_fields.get(name), value)
     return True
 
 
@@ -265,4 +287,6 @@ def _compile_pattern(pattern: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise field_error(f"quantization_config.{name}", pattern, "expressions of re") from error
+        raise field_error(
+            f"quantization_config.{name}", pattern, "Python regular expressions"
+        ) from error

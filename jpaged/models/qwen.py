@@ -1,5 +1,7 @@
-"""Qwen2 / Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115) and Qwen3 (arXiv:2505.09388): LLaMA's layers
-with biases on q, k and v (Qwen2), or with an RMSNorm on each query and key head (Qwen3).
+"""Config and weight rules of Qwen2, Qwen2.5 and Qwen3.
+
+The layers are LLaMA's. Qwen2 (arXiv:2407.10671) and Qwen2.5 (arXiv:2412.15115) add biases to q, k
+and v. Qwen3 (arXiv:2505.09388) adds an RMSNorm to each query and key head.
 """
 
 from jpaged.models.checkpoint import WeightRules
@@ -19,7 +21,7 @@ QK_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "se
 
 
 def describe_qwen2(fields: ConfigFields) -> ModelConfig:
-    """Qwen2 and Qwen2.5."""
+    """Read the config of a Qwen2 or Qwen2.5 model."""
     common = read_rotary_config(fields, "qwen2")
     layers = make_rotary_layers(fields, common, _read_sliding_windows(fields))
     tokens = read_tokens_and_dtype(fields, bos=None, eos=None)
@@ -27,7 +29,7 @@ def describe_qwen2(fields: ConfigFields) -> ModelConfig:
 
 
 def describe_qwen3(fields: ConfigFields) -> ModelConfig:
-    """Qwen3, dense."""
+    """Read the config of a dense Qwen3 model."""
     common = read_rotary_config(fields, "qwen3", default_head_size=128)
     layers = make_rotary_layers(fields, common, _read_sliding_windows(fields), qk_norm=True)
     bias, tokens = (
@@ -54,5 +56,5 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
-    """LLaMA's, and the norms of the heads."""
+    """Return LLaMA's weight rules with the norms of query and key heads."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

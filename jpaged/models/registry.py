@@ -1,4 +1,4 @@
-"""Which family describes and loads which `model_type`: a new one is a file and a line here."""
+"""Model families by `model_type`. A new family needs a module and an entry in `_FAMILIES`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,11 +13,16 @@ _KV_SCALE_NAMES = (
     r"layers\.\d+\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?:[kv]|kv)_scale|[kv]_proj\.output_scale)"
 )
-"""Scales for keys and values in FP8, in checkpoints of which the cache is wider."""
+"""Matches the names of KV-cache scales, which are ignored unless the KV cache is FP8."""
 
 
 class ModelFamily(NamedTuple):
-    """A family: how its config is read, and where each tensor of its checkpoints goes."""
+    """Functions of a model family.
+
+    Attributes:
+        describe: Reads the family's config.
+        weight_rules: Returns the rules that map the tensors of a checkpoint to parameters.
+    """
 
     describe: Callable[[ConfigFields], ModelConfig]
     weight_rules: Callable[[ModelConfig], WeightRules]
@@ -37,17 +42,18 @@ SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
 def read_model_config(config: Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
-    """What the content of a `config.json`, of transformers 4 or 5, describes.
+    """Read the model's config from the content of a `config.json` of transformers 4 or 5.
 
-    Fields left out take transformers' defaults, except sizes, which must be there.
+    Missing fields take the defaults of transformers. Sizes are required.
 
     Args:
-        config: the content.
-        quantization: as of `jpaged.models.quantization.read_quantization`.
+        config: Content of `config.json`.
+        quantization: Requested quantization method; None to follow `config` (see
+            `jpaged.models.quantization.read_quantization`).
 
     Raises:
-        ValueError: a missing or malformed field, or one whose value changes the computation in a
-            way that is not implemented; the message has the field, the value and what is supported.
+        ValueError: A field is missing or malformed, or its value would change the computation in
+            an unsupported way. The message names the field, its value and the supported values.
     """
     fields = ConfigFields(config)
     model_type = fields.choice("model_type", None, SUPPORTED_MODEL_TYPES)
@@ -61,17 +67,17 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:
-    """The paths of projections' parts by their names in checkpoints."""
-    found = {}
+    """Map the name of each projection in checkpoints to the projection's path in the model."""
+    paths = {}
     for rule in weight_rules(model).rules:
-        path, _, last = (rule.target or "").rpartition(".")
-        if last == "weight" and model.projection(path) is not None:
-            found[rule.source.removesuffix(".weight")] = path
-    return found
+        path, _, param_name = (rule.target or "").rpartition(".")
+        if param_name == "weight" and model.projection(path) is not None:
+            paths[rule.source.removesuffix(".weight")] = path
+    return paths
 
 
 def weight_rules(config: ModelConfig) -> WeightRules:
-    """Where the tensors of the model's checkpoints go."""
+    """Return the rules that map the tensors of the model's checkpoints to parameters."""
     rules = _FAMILIES[config.model_type].weight_rules(config)
     if config.quantization is None or not config.quantization.has_kv_scales:
         return rules
@@ -83,6 +89,6 @@ def weight_rules(config: ModelConfig) -> WeightRules:
         WeightRule(f"layers.{i}.self_attn.{source}", f"layers.{i}.attention.{name}", is_scalar=True)
         for i in range(config.num_layers)
         for name in ("k_scale", "v_scale")
-        for source in (name, "kv_scale")  # which is of both
+        for source in (name, "kv_scale")  # kv_scale is the scale of both keys and values
     ]
     return replace(rules, rules=[*rules.rules, *scales])

@@ -1,10 +1,11 @@
-"""How several devices share a model (Shoeybi et al. 2019, arXiv:1909.08053).
+"""Tensor parallelism: the sharding of a model over devices (Shoeybi et al. 2019, arXiv:1909.08053).
 
-Each device of the mesh holds some heads of every attention, some of the width within every
-feed-forward and some rows of the token tables; norms and positions are on all of them. It runs the
-same step on these smaller arrays (`ModelConfig.shard` says how small), and the devices' results are
-summed after every projection back to the residual stream. An array over all devices is their own
-arrays side by side along one axis, in the order of the mesh.
+Each device of the mesh holds a shard of the attention heads, of the feed-forward width and of the
+rows of the token tables. Norms and position tables are replicated. Every device runs the same step
+on its shards, whose sizes `ModelConfig.shard` returns. After every projection back to the residual
+stream, an all-reduce sums the devices' results.
+
+A global array is the concatenation of the devices' shards along one axis, in the order of the mesh.
 """
 
 import math
@@ -24,20 +25,24 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import device_sum, nan_if_peer_lost, sum_partials
 
 MESH_AXIS = "tensor"
-"""The mesh's one axis."""
+"""Name of the mesh's only axis."""
 
 
 def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
-    """The first `count` of the devices; None for a single one, which needs no mesh.
+    """Return a mesh of the first `count` devices; None if `count` is 1.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: `count` is larger than the number of devices.
     """
     if count > len(devices):
-        more = " (JAX_NUM_CPU_DEVICES makes more of a CPU)" if devices[0].platform == "cpu" else ""
+        more = (
+            " (JAX_NUM_CPU_DEVICES sets the number of CPU devices)"
+            if devices[0].platform == "cpu"
+            else ""
+        )
         raise ValueError(
-            f"tensor_parallel_size={count} needs as many devices, and this process has "
-            f"{len(devices)} of kind {devices[0].device_kind}; give at most {len(devices)}{more}"
+            f"tensor_parallel_size={count} is larger than the number of devices: this process has "
+            f"{len(devices)} of kind {devices[0].device_kind}; use at most {len(devices)}{more}"
         )
     return None if count == 1 else Mesh(np.array(devices[:count]), (MESH_AXIS,))
 
@@ -49,12 +54,13 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
 )
 @dataclass(frozen=True)
 class PendingAllReduce:
-    """Rows that are still to be summed over devices, so that the norm behind can do it at once.
+    """Rows whose all-reduce over the devices is left to the next norm.
 
     Attributes:
-        partials: A device's own, as split-K partials.
-        peer_header: What the device knows of the others (`pallas_kernels.make_exchange_header`).
-        buffer_index: 0 and 1 in turn over a program's sums with `peer_header`, of which it has an even number.
+        partials: This device's rows, as split-K partials.
+        peer_header: Addresses of all devices' peer memory (`pallas_kernels.make_exchange_header`).
+        buffer_index: Index of the exchange buffer, 0 or 1. The all-reduces of a program that use
+            `peer_header` alternate between the buffers, and their number is even.
     """
 
     partials: Float[Array, "parts T D"]
@@ -65,11 +71,11 @@ class PendingAllReduce:
 def reduce_update(
     update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "T D"]:
-    """The sum of split-K partials, and over devices where that is to be done."""
+    """Sum the split-K partials of an update, and all-reduce a `PendingAllReduce`."""
     if isinstance(update, PendingAllReduce):
-        own = sum_partials(update.partials, dtype)
+        local_sum = sum_partials(update.partials, dtype)
         return device_sum(
-            own, MESH_AXIS, header=update.peer_header, buffer_index=update.buffer_index
+            local_sum, MESH_AXIS, header=update.peer_header, buffer_index=update.buffer_index
         )
     return sum_partials(update, dtype)
 
@@ -77,10 +83,10 @@ def reduce_update(
 def barrier_all_reduce(
     x: Float[Array, "T D"], peer_header: Int32[Array, "W"] | None
 ) -> Float[Array, "T D"]:
-    """The first all-reduce of a program, always by XLA, which also serves as a barrier.
+    """Sum `x` over the devices with XLA's all-reduce, which is also a barrier.
 
-    No device then polls in a kernel of ours before every device has loaded the program. If a device
-    has lost another, the result is NaN on all devices.
+    Every program begins with this all-reduce. Therefore no kernel polls peer memory before every
+    device has loaded the program. If any device has lost a peer, the result is NaN on all devices.
     """
     if peer_header is not None:
         x += nan_if_peer_lost(peer_header).astype(x.dtype)
@@ -88,60 +94,68 @@ def barrier_all_reduce(
 
 
 def all_max(x: jax.Array) -> jax.Array:
-    """The largest of the devices' arrays in each place, on each of them."""
+    """Return the elementwise maximum of the devices' arrays, on every device."""
     return lax.pmax(x, MESH_AXIS)
 
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
-    """The devices' arrays side by side along an axis, on each of them."""
-    # One behind the other first, as they arrive: asked for along another axis, XLA transposes each
-    # before and all of them after.
-    found = jnp.moveaxis(lax.all_gather(x, MESH_AXIS), 0, axis)
-    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    """Concatenate the devices' arrays along an axis, on every device."""
+    # Gather along a new first axis: to gather along another axis, XLA transposes each array before
+    # the all-gather and the result after it.
+    gathered = jnp.moveaxis(lax.all_gather(x, MESH_AXIS), 0, axis)
+    return gathered.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def shard_start(size: int) -> Int32[Array, ""]:
-    """Where a device's own part begins along an axis of which each has `size`, in their order."""
+    """Return where this device's shard begins along an axis, if every shard has `size` entries."""
     return lax.axis_index(MESH_AXIS) * size
 
 
-def sharded_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:
-    """The axis along which devices share an array of the shape `whole`, each with one of `own`;
-    None if each has all of it."""
-    return next((i for i, (a, b) in enumerate(zip(whole, own, strict=True)) if a != b), None)
+def sharded_axis(unsharded_shape: Sequence[int], shard_shape: Sequence[int]) -> int | None:
+    """Return the axis along which an array is split; None if the array is replicated."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(unsharded_shape, shard_shape, strict=True)) if a != b),
+        None,
+    )
 
 
 def axis_sharding(mesh: Mesh, axis: int | None) -> NamedSharding:
-    """Of an array that is split along an axis, or whole on every device."""
-    before = () if axis is None else (*[None] * axis, MESH_AXIS)
-    return NamedSharding(mesh, PartitionSpec(*before))
+    """Return the sharding of an array that is split along `axis`; replicated if `axis` is None."""
+    spec = () if axis is None else (*[None] * axis, MESH_AXIS)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def global_shape_struct(
-    mesh: Mesh | None, own: jax.ShapeDtypeStruct, axis: int | None
+    mesh: Mesh | None, shard_spec: jax.ShapeDtypeStruct, axis: int | None
 ) -> jax.ShapeDtypeStruct:
-    """The array over all devices of which each has one like `own`; that itself without a mesh."""
+    """Return shape, dtype and sharding of the global array whose shards are like `shard_spec`.
+
+    Args:
+        mesh: Mesh of the devices; None returns `shard_spec` itself.
+        shard_spec: Shape and dtype of one device's shard.
+        axis: Axis along which the global array is split; None if it is replicated.
+    """
     if mesh is None:
-        return own
-    shape = list(own.shape)
+        return shard_spec
+    shape = list(shard_spec.shape)
     if axis is not None:
         shape[axis] *= mesh.size
-    return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=axis_sharding(mesh, axis))
+    return jax.ShapeDtypeStruct(tuple(shape), shard_spec.dtype, sharding=axis_sharding(mesh, axis))
 
 
 def per_device_shape(array: Any) -> tuple[int, ...]:
-    """The shape of what each device has of an array, or of what stands for one."""
+    """Return the shape of each device's shard of an array or `jax.ShapeDtypeStruct`."""
     sharding = getattr(array, "sharding", None)
     return array.shape if sharding is None else sharding.shard_shape(array.shape)
 
 
 def per_device_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays on each device."""
+    """Return how many bytes a tree of arrays takes on each device."""
     return sum(math.prod(per_device_shape(it)) * it.dtype.itemsize for it in jax.tree.leaves(tree))
 
 
 def tree_mesh(tree: Any) -> Mesh | None:
-    """The mesh over which arrays lie; None if they are on one device."""
+    """Return the mesh over which a tree of arrays is sharded; None on a single device."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -152,24 +166,24 @@ def tree_mesh(tree: Any) -> Mesh | None:
 def wrap_in_shard_map(
     function: Callable, mesh: Mesh, arguments: tuple, keywords: Mapping[str, Any], out_specs: Any
 ) -> Callable:
-    """A function of a device's own arrays as one of arrays over all devices, run on each at once.
+    """Return a function of global arrays that runs `function` on every device's shards.
 
     Args:
-        function: Of the device's arrays; may call `device_sum` and `all_gather`.
-        mesh: The devices.
-        arguments, keywords: What stands for the arrays over all devices, with their shardings.
-        results: How the results lie: a tree of `PartitionSpec`, or a prefix of it.
+        function: Function of one device's shards; may call `device_sum` and `all_gather`.
+        mesh: Mesh of the devices.
+        arguments, keywords: Global arrays or their shape structs, with shardings.
+        out_specs: Sharding of the results: a tree of `PartitionSpec`, or a prefix of such a tree.
     """
     in_specs = jax.tree.map(lambda it: it.sharding.spec, (arguments, dict(keywords)))
 
     def call(arguments: tuple, keywords: dict) -> Any:
         return function(*arguments, **keywords)
 
-    # check_vma: JAX cannot see that what kernels return is the same on all devices.
+    # check_vma is off because JAX cannot infer that a kernel's result is equal on all devices.
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     mapped = jax.shard_map(call, mesh=mesh, **options)
 
-    @wraps(function)  # arguments are donated by name
+    @wraps(function)  # keep the parameter names: `jax.jit` donates arguments by name
     def run(*arguments, **keywords):
         return mapped(arguments, keywords)
 
@@ -178,48 +192,49 @@ def wrap_in_shard_map(
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A box of an array that one device has.
+    """A box of an unsharded array that one device holds in its shard.
 
     Attributes:
-        whole: Where it begins in the array as a single device would have it.
-        own: Where it begins in the device's own array.
-        shape: Its shape.
+        unsharded_start: Index of the box's first element in the unsharded array.
+        local_start: Index of the box's first element in the device's shard.
+        shape: Shape of the box.
     """
 
-    global_start: tuple[int, ...]
+    unsharded_start: tuple[int, ...]
     local_start: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def shard_slices(
-    whole: tuple[int, ...],
-    own: tuple[int, ...],
+    unsharded_shape: tuple[int, ...],
+    shard_shape: tuple[int, ...],
     device_index: int,
     count: int,
     parts: Sequence[tuple[int, int]] = (),
 ) -> list[ShardSlice]:
-    """What device `device_index` of `count` has of an array.
+    """Return the boxes of an unsharded array that one device holds.
 
     Args:
-        whole: The array's shape on a single device.
-        own: The shape of a device's array.
-        place, count: Which device of how many.
-        parts: Where several arrays lie side by side along the split axis, as queries, keys and
-            values do, the sizes there of each, whole and own. Of a part that has fewer rows than
-            there are devices, several devices have the same one.
+        unsharded_shape: Shape of the array on a single device.
+        shard_shape: Shape of the device's shard.
+        device_index: Index of the device in the mesh.
+        count: Number of devices.
+        parts: Sizes along the split axis, as pairs (unsharded size, shard size), of the arrays that
+            are concatenated there, such as queries, keys and values. Empty for a single array. If a
+            part has fewer rows than there are devices, several devices hold the same row.
     """
-    axis, nowhere = sharded_axis(whole, own), (0,) * len(whole)
+    axis, origin = sharded_axis(unsharded_shape, shard_shape), (0,) * len(unsharded_shape)
     if axis is None:
-        return [ShardSlice(nowhere, nowhere, whole)]
+        return [ShardSlice(origin, origin, unsharded_shape)]
 
     def at(start: int) -> tuple[int, ...]:
-        return (*nowhere[:axis], start, *nowhere[axis + 1 :])
+        return (*origin[:axis], start, *origin[axis + 1 :])
 
-    found, before, own_before = [], 0, 0
-    for size, own_size in parts or [(whole[axis], own[axis])]:
-        shape = (*whole[:axis], own_size, *whole[axis + 1 :])
-        # Devices that have a part together, as a KV head, all begin where it does.
-        start = before + device_index * size // count // own_size * own_size
-        found.append(ShardSlice(at(start), at(own_before), shape))
-        before, own_before = before + size, own_before + own_size
-    return found
+    slices, unsharded_offset, local_offset = [], 0, 0
+    for size, shard_size in parts or [(unsharded_shape[axis], shard_shape[axis])]:
+        shape = (*unsharded_shape[:axis], shard_size, *unsharded_shape[axis + 1 :])
+        # Round down to a multiple of shard_size: devices with the same KV head start at that head.
+        start = unsharded_offset + device_index * size // count // shard_size * shard_size
+        slices.append(ShardSlice(at(start), at(local_offset), shape))
+        unsharded_offset, local_offset = unsharded_offset + size, local_offset + shard_size
+    return slices
