@@ -1,5 +1,7 @@
-"""What an answer must obey: `StructuredOutputs`, checked when it is made. Nothing here imports JAX
-or compiles a grammar."""
+"""`StructuredOutputs`: the specification that an answer must match, checked when it is created.
+
+This module needs neither JAX nor llguidance.
+"""
 
 import copy
 import json
@@ -16,21 +18,28 @@ from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, pa
 
 @dataclass(frozen=True, init=False)
 class StructuredOutputs:
-    """What an answer must obey: just one of the first five, whose names are vLLM's.
+    """A structured-output specification: the rule that an answer must match.
+
+    Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is set. vLLM uses the same
+    names.
 
     Args:
-        json: a JSON schema, as a mapping or as text; the answer is JSON that obeys it. Which
-            keywords are enforced: docs/structured_output.md. Kept as text.
-        regex: a regular expression that the whole answer matches, of Rust's syntax.
-        choice: the answers that are allowed.
-        grammar: a context-free grammar in llguidance's variant of Lark's syntax.
-        json_object: True: the answer is any JSON object.
-        after: nothing is asked before this text has come, such as "</think>".
-        opening: the text with which the passage begins that `after` ends, such as "<think>": an
-            answer that does not begin with it obeys from the start. None: the prompt has it.
+        json: JSON schema, as a mapping or as JSON text. The answer is JSON that matches the schema.
+            docs/structured_output.md lists the enforced keywords. The attribute is JSON text.
+        regex: Regular expression in Rust's syntax that must match the whole answer.
+        choice: The allowed answers.
+        grammar: Context-free grammar in llguidance's variant of Lark's syntax.
+        json_object: True if the answer may be any JSON object.
+        after: Text that ends the reasoning, such as "</think>". The answer may contain anything
+            before this text. None: the answer is constrained from its first token.
+        opening: Text that starts the reasoning, such as "<think>". An answer that does not start
+            with this text is constrained from its first token. None: the prompt has opened the
+            reasoning.
+        name: Path of the specification, for errors.
 
     Raises:
-        TypeError, ValueError: naming the field, and of a schema the place in it.
+        TypeError, ValueError: A field is invalid. The error names the field, and for a schema the
+            path of the invalid part.
     """
 
     KINDS: ClassVar = ("json", "regex", "choice", "grammar", "json_object")
@@ -55,29 +64,28 @@ class StructuredOutputs:
         opening: str | None = None,
         name: str = "structured_outputs",
     ):
-        """As of the class; errors call it `name`."""
         given = dict(zip(self.KINDS, (json, regex, choice, grammar, json_object), strict=True))
         given = {kind: it for kind, it in given.items() if it is not None}
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise RequestError(
-                name, f"must have just one of {', '.join(self.KINDS)}; it has {found}"
+                name, f"must have exactly one of {', '.join(self.KINDS)}; it has {found}"
             )
         ((kind, value),) = given.items()
         for text, what in ((after, "after"), (opening, "opening")):
             if text is not None and (not isinstance(text, str) or not text):
                 raise RequestTypeError(
-                    f"{name}.{what}", "must be some text, or None", value=repr(text)
+                    f"{name}.{what}", "must be a non-empty string or None", value=repr(text)
                 )
         if opening is not None and after is None:
-            problem = "needs after: it is what that ends"
+            problem = "needs after: pass the text that ends the reasoning, or omit opening"
             raise RequestError(f"{name}.opening", problem, value=repr(opening))
         made = {**dict.fromkeys(self.KINDS), kind: _VALIDATORS[kind](f"{name}.{kind}", value)}
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
 
     def behind(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
-        """The same behind a passage that is free; see `after` and `opening`."""
+        """Return a copy with other values of `after` and `opening`."""
         other = copy.copy(self)
         object.__setattr__(other, "after", after)
         object.__setattr__(other, "opening", opening)
@@ -85,7 +93,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """Name of the field that is set: one of `KINDS`."""
         return next(kind for kind in self.KINDS if getattr(self, kind) is not None)
 
 
@@ -93,13 +101,13 @@ def _validate_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise RequestTypeError(name, "must be a string", value=short_repr(value))
     if not value:
-        raise RequestError(name, "is empty", remedy="leave it out")
+        raise RequestError(name, "is empty", remedy="pass a non-empty string, or omit it")
     bounds.SOURCE_LENGTH.check(name, len(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
         where = f"at position {error.start}"
-        raise RequestError(name, f"has a lone surrogate {where}", remedy="leave it out") from None
+        raise RequestError(name, f"has a lone surrogate {where}", remedy="remove it") from None
     return value
 
 
@@ -107,7 +115,7 @@ def _validate_choices(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RequestTypeError(name, "must be a list of strings", value=short_repr(value))
     if not value:
-        raise RequestError(name, "has no choices", remedy="give one at least")
+        raise RequestError(name, "has no choices", remedy="pass at least one")
     bounds.CHOICES.check(name, len(value))
     choices = tuple(_validate_text(f"{name}[{i}]", it) for i, it in enumerate(value))
     bounds.SOURCE_LENGTH.check(name, sum(map(len, choices)))
@@ -117,7 +125,10 @@ def _validate_choices(name: str, value: object) -> tuple[str, ...]:
 def _validate_flag(name: str, value: object) -> bool:
     if value is not True:
         raise RequestError(
-            name, "must be True", value=short_repr(value), remedy="leave it out for no JSON object"
+            name,
+            "must be True",
+            value=short_repr(value),
+            remedy="omit it if the answer need not be a JSON object",
         )
     return True
 
@@ -135,13 +146,13 @@ def _validate_grammar(name: str, value: object) -> str:
 
 
 def _validate_schema(name: str, value: object) -> str:
-    """The schema as JSON text."""
+    """Return the schema as JSON text."""
     if isinstance(value, str):
         bounds.SOURCE_LENGTH.check(name, len(value))
         value = parse_json(name, value)
     else:
         size = 0
-        with suppress(TypeError, ValueError, RecursionError):  # what is wrong is told below
+        with suppress(TypeError, ValueError, RecursionError):  # checked and reported below
             size = len(json.dumps(value, separators=(",", ":")))
         bounds.SOURCE_LENGTH.check(name, size)
     check_schema(name, value)
@@ -149,7 +160,7 @@ def _validate_schema(name: str, value: object) -> str:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError(name, "has a lone surrogate", remedy="leave it out") from None
+        raise RequestError(name, "has a lone surrogate", remedy="remove it") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(name, f"cannot be written as JSON: {error}") from None
     bounds.SOURCE_LENGTH.check(name, len(text))

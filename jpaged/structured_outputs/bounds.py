@@ -1,4 +1,7 @@
-"""What the form of an answer may ask: every bound, in one table (docs/structured_output.md)."""
+"""Limits on structured-output specifications and on the cost of grammars, in one table.
+
+docs/structured_output.md describes the limits for users.
+"""
 
 from typing import NamedTuple
 
@@ -6,12 +9,12 @@ from jpaged.errors import ErrorKind, RequestError
 
 
 class Bound(NamedTuple):
-    """At most so many of something.
+    """A maximum count, and the words of the error for a larger count.
 
     Attributes:
-        most: How many.
-        what: Of what.
-        remedy: What to do about more.
+        limit: Maximum count.
+        noun: Plural noun of the counted items, for the error.
+        remedy: How to reduce the count, for the error.
     """
 
     limit: int
@@ -19,7 +22,7 @@ class Bound(NamedTuple):
     remedy: str
 
     def check(self, path: str, number: int) -> None:
-        """Raise ValueError, naming `path`, if there are more."""
+        """Raise ValueError for the field `path` if `number` exceeds the limit."""
         if number > self.limit:
             raise RequestError(
                 path,
@@ -30,111 +33,133 @@ class Bound(NamedTuple):
 
 
 SOURCE_LENGTH = Bound(64 * 1024, "characters", "shorten it")
-"""Of a schema's JSON, a regular expression, a grammar, or all choices together."""
+"""Maximum length of a schema's JSON, a regular expression, a grammar, or all choices together."""
 
-CHOICES = Bound(1024, "choices", "leave some out")
+CHOICES = Bound(1024, "choices", "remove some")
 
-SCHEMA_DEPTH = Bound(32, "schemas around it", "use $defs")
-"""Of schemas within schemas; references are counted by `SCHEMAS`."""
+SCHEMA_DEPTH = Bound(32, "enclosing schemas", "move nested schemas to $defs")
+"""Maximum nesting depth of schemas. References do not add depth: `SCHEMAS` limits them."""
 
-SCHEMAS = Bound(2048, "schemas", "split it, or ask for less in one answer")
-"""A chain of references is no longer than this. llguidance goes down it by recursion, with some
-3.5 KiB of stack a schema, and threads that compile have `STACK_BYTES`."""
+SCHEMAS = Bound(2048, "schemas", "use a smaller schema")
+"""Maximum number of schemas in a specification, and so the maximum length of a chain of references.
 
-SCHEMAS_PER_VALUE = Bound(16, "schemas that hold for one value", "write allOf, $ref and anyOf out")
-"""By `allOf`, by `$ref`, and by the one of `anyOf` or `oneOf` that has most."""
+llguidance follows a chain recursively and needs about 3.5 KiB of stack per schema. Threads that
+compile have `STACK_BYTES`."""
 
-PATTERNS_PER_VALUE = Bound(4, "patterns and formats for one value", "make them one pattern")
-"""Their product is one automaton."""
+SCHEMAS_PER_VALUE = Bound(
+    16, "schemas that apply to one value", "merge the schemas of allOf, $ref and anyOf"
+)
+"""Maximum number of schemas that apply to one value.
 
-MULTIPLES_PER_VALUE = Bound(1, "multipleOf for one value", "give their least common multiple")
+Schemas apply together through `allOf`, `$ref`, and the largest case of `anyOf` or `oneOf`."""
+
+PATTERNS_PER_VALUE = Bound(4, "patterns and formats for one value", "combine them into one pattern")
+"""Maximum number of patterns and formats that apply to one value: one automaton checks them all."""
+
+MULTIPLES_PER_VALUE = Bound(1, "multipleOf for one value", "use their least common multiple")
 
 MAX_MULTIPLE_OF = 10_000
-"""The largest `multipleOf`: an automaton has a state for each remainder."""
+"""Maximum value of `multipleOf`: an automaton has one state per remainder."""
 
-PATTERN_PROPERTIES = Bound(32, "names", "make them one pattern")
-"""Of `patternProperties`: every two are compared."""
+PATTERN_PROPERTIES = Bound(32, "names", "combine names into one pattern")
+"""Maximum number of names in `patternProperties`. Every pair of names is compared."""
 
-OPTIONAL_PROPERTIES = Bound(
-    128, "properties that may be left out", "make some required, or leave them out"
-)
-"""Of one object: after each, all later ones may follow."""
+OPTIONAL_PROPERTIES = Bound(128, "optional properties", "make some required, or remove some")
+"""Maximum number of optional properties of one object.
+
+In the grammar, every later property may follow each optional property."""
 
 PROPERTY_SETS = Bound(
     128,
     "combinations of optional properties",
     "make some properties required, or drop the keyword",
 )
-"""Combinations that `minProperties` and `maxProperties` allow: each is a case of the grammar."""
+"""Maximum number of sets of optional properties that `minProperties` and `maxProperties` allow.
 
-SUBSCHEMAS_PER_KEYWORD = Bound(256, "cases", "leave some out")
-"""Of `anyOf`, `oneOf`, `allOf`; every two of `oneOf` are compared."""
+Each set is one case of the grammar."""
 
-ENUM_VALUES = Bound(2048, "values", "leave some out")
-"""In an `enum` or a `const`, those within values too."""
+SUBSCHEMAS_PER_KEYWORD = Bound(256, "cases", "remove some")
+"""Maximum number of schemas in `anyOf`, `oneOf` or `allOf`. All pairs of `oneOf` are compared."""
+
+ENUM_VALUES = Bound(2048, "values", "remove some")
+"""Maximum number of values in an `enum` or a `const`, including nested values."""
 
 MAX_NUMBER = 2**53
-"""The largest magnitude of a number in a schema: beyond it llguidance rounds."""
+"""Maximum magnitude of a number in a schema: llguidance rounds larger numbers."""
 
-GRAMMAR_RULES = Bound(4096, "rules", "leave some out")
-"""Of a grammar. llguidance goes down a chain of rules by recursion, with some 3 KiB of stack."""
+GRAMMAR_RULES = Bound(4096, "rules", "remove some")
+"""Maximum number of rules in a grammar.
 
-QUANTIFIERS = Bound(500, "repetitions", "write fewer of ?, *, + and {}")
-"""Written in one regular expression."""
+llguidance follows a chain of rules recursively and needs about 3 KiB of stack per rule."""
 
-GROUP_DEPTH = Bound(100, "groups around a group", "nest fewer")
-"""In a regular expression, or in a grammar's rule."""
+QUANTIFIERS = Bound(500, "repetitions", "use fewer of ?, *, + and {}")
+"""Maximum number of quantifiers (`?`, `*`, `+`, `{}`) in one regular expression."""
 
-NESTED_REPETITIONS = Bound(10_000, "repetitions within repetitions", "lower the numbers in {}")
-"""The largest product of nested counts in a regular expression, or in a grammar."""
+GROUP_DEPTH = Bound(100, "levels of nested groups", "nest fewer groups")
+"""Maximum nesting depth of groups in a regular expression or a grammar."""
+
+NESTED_REPETITIONS = Bound(
+    10_000, "repetitions within repetitions", "lower the counts in {}: nested counts multiply"
+)
+"""Maximum product of nested repetition counts in a regular expression or a grammar."""
 
 STACK_BYTES = 64 * 2**20
-"""Bytes of stack of the threads that compile."""
+"""Stack size of the threads that compile grammars, in bytes."""
 
 TRIAL_STACK_BYTES = STACK_BYTES // 2
-"""Of the threads that try a form for a server: what passes there passes in the engine."""
+"""Stack size of the threads that run a `GrammarTrial`, in bytes.
+
+The engine's threads have a larger stack, so that a grammar that passes the trial compiles there."""
 
 TRIAL_CPU_S = 3.0
-"""Of a processor's time, to try a form for a server."""
+"""Maximum CPU time of one `GrammarTrial`, in seconds."""
 
 TRIAL_MEMORY_BYTES = 256 * 2**20
-"""Bytes, to try a form for a server."""
+"""Maximum memory that one `GrammarTrial` allocates, in bytes."""
 
 TRIAL_TOKENS = 24
-"""Tokens of a random answer with which a form is tried for a server."""
+"""Number of tokens of the random answer that a `GrammarTrial` generates."""
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,  # some 4 ms
+    "step_lexer_fuel": 50_000,  # about 4 ms
     "step_max_items": 5_000,  # less than 1 ms
-    "max_items_in_row": 600,  # an ambiguous grammar's time a token is quadratic in it: some 6 ms
-    "max_lexer_states": 32_768,  # of some 560 bytes; `grammar.Matcher` replaces a full lexer
+    "max_items_in_row": 600,  # about 6 ms: ambiguous grammars take quadratic time per token
+    "max_lexer_states": 32_768,  # about 560 bytes each; `Matcher` replaces a full lexer
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""llguidance's own, for compiling and for each token."""
+"""Limits that llguidance enforces while it compiles a grammar and matches each token."""
 
 MAX_GRAMMAR_LEXERS = 64
-"""Of one grammar, each compiled anew: more answers at a time share them."""
+"""Maximum number of lexers (compiled copies) of one grammar. Further answers share lexers."""
 
 MAX_TOTAL_LEXERS = 512
-"""Of all grammars, of 0.1 to 0.3 MiB for usual schemas: of more, spare ones are dropped."""
+"""Maximum number of lexers of all grammars; beyond it, spare lexers are dropped.
+
+A lexer of a usual schema takes 0.1 to 0.3 MiB."""
 
 MAX_LEXER_BYTES = 512 * 2**20
-"""Bytes of all lexers. Beyond them spare lexers are dropped, new answers share lexers, and running
-answers replace theirs by smaller ones."""
+"""Maximum memory of all lexers, in bytes.
+
+Beyond it, spare lexers are dropped, new answers share lexers, and running answers get smaller
+lexers."""
 
 LEXER_IDLE_S = 30.0
-"""Seconds without an answer after which all lexers are released."""
+"""Seconds without a running answer after which all lexers are released."""
 
 CHEAP_COMPILE_S = 0.02
-"""Of a processor's time, to compile a grammar: one that takes longer has a single lexer."""
+"""A grammar that takes at least this many CPU seconds to compile has only one lexer."""
 
 MAX_SHARED_TOKENS = 32_768
-"""Tokens of finished answers after which a grammar's only lexer is replaced for new answers."""
+"""Number of tokens of finished answers after which a grammar's only lexer is replaced.
+
+Running answers keep the old lexer."""
 
 MAX_MEAN_MASK_S = 0.02
-"""CPU time that each mask of an answer may take, on average."""
+"""Maximum average CPU time per mask of an answer, in seconds."""
 
 MAX_MASK_EXCESS_S = 0.1
-"""CPU time by which an answer's masks may together exceed that average before the answer fails."""
+"""CPU seconds by which the masks of an answer may exceed `MAX_MEAN_MASK_S` each, in total.
+
+An answer with a larger excess fails."""

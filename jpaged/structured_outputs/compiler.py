@@ -1,7 +1,7 @@
-"""Grammars that answers obey: compiled, matched token by token, made into masks for the sampler.
+"""`GrammarCompiler` compiles structured-output specifications for one tokenizer.
 
-llguidance does the parsing, in Rust and without Python's lock. What is ours: which tokens end an
-answer, bounds on what a grammar may cost, and a passage before the grammar that is free.
+llguidance does the parsing, in Rust and without Python's lock. This module adds a cache of compiled
+grammars, threads with large stacks, and limits on the cost of a grammar.
 """
 
 import json
@@ -32,30 +32,34 @@ from jpaged.structured_outputs.syntax import replace_schemas
 from jpaged.text.tokenizer import Tokenizer
 
 MAX_CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept; one that is not kept is compiled anew."""
+"""Default maximum number of compiled grammars in the cache of a `GrammarCompiler`."""
 
 _JSON_OPTIONS: Any = {
-    # One blank at most where JSON takes any: a model that is unsure would write them for ever.
+    # At most one blank between JSON tokens: an unsure model would write blanks forever.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
-    # Without \u: a name has one spelling, so that none comes twice or past additionalProperties.
+    # No \u escapes, so that a property name has one spelling. With two spellings, a name could
+    # appear twice or evade `additionalProperties`.
     "json_allowed_escapes": '"\\bfnrt',
 }
-"""How JSON is written, as llguidance takes it."""
+"""Options of llguidance for the JSON that answers contain."""
 
 _NUM_THREADS = {"grammars": 2, "kept": 1, "renewed": 2}
-"""Number of threads that compile new grammars, that make matchers of compiled grammars, and that
-compile a grammar again for a running answer."""
+"""Number of threads in each pool.
+
+"grammars" compiles new grammars, "kept" creates matchers of cached grammars, and "renewed" compiles
+a grammar again for a running answer."""
 
 _RECOMPILE_FUEL = 1 << 40
-"""Fuel of a grammar that is compiled again, and of tokens that are consumed before the first mask:
-both have been within the limits before."""
+"""llguidance's initial fuel for compiling a grammar again and for replaying an answer's tokens.
+
+The fuel is practically unlimited: the grammar and the tokens have passed the limits before."""
 
 _TOKENS_PER_REFUEL = 16
-"""Tokens that are consumed again with the fuel of one mask, in a lexer that answers share."""
+"""Number of tokens that are replayed in a shared lexer before a mask refuels the lexer."""
 
 _STATE_BYTES = 1024
-"""Bytes of a lexer's state: 560 measured for a string of bounded length."""
+"""Assumed bytes per lexer state. A string of bounded length needs 560 bytes per state."""
 
 
 def _parser_limits(**overrides: Any) -> Any:
@@ -65,7 +69,7 @@ def _parser_limits(**overrides: Any) -> Any:
 
 
 def _grammar_source(spec: StructuredOutputs) -> str:
-    """The grammar as llguidance takes it."""
+    """Return the grammar of a specification in the syntax that llguidance reads."""
     from llguidance import LLMatcher
 
     match spec.kind:
@@ -76,7 +80,7 @@ def _grammar_source(spec: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(spec.regex or "")
         case "choice":
-            # One terminal: as rules each choice would count as an item of the parser's row.
+            # Use one terminal: with rules, each choice would count towards `max_items_in_row`.
             choices = " | ".join(json.dumps(each) for each in spec.choice or ())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
@@ -84,14 +88,14 @@ def _grammar_source(spec: StructuredOutputs) -> str:
 
 
 def _schema_text(schema: Any) -> str:
-    """A schema as llguidance takes it."""
+    """Return a JSON schema as text, rewritten for llguidance."""
     if isinstance(schema, dict):
         schema = {**rewrite_schema(schema), "x-guidance": _JSON_OPTIONS}
     return json.dumps(schema, separators=(",", ":"))
 
 
 def _try_first_token(matcher: Any) -> None:
-    """Match some token that may come, and look at what may follow it."""
+    """Let llguidance's matcher consume one allowed token and compute the next mask."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     if len(found := np.flatnonzero(bits)):
         matcher.consume_token(int(found[0]))
@@ -99,11 +103,9 @@ def _try_first_token(matcher: Any) -> None:
 
 
 def _generate_random_tokens(matcher: Matcher) -> None:
-    """Write some random tokens that may come."""
-    random, mask = (
-        np.random.default_rng(0),
-        np.zeros((1, len(matcher.vocabulary.not_eos_mask)), np.int32),
-    )
+    """Generate up to `bounds.TRIAL_TOKENS` random tokens that the grammar allows."""
+    random = np.random.default_rng(0)
+    mask = np.zeros((1, len(matcher.vocabulary.not_eos_mask)), np.int32)
     for _ in range(bounds.TRIAL_TOKENS):
         if (error := matcher.fill_mask(mask, 0)) is not None:
             raise error
@@ -116,17 +118,17 @@ def _generate_random_tokens(matcher: Matcher) -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Thread-safe.
+    """Compiler and cache of grammars for one tokenizer. Thread-safe.
 
     Args:
-        tokenizer: The model's.
-        vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
-        eos_token_ids: The model's own end tokens.
-        stack: Bytes of the threads that compile: llguidance recurses.
-        most_kept: Grammars that are kept for requests to come.
+        tokenizer: The model's tokenizer.
+        vocab_size: Width of the logits. Token ids that the tokenizer lacks are never allowed.
+        eos_token_ids: The model's end tokens.
+        stack_bytes: Stack size of the compiling threads: llguidance compiles recursively.
+        max_cached: Maximum number of compiled grammars in the cache.
 
     Attributes:
-        vocab_size: As given.
+        vocab_size: Width of the logits.
     """
 
     def __init__(
@@ -150,42 +152,52 @@ class GrammarCompiler:
         self._thread_pools: dict[str, ThreadPoolExecutor] = {}
 
     def prepare(self) -> None:
-        """Read the tokenizer's vocabulary, which else the first grammar waits for.
+        """Read the tokenizer's vocabulary now, so that the first grammar need not wait for it.
 
         Raises:
-            GrammarError: it cannot be used.
+            GrammarError: The tokenizer cannot be used with llguidance, or has no end token.
         """
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                self._memory = LexerMemory()  # the vocabulary stays
+                self._memory = LexerMemory()  # starts after the vocabulary, which is no lexer
 
     def submit(
         self, spec: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
     ) -> Future[list[Matcher]]:
-        """`compile` for so many answers, which tokens `ending_ids` may end, without waiting."""
+        """Compile a grammar in another thread and create `count` matchers, one per answer.
+
+        Args:
+            spec: The structured-output specification.
+            ending_ids: Token ids that may end an answer.
+            count: Number of matchers.
+
+        Returns:
+            Future of the matchers. It raises `GrammarError` if the grammar cannot be compiled.
+        """
         with self._lock:
-            # One that is kept takes little: not behind those that others wait for.
+            # A cached grammar takes little time, so it must not queue behind compilations.
             known = self._cache.get(spec)
             kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._submit_to_pool(kind, self._make_matchers, spec, ending_ids, count)
 
     def compile(self, spec: StructuredOutputs) -> CompiledGrammar:
-        """The grammar of a form.
+        """Return the compiled grammar of a specification; wait until it is compiled.
 
         Raises:
-            GrammarError: there is none, or it takes too much.
+            GrammarError: llguidance refuses the grammar, or the grammar exceeds a limit.
         """
         with self._lock:
             compiling = self._submit_to_pool("grammars", self._compile, spec)
         return compiling.result()
 
     def try_random_answer(self, spec: StructuredOutputs, ending_ids: frozenset[int]) -> None:
-        """Compile a form and write the beginning of a random answer by its masks, all in threads
-        whose stack is as of those that compile.
+        """Compile a grammar and generate the first tokens of a random answer with its masks.
+
+        All of this runs in the compiling threads, which have the stack size `stack_bytes`.
 
         Raises:
-            GrammarError: the form cannot be compiled, or the answer fails.
+            GrammarError: The grammar cannot be compiled, or a mask fails.
         """
         (matcher,) = self.submit(spec, ending_ids).result()
         with self._lock:
@@ -193,16 +205,15 @@ class GrammarCompiler:
         writing.result()
 
     def _submit_to_pool(self, kind: str, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Do some work in a thread of that kind; the caller has the lock."""
+        """Run `work(*args)` in the thread pool `kind`. The caller holds the lock."""
         if kind not in self._thread_pools:
             self._thread_pools[kind] = ThreadPoolExecutor(
                 _NUM_THREADS[kind], thread_name_prefix=f"jpaged-{kind}"
             )
         before = threading.stack_size(self._stack_bytes)
         try:
-            return self._thread_pools[kind].submit(
-                work, *args
-            )  # may start a thread, with such a stack
+            # This may start a thread, which gets the stack size set above.
+            return self._thread_pools[kind].submit(work, *args)
         finally:
             threading.stack_size(before)
 
@@ -222,14 +233,15 @@ class GrammarCompiler:
 
         Args:
             grammar: The answer's grammar.
-            consumed: The answer's tokens.
-            may_share: Whether the answer may share the lexer if compiling takes long.
+            consumed: Tokens that the answer has consumed. The new matcher consumes them too.
+            may_share: Whether the answer may share a lexer with others if compiling is slow.
 
         Returns:
-            The lexer, how the answer uses it, and llguidance's matcher after the tokens.
+            The lexer, how the answer uses the lexer, and llguidance's matcher after the tokens.
 
         Raises:
-            GrammarError: the lexers exceed their memory, and this answer needs more than its share.
+            GrammarError: All lexers together exceed `bounds.MAX_LEXER_BYTES`, and this answer needs
+                more than an equal share of that memory.
         """
         with self._lock:
             renewing = self._submit_to_pool(
@@ -240,13 +252,13 @@ class GrammarCompiler:
     def rebuild_lexer_inline(
         self, grammar: CompiledGrammar, consumed: list[int], may_share: bool
     ) -> tuple[Lexer, LexerUse, Any]:
-        """Do in this thread what `rebuild_lexer` does in another."""
+        """Do the work of `rebuild_lexer` in the current thread."""
         self._limit_lexers()
         if may_share and not grammar.lexers.is_cheap:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                lexer.initial_matcher.deep_copy().compute_bitmask()  # refuels the lexer
+                lexer.initial_matcher.deep_copy().compute_bitmask()  # any mask refuels the lexer
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]
                 ):
@@ -288,7 +300,8 @@ class GrammarCompiler:
         is_cheap = time.thread_time() - start < bounds.CHEAP_COMPILE_S
         first = matcher.deep_copy()
         if not first.is_error():
-            _try_first_token(first)  # the dearest: here it is seen whether a step can have it
+            # The first token costs the most: a grammar that is too slow per token fails here.
+            _try_first_token(first)
         if first.is_error():
             raise spec_error(spec, first.get_error())
         opening = (
@@ -296,7 +309,7 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # This grammar is within the limits, so more fuel is safe: `rebuild_lexer_inline` consumes tokens.
+        # The grammar has passed the limits. Replaying an answer's tokens later needs more fuel.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )
@@ -320,8 +333,10 @@ class GrammarCompiler:
         return grammar
 
     def _limit_lexers(self) -> None:
-        """Drop the spare lexers of all grammars while memory is short, and those of the least
-        recently used grammars while there are too many."""
+        """Drop spare lexers if their memory is full or their number exceeds the limit.
+
+        If the number exceeds the limit, least recently used grammars lose their spare lexers first.
+        """
         self._last_used_at = time.monotonic()
         with self._lock:
             grammars = [*self._cache.values()]
@@ -338,10 +353,10 @@ class GrammarCompiler:
             total += grammar.lexers.num_lexers
 
     def release_if_idle(self) -> bool:
-        """Release all grammars and their memory if no answer ran for `bounds.LEXER_IDLE_S`.
+        """Release all cached grammars if no answer ran for `bounds.LEXER_IDLE_S`.
 
         Returns:
-            Whether they were released.
+            Whether the grammars were released.
         """
         if self._running:
             self._last_used_at = time.monotonic()
@@ -354,8 +369,8 @@ class GrammarCompiler:
         return True
 
 
-def _release_when_idle(found: "weakref.ref[GrammarCompiler]") -> None:
-    """Release grammars once they are idle; return then, or when nothing refers to them."""
-    while (grammars := found()) is not None and not grammars.release_if_idle():
-        del grammars
+def _release_when_idle(compiler_ref: "weakref.ref[GrammarCompiler]") -> None:
+    """Wait until the grammars are idle and release them. Return early if the compiler is gone."""
+    while (compiler := compiler_ref()) is not None and not compiler.release_if_idle():
+        del compiler
         time.sleep(bounds.LEXER_IDLE_S / 4)

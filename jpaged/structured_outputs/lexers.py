@@ -1,7 +1,7 @@
-"""Pools of compiled grammars, and the memory that they take.
+"""Pools of llguidance's lexers, and the memory of all lexers.
 
-llguidance calls a grammar's compiled tokenizer rules a lexer. A lexer keeps a state for every text
-that an answer has had, so it grows with its answers.
+A lexer holds a grammar's compiled tokenizer rules. It keeps a state for every text that an answer
+has contained, so a lexer grows with the answers that use it.
 """
 
 import ctypes
@@ -19,17 +19,19 @@ from typing import Any
 from jpaged.structured_outputs import bounds
 
 _RESIDENT_INTERVAL_S = 0.01
-"""Seconds between two measurements of the resident memory: one takes some 15 us."""
+"""Minimum seconds between two measurements of resident memory. A measurement takes about 15 us."""
 
 _HEAP_INTERVAL_S = 1.0
-"""Seconds between two measurements of the heap: one takes 15 to 30 ms where much is free."""
+"""Minimum seconds between two measurements of the heap.
+
+A measurement takes 15 to 30 ms if much memory is free."""
 
 MIN_LEXER_TOKENS = 1024
-"""Minimum number of tokens after which a lexer that is not broken is replaced."""
+"""Minimum number of tokens that a lexer consumes before an unbroken lexer is replaced."""
 
 
 class _Mallinfo(ctypes.Structure):
-    """What `mallinfo2` returns."""
+    """Result of glibc's `mallinfo2`."""
 
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
@@ -44,42 +46,42 @@ def _libc() -> Any:
 
 
 def heap_bytes() -> int:
-    """Return the bytes that this process has allocated."""
+    """Return the number of heap bytes that this process has allocated."""
     try:
         found = _libc().mallinfo2().numbers
     except AttributeError:
         return _resident_bytes()
-    return found[7] + found[4]  # uordblks, hblkhd: in arenas, and mapped alone
+    return found[7] + found[4]  # uordblks: used bytes of arenas; hblkhd: bytes of large mappings
 
 
 def _resident_bytes() -> int:
-    """Return the bytes in memory that are this process's alone."""
+    """Return the resident memory of this process in bytes, without shared pages."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
 
 def _trim_heap() -> None:
-    """Return free memory to the system."""
+    """Return free heap memory to the operating system."""
     with suppress(AttributeError):  # not glibc
         _libc().malloc_trim(0)
 
 
 class LexerMemory:
-    """Measure the memory of all lexers, as the growth of this process since it read the vocabulary.
+    """Memory of all lexers, measured as the growth of this process since the object was created.
 
-    llguidance does not tell how large a lexer is, and the mask process allocates little else.
+    llguidance does not report the size of a lexer, and the mask worker allocates little else.
     """
 
     def __init__(self):
         self._resident, self._heap = _resident_bytes(), heap_bytes()
-        self._fragments = 0  # free bytes that cannot be returned to the system
+        self._fragments = 0  # free bytes that malloc cannot return to the system
         self._is_full, self._valid_until = False, 0.0
         self._measured_at = float("-inf")
         self._lock = threading.Lock()
 
     @property
     def is_full(self) -> bool:
-        """Whether lexers take more than `bounds.MAX_LEXER_BYTES`, free memory included."""
+        """Whether the lexers take more than `bounds.MAX_LEXER_BYTES`, including free memory."""
         if (now := time.monotonic()) >= self._valid_until:
             self._valid_until = now + _RESIDENT_INTERVAL_S
             taken = _resident_bytes() - self._resident - self._fragments
@@ -87,9 +89,10 @@ class LexerMemory:
         return self._is_full
 
     def trim_if_full(self) -> bool:
-        """Return `is_full` after free memory went back to the system, once a second at most.
+        """Return free memory to the system if memory is full, then return `is_full`.
 
-        Takes tens of milliseconds where much memory is free.
+        Memory is returned at most once per second. That takes tens of milliseconds if much memory
+        is free.
         """
         with self._lock:
             if self.is_full and time.monotonic() - self._measured_at >= _HEAP_INTERVAL_S:
@@ -100,7 +103,7 @@ class LexerMemory:
             return self.is_full
 
     def release(self) -> None:
-        """Return free memory to the system. No lexer is left."""
+        """Return free memory to the system after all lexers were dropped."""
         _trim_heap()
         self._fragments, self._valid_until = 0, 0.0
 
@@ -108,19 +111,19 @@ class LexerMemory:
 class LexerUse(Enum):
     """How an answer uses a lexer."""
 
-    EXCLUSIVE = auto()  # no other answer uses it; later answers will
-    SHARED = auto()  # other answers use it
-    PRIVATE = auto()  # no other answer uses it, now or later
+    EXCLUSIVE = auto()  # one answer at a time; later answers reuse the lexer
+    SHARED = auto()  # several answers at a time
+    PRIVATE = auto()  # one answer only; the lexer is not in the pool
 
 
 @dataclass(eq=False)
 class Lexer:
-    """A grammar compiled once.
+    """One compilation of a grammar.
 
     Attributes:
-        start: llguidance's matcher, at the start; its copies share its lexer.
-        num_tokens: Number of tokens of the finished answers that used it.
-        is_broken: Whether it exceeded a limit, so that every copy of `initial_matcher` fails.
+        initial_matcher: llguidance's matcher before the first token. All copies share one lexer.
+        num_tokens: Number of tokens that finished answers have consumed with this lexer.
+        is_broken: Whether the lexer exceeded a limit. Every copy of `initial_matcher` then fails.
     """
 
     initial_matcher: Any
@@ -129,18 +132,20 @@ class Lexer:
 
 
 class LexerPool:
-    """Pool of compiled copies of one grammar.
+    """Pool of lexers of one grammar.
 
-    An answer gets a copy of its own while any is free, else shares one. Copies of llguidance's
-    matcher share a lexer and its lock, so answers that share a lexer get their masks one at a time.
-    A lexer keeps the states of finished answers, and llguidance does not report their number. After
-    too many states have broken a lexer, the grammar's lexers are replaced after half as many
-    tokens.
+    An answer gets an unused lexer if one is spare or may be compiled. Otherwise it shares a lexer.
+    Answers that share a lexer get their masks one at a time, because a lexer has a lock.
+
+    A lexer keeps the states of finished answers, and llguidance does not report their number.
+    Therefore the pool counts tokens: once a lexer has broken, the grammar's lexers are replaced
+    after half as many tokens.
 
     Args:
-        first: llguidance's matcher, at the start.
-        make: Compiles another.
-        is_cheap: Whether compiling is quick: there may be `bounds.MAX_GRAMMAR_LEXERS` lexers, else one.
+        first: llguidance's matcher before the first token.
+        compile_matcher: Compiles the grammar again and returns a new matcher.
+        is_cheap: Whether compiling is fast. If so, the pool has up to `bounds.MAX_GRAMMAR_LEXERS`
+            lexers, otherwise one.
     """
 
     def __init__(self, first: Any, compile_matcher: Callable[[], Any], is_cheap: bool):
@@ -148,26 +153,27 @@ class LexerPool:
         self._spare = [*self._lexers]
         self.compile_matcher, self.is_cheap = compile_matcher, is_cheap
         self._max_lexers = bounds.MAX_GRAMMAR_LEXERS if is_cheap else 1
-        # If a shared lexer breaks, all its answers need another at the same time.
+        # Replace a shared lexer early: if it broke, all its answers would need a new one together.
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
-        self._compile_lock = threading.Lock()  # others do not wait for it: it may take seconds
+        self._compile_lock = threading.Lock()  # a separate lock, since compiling may take seconds
 
     @property
     def num_lexers(self) -> int:
-        """Those that there are."""
+        """Number of lexers in the pool."""
         return len(self._lexers)
 
     @property
     def num_spare(self) -> int:
-        """Those that no answer has."""
+        """Number of lexers that no answer uses."""
         return len(self._spare)
 
     def acquire(self, is_memory_full: bool = False) -> tuple[Lexer, LexerUse]:
-        """Return a lexer for an answer, and how the answer uses it; `release` takes it back.
+        """Return a lexer for an answer, and how the answer uses the lexer.
 
-        Compile another lexer if none is spare. Where memory is short, share one if there is one.
+        Compile a lexer if none is spare and the pool may grow. If `is_memory_full`, share an
+        existing lexer instead. The caller must `release` the lexer.
         """
         if (found := self._find_usable(is_memory_full)) is not None:
             return found
@@ -180,11 +186,11 @@ class LexerPool:
             return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `acquire` would take long: no lexer is usable, and compiling is not quick."""
+        """Return whether `acquire` must compile a lexer of a grammar that compiles slowly."""
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
-        """Return as `acquire`, or None if it must compile a lexer."""
+        """Return the result of `acquire`, or None if `acquire` must compile a lexer."""
         with self._lock:
             self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
@@ -200,29 +206,29 @@ class LexerPool:
         return not lexer.is_broken and lexer.num_tokens <= self._max_tokens
 
     def release(self, lexer: Lexer, use: LexerUse, consumed: list[int]) -> None:
-        """Take back the lexer of an answer that is over and consumed some tokens."""
-        # No lock: the garbage collector calls it, anywhere.
+        """Take back the lexer of a finished answer that consumed the tokens `consumed`."""
+        # Take no lock: the garbage collector may call this while the thread holds the lock.
         lexer.num_tokens += len(consumed)
         if use is LexerUse.EXCLUSIVE:
             self._spare.append(lexer)
 
     def note_broken(self, lexer: Lexer, num_consumed: int) -> None:
-        """Note that a lexer exceeded a limit, in an answer that consumed `num_consumed` tokens."""
+        """Record that a lexer exceeded a limit in an answer that consumed `num_consumed` tokens."""
         if not lexer.is_broken:
             lexer.is_broken = True
             num_tokens = max(MIN_LEXER_TOKENS, (lexer.num_tokens + num_consumed) // 2)
             self._max_tokens = min(self._max_tokens, num_tokens)
 
     def retire(self, lexer: Lexer) -> None:
-        """Give a lexer to no more answers."""
+        """Remove a lexer from the pool, so that new answers do not get it."""
         with self._lock:
             if lexer in self._lexers:
                 self._lexers.remove(lexer)
 
     def drop_spare(self, min_lexers: int) -> list[Lexer]:
-        """Remove and return spare lexers while more than `min_lexers` lexers are left.
+        """Remove and return spare lexers while the pool has more than `min_lexers` lexers.
 
-        To free them may take a millisecond for each MiB: the caller does it without a lock.
+        The caller frees the returned lexers without a lock: that may take a millisecond per MiB.
         """
         dropped: list[Lexer] = []
         with self._lock:

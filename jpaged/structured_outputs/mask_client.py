@@ -1,12 +1,15 @@
-"""The process that compiles grammars and makes masks: what of it runs in the engine.
+"""The engine's side of the mask worker, the process that compiles grammars and makes masks.
 
-What runs Python in the engine's process takes Python's lock from the thread that launches steps:
-with 64 rows that cost more than the masks. So matchers and masks have a process of their own
-(`mask_worker.py`), started with the first grammar that is asked for. Tokens go there over a socket,
-by a thread that waits for the device; the state of answers and their masks are in memory that both
-share. Where that process ends, whatever ends it, requests with grammars fail, and the next one
-starts it again. Where it does not answer, as a stopped process does not, a step waits for it no
-longer than `max_wait_s`; the engine goes on without these rows.
+Python code in the engine's process takes Python's lock from the thread that launches steps. With 64
+rows that costs more than the masks. Therefore matchers and masks live in the mask worker
+(`mask_worker.py`), which starts with the first grammar.
+
+A thread of the engine waits for the device and sends sampled tokens to the worker over a socket.
+The states of answers and their masks are in shared memory.
+
+If the worker ends, requests with grammars fail, and the next such request starts a new worker. If
+the worker does not respond, a step waits at most `max_wait_s` and then runs without the rows that
+have grammars.
 """
 
 import heapq
@@ -39,52 +42,58 @@ from jpaged.structured_outputs.mask_worker import (
 from jpaged.structured_outputs.matcher import GrammarError
 
 AnswerRows = Sequence[tuple["Answer", int]]
-"""Answers, and the row of each."""
+"""Answers with grammars, and the row of each answer in a step."""
 
 EndedAnswers = list[tuple[int, GrammarError | None]]
-"""Indices in `AnswerRows` of the answers that are over; why they fail, or None if they are complete."""
+"""Index in `AnswerRows` of each answer that is over, and its error, or None if it is complete."""
 
 ShouldStopWaiting = Callable[[Sequence[int], Collection[int]], bool]
-"""Whether a step waits no longer: called with the indices in `AnswerRows` of the answers whose masks are
-not made, and of those among them that are heavy (`AnswerState.HEAVY`)."""
+"""Function that returns whether a step stops waiting for masks.
+
+The first argument has the indices in `AnswerRows` of all answers without masks. The second argument
+has the indices of the heavy answers among them (`AnswerState.HEAVY`)."""
 
 
 def never_stop_waiting(late: Sequence[int], heavy: Collection[int]) -> bool:
-    """Wait until all masks are made, as a `ShouldStopWaiting`."""
+    """Return False, so that a step waits for all masks. This is a `ShouldStopWaiting`."""
     return False
 
 
 _NO_ANSWERS: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int32)
-"""Answers; their places, and their rows."""
+"""An empty list of answers, and an empty array of their memory indices and rows: int32 [2, 0]."""
 
 _POLL_INTERVAL_S = 5e-5
 """Seconds between two checks of whether a step still waits for masks."""
 
 _FAST_POLL_S, _SLOW_POLL_INTERVAL_S = 5e-3, 1e-3
-"""After `_FAST_POLL_S` seconds of waiting, the checks are `_SLOW_POLL_INTERVAL_S` seconds apart."""
+"""After `_FAST_POLL_S` seconds, a step checks for masks every `_SLOW_POLL_INTERVAL_S` seconds."""
 
 MAX_OPEN_FILES = 1024
-"""Open at once, for `select`: no other call waits for less than a millisecond."""
+"""Maximum number of open files with which `select` works.
+
+`select` is used because the alternatives wait for at least a millisecond."""
 
 _MAX_COUNTED_SILENCE_S = 1.0
-"""Seconds that count between two looks at a process that says nothing: this one may have been
-stopped for longer, as by Ctrl-Z."""
+"""Maximum seconds between two checks that count as silence of the mask worker.
+
+A longer gap means that the engine itself was stopped, for example by Ctrl-Z."""
 
 _EXIT_TIMEOUT_S = 0.5
-"""Maximum wait for the exit code of a mask worker that has closed its socket."""
+"""Maximum seconds to wait for the exit code of a mask worker that has closed its socket."""
 
 _MAX_COUNTED_WAIT_S = 0.01
-"""Maximum of the seconds between two looks that count as waiting for the process: where this
-process was not running either, the other one may have had no processor."""
+"""Maximum seconds between two checks that count as waiting for the mask worker.
+
+In a longer gap the engine was not scheduled, so the worker may not have been scheduled either."""
 
 
 class Answer:
-    """An answer that obeys a grammar.
+    """An answer that must match a grammar.
 
     Attributes:
-        memory_index: Its own in the memory.
-        is_stopped: Nothing may follow.
-        error: Why it fails.
+        memory_index: Index of the answer's entry in the `MaskMemory`.
+        is_stopped: Whether the answer is complete.
+        error: Error of a failed answer, otherwise None.
     """
 
     __slots__ = ("__weakref__", "error", "is_stopped", "memory_index")
@@ -96,58 +105,61 @@ class Answer:
 
     @property
     def is_over(self) -> bool:
-        """Whether its last token, as it was read, ends it."""
+        """Whether the answer is complete or has failed."""
         return self.is_stopped or self.error is not None
 
 
 class Constraint:
-    """What a request's answers obey.
+    """The grammar of a request, as the engine sees it.
 
     Attributes:
-        answers: One a sample.
+        answers: One `Answer` per sample of the request.
     """
 
-    def __init__(self, process: "MaskWorkerClient", answers: list[Answer]):
-        self.answers, self._process = answers, process
+    def __init__(self, client: "MaskWorkerClient", answers: list[Answer]):
+        self.answers, self._client = answers, client
 
     @property
     def is_ready(self) -> bool:
-        """Whether the grammar is compiled, or cannot be."""
-        return self._process.are_ready(self.answers)
+        """Whether compilation is over: each answer has a mask or has failed."""
+        return self._client.are_ready(self.answers)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until it is ready, or so long."""
-        self._process.wait_for(self.answers, seconds)
+        """Wait until `is_ready` is true, at most for `seconds`."""
+        self._client.wait_for(self.answers, seconds)
 
     def allowed_ids(self, answer: Answer) -> list[int]:
-        """Return the tokens that the grammar allows next, as of the last mask of one answer."""
-        return self._process.allowed_ids(answer)
+        """Return the token ids that the last mask of an answer allows."""
+        return self._client.allowed_ids(answer)
 
     def check(self) -> None:
-        """Wait until it is ready; GrammarError if the grammar cannot be compiled."""
+        """Wait until the grammar is compiled.
+
+        Raises:
+            GrammarError: The grammar cannot be compiled, or the mask worker has ended.
+        """
         self.wait()
         for answer in self.answers:
-            if (error := self._process.answer_error(answer)) is not None:
+            if (error := self._client.answer_error(answer)) is not None:
                 raise error
 
 
 class MaskWorkerClient:
-    """The process, and the answers in it. Not thread-safe.
+    """Client of the mask worker: starts the worker, sends tokens and reads masks. Not thread-safe.
 
     Args:
-        folder: Of the tokenizer.
-        vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
-        eos_token_ids: The model's own end tokens.
-        places: One more than there are answers at most, those that wait for their turn among them.
-            Only what was used of them takes memory.
-        longest_wait: Maximum of the seconds that a step with other rows waits for the process.
-        longest_silence: Seconds after which the process is killed if it reports nothing while an
-            answer waits for it. The start of the process counts too.
+        folder: Folder of the tokenizer.
+        vocab_size: Width of the logits. Token ids that the tokenizer lacks are never allowed.
+        eos_token_ids: The model's end tokens.
+        capacity: Number of entries in the shared memory. It must exceed the number of answers,
+            including waiting requests. Unused entries take no memory.
+        max_wait_s: Maximum seconds that a step with unconstrained rows waits for the worker.
+        silence_timeout_s: Seconds after which the worker is killed if it reports nothing while an
+            answer is pending. The start of the worker counts too.
 
     Attributes:
-        seconds_waited: Seconds that the present step has waited for the process, from its tokens
-            to the masks.
-        longest_wait: As given.
+        max_wait_s, silence_timeout_s: See the arguments.
+        seconds_waited: Seconds that the current step has waited for the worker so far.
     """
 
     def __init__(
@@ -164,32 +176,36 @@ class MaskWorkerClient:
         self._settings = MaskWorkerSettings(str(folder), vocab_size, eos_token_ids, capacity, width)
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
-        self._is_stalled = False  # it told nothing while a step waited for it, nor since
-        self._memory: Any = None  # a MaskMemory, since the first grammar
-        self._worker: Any = None  # a _Line to the process, where there is one
-        self._num_used_indices, self._free_indices = (
-            1,
-            list[int](),
-        )  # that were ever used; a heap of free ones
-        self._unreported_ends: deque[int] = (
-            deque()
-        )  # of answers that are gone, the process not told yet
-        self._reported_ends: list[int] = []  # told, and not free yet
+        self._is_stalled = False  # the worker let a step time out and is silent since then
+        self._memory: Any = None  # a MaskMemory, from the first grammar on
+        self._worker: Any = None  # a _WorkerProcess, or None while no worker runs
+        # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
+        # indices in that range.
+        self._num_used_indices, self._free_indices = 1, list[int]()
+        # Memory indices of answers that are over: before and after the worker was informed.
+        self._unreported_ends: deque[int] = deque()
+        self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
         self._pending_answers: Sequence[Answer] = ()
-        self._pending_indices: Any = None  # int32 [n]: places of those
+        self._pending_indices: Any = None  # int32 [n]: memory indices of `_pending_answers`
         self._unsent_message: Callable[[], bytes] | None = None
-        self._num_steps_sent = 0  # steps' tokens
-        self._silent_s = self._polled_at = 0.0  # seconds without news of what is pending; when seen
+        self._num_steps_sent = 0  # number of steps whose tokens were sent
+        # Seconds without a report while an answer was pending, and the time of the last check.
+        self._silent_s = self._polled_at = 0.0
         self._buffer = np.zeros((0, 0), np.int32)
 
     def submit(
         self, spec: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
     ) -> Constraint:
-        """Begin to compile a form for so many answers, which tokens `ending_ids` may end.
+        """Start to compile a grammar for `count` answers.
+
+        Args:
+            spec: The structured-output specification.
+            ending_ids: Token ids that may end an answer.
+            count: Number of answers.
 
         Raises:
-            RuntimeError: no process can be started, or there are too many answers.
+            RuntimeError: The mask worker cannot be started, or there are too many answers.
         """
         self._read_notifications()
         worker = self._worker = self._worker or self._start_worker()
@@ -206,7 +222,7 @@ class MaskWorkerClient:
         return Constraint(self, answers)
 
     def are_ready(self, answers: Sequence[Answer]) -> bool:
-        """Whether the masks of some answers are made, or cannot be."""
+        """Return whether every answer has its mask or is over."""
         states = self._memory.states
         if any(states[it.memory_index] < AnswerState.READY for it in answers):
             self._read_notifications()
@@ -214,7 +230,7 @@ class MaskWorkerClient:
         return all(states[it.memory_index] >= AnswerState.READY for it in answers)
 
     def wait_for(self, answers: Sequence[Answer], seconds: float | None) -> None:
-        """Wait until they are, or so long."""
+        """Wait until `are_ready` returns True, at most for `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         while not self.are_ready(answers) and (until is None or time.monotonic() < until):
             self._await_notification(
@@ -222,39 +238,41 @@ class MaskWorkerClient:
             )
 
     def answer_error(self, answer: Answer) -> GrammarError | None:
-        """Why an answer fails."""
+        """Return the error of a failed answer; None if the answer has not failed."""
         if self._memory.states[answer.memory_index] < AnswerState.FAILED:
             return None
         return self._memory.read_error(answer.memory_index)
 
     def allowed_ids(self, answer: Answer) -> list[int]:
-        """Return the tokens that the last mask of an answer allows."""
+        """Return the token ids that the last mask of an answer allows."""
         mask = self._memory.masks[answer.memory_index].view(np.uint8)
         return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
     def request_masks(
         self, skipped: Collection[int], tokens: Callable[[], np.ndarray], *, send_now: bool
     ) -> None:
-        """Begin with the masks behind a step's tokens, which the engine has not read.
+        """Request the masks that follow the tokens of the last step.
+
+        The step is the last one that was passed to `gather_masks`.
 
         Args:
-            left: Indices of those in `gather_masks`'s items that get none.
-            tokens: Waits for the step's tokens, int32 [rows]; below 0 where none could be sampled.
-            ahead: Wait for them in a thread; else `await_tokens_received`, when they have been read, does.
+            skipped: Indices in the `items` of `gather_masks` of the answers that need no mask.
+            tokens: Waits for the step's tokens and returns them: int32 [rows]. A negative token
+                means that none could be sampled.
+            send_now: Whether a thread waits for the tokens and sends them. Otherwise
+                `await_tokens_received` sends them.
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        (answers, where), self._last_gathered = (
-            self._last_gathered,
-            _NO_ANSWERS,
-        )  # or none of them would be over
+        # Drop the references: the worker learns of an answer's end when the answer is collected.
+        (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
             where = np.delete(where, [*skipped], axis=1)
         if not answers:
             return
         self._pending_answers, self._pending_indices = answers, where[0]
-        # Before the tokens are sent, so that a mask of the last step is never used for this one.
+        # Set PENDING before the tokens are sent, so that no old mask is used for the next step.
         self._memory.states[self._pending_indices] = AnswerState.PENDING
         self._unsent_message = partial(_tokens_message, where, tokens)
         if send_now:
@@ -262,13 +280,15 @@ class MaskWorkerClient:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that the present step may wait for the process if it has other rows; 0 while the
-        process does not answer."""
+        """Seconds that the current step may still wait if it has unconstrained rows.
+
+        0 while the worker does not respond.
+        """
         return 0.0 if self._is_stalled else max(0.0, self.max_wait_s - self.seconds_waited)
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs or waits for something to do: it is not stopped, nor gone."""
+        """Whether the worker is alive and not suspended (state R or S in /proc)."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -276,9 +296,14 @@ class MaskWorkerClient:
         return stat.rpartition(")")[2].split()[0] in ("R", "S")
 
     def await_tokens_received(self) -> set[Answer]:
-        """Wait until the tokens that were `start`ed have been received, while `seconds_left`;
-        return the answers that are over by then. The others may still be matched by threads:
-        `await_end` and `gather_masks` tell. An interrupt must not break in."""
+        """Wait until the worker has received the tokens of a step, at most for `seconds_left`.
+
+        A KeyboardInterrupt must not interrupt this method.
+
+        Returns:
+            The answers that are over. Threads of the worker may still match other answers: use
+            `await_end` or `gather_masks` for them.
+        """
         if not self._pending_answers:
             return set()
         if self._unsent_message is not None:
@@ -293,8 +318,11 @@ class MaskWorkerClient:
         return set(over)
 
     def await_end(self, answer: Answer) -> bool:
-        """Wait until an answer's last token is matched, while `seconds_left`; return whether the
-        answer is over by it."""
+        """Wait until the last token of an answer is matched, at most for `seconds_left`.
+
+        Returns:
+            Whether the answer is over.
+        """
         states = self._memory.states
         self._wait(
             lambda: states[answer.memory_index] >= AnswerState.READY, lambda: self.seconds_left == 0
@@ -313,17 +341,25 @@ class MaskWorkerClient:
         num_rows: int,
         should_stop_waiting: ShouldStopWaiting = never_stop_waiting,
     ) -> tuple[np.ndarray, EndedAnswers, list[int]]:
-        """Return the masks of a step. The tokens of all steps before it are sent.
+        """Wait for the masks of a step and return them.
+
+        The tokens of all earlier steps must have been sent.
 
         Args:
-            items: Its answers with grammars.
-            num_rows: Its rows.
-            may_leave: Whether to wait no longer; asked now and then.
+            items: Answers with grammars in the step, and their rows.
+            num_rows: Number of rows of the step.
+            should_stop_waiting: Called repeatedly during the wait; the wait ends if it returns
+                True.
 
         Returns:
-            int32 [num_rows, M], token `32 w + j` is bit `j` of word `w`, all ones in other rows,
-            until the next call; the answers that are over; and the indices in `items` of those
-            that were left. Rows of the last two hold anything.
+            A tuple of three:
+
+            - The masks, int32 [num_rows, M]: bit `j` of word `w` is token `32 w + j`. Rows without
+              grammars are all ones. The array is valid until the next call.
+            - The answers that are over.
+            - The indices in `items` of answers whose masks are late.
+
+            Mask rows of ended and late answers have arbitrary contents.
         """
         answers = [answer for answer, _ in items]
         where = np.array([[it.memory_index for it in answers], [row for _, row in items]], np.int32)
@@ -343,34 +379,37 @@ class MaskWorkerClient:
         over = np.flatnonzero(found >= AnswerState.STOPPED).tolist()
         for i in over:
             self._note_end(answers[i])
-        memory_indices = np.zeros(num_rows, np.int64)  # place 0 allows all
+        memory_indices = np.zeros(num_rows, np.int64)  # entry 0 allows every token
         memory_indices[rows] = indices
         if len(self._buffer) != num_rows:
             self._buffer = np.empty((num_rows, self._memory.masks.shape[1]), np.int32)
-        # All steps before are read, so that none needs what was there.
+        # All earlier steps have been read, so the old contents of the buffer are not needed.
         np.take(self._memory.masks, memory_indices, axis=0, out=self._buffer, mode="clip")
         return self._buffer, [(i, answers[i].error) for i in over], late
 
     @property
     def worker_time_ns(self) -> np.ndarray:
-        """int64 [2]: that taking tokens in, and making masks together, has taken the process."""
+        """Nanoseconds that the worker matched tokens and made masks in batches, int64 [2]."""
         return np.zeros(2, np.int64) if self._memory is None else self._memory.counts[1:].copy()
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None where there is none."""
+        """Process id of the mask worker; None if no worker runs."""
         return None if self._worker is None else self._worker.process.pid
 
     def _start_worker(self) -> "_WorkerProcess":
         if not can_start_python():
-            raise RuntimeError("structured_outputs needs a Python to start, and there is none")
+            raise RuntimeError(
+                "structured_outputs needs a Python interpreter to start the mask worker, and this "
+                "program has none: run jpaged with Python"
+            )
         try:
             if self._memory is None:
                 self._memory = MaskMemory(self._settings.capacity, self._settings.mask_width)
             worker = _WorkerProcess(self._memory.fd)
-        # No more processes, threads, files, or memory that can be shared.
+        # The system has no more processes, threads, files or shared memory.
         except (OSError, RuntimeError, AttributeError) as error:
-            words = f"structured_outputs: no process could be started: {error}"
+            words = f"structured_outputs: the mask worker could not be started: {error}"
             raise RuntimeError(words) from error
         self._memory.counts[0] = self._num_steps_sent = 0
         self._silent_s, self._polled_at, self._is_stalled = 0.0, time.monotonic(), False
@@ -381,7 +420,7 @@ class MaskWorkerClient:
         return worker
 
     def _allocate_indices(self, count: int) -> list[int]:
-        """The lowest that are free: memory that was used is used again."""
+        """Return the lowest `count` free memory indices, so that used memory is used again."""
         ending, self._reported_ends = self._reported_ends, []
         for memory_index in ending:
             if self._memory.states[memory_index] == AnswerState.FREE:
@@ -390,7 +429,7 @@ class MaskWorkerClient:
                 self._reported_ends.append(memory_index)
         most = self._settings.capacity
         if count > len(self._free_indices) + most - self._num_used_indices:
-            words = f"structured_outputs: there are {most - 1} answers at most: retry later"
+            words = f"structured_outputs: at most {most - 1} answers can run or wait: retry later"
             raise RuntimeError(words)
         taken = [
             heapq.heappop(self._free_indices) for _ in range(min(count, len(self._free_indices)))
@@ -400,7 +439,7 @@ class MaskWorkerClient:
         return [*taken, *range(first_new, self._num_used_indices)]
 
     def _report_ends(self) -> None:
-        """Tell the process of answers that are over."""
+        """Send the worker the memory indices of answers that are over."""
         over = [self._unreported_ends.popleft() for _ in range(len(self._unreported_ends))]
         if over and self._worker is None:
             self._memory.states[over] = AnswerState.FREE
@@ -417,15 +456,15 @@ class MaskWorkerClient:
         self._unsent_message = None
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
-        """Wait for the process, or until it has ended, and then nothing is pending."""
-        if self._is_stalled:  # nothing may be waited for
+        """Wait until `is_done()` or `give_up()`. No answer is pending once the worker has ended."""
+        if self._is_stalled:  # the loop may end without looking for reports, so look here
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # A byte that was read during this wait may report an earlier step, so half of the
-                # longest wait without a byte counts as silence.
+                # A report during this wait may belong to an earlier step. So half of `max_wait_s`
+                # without a report counts as silence.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True
@@ -439,13 +478,13 @@ class MaskWorkerClient:
             self._check_silence()
 
     def _await_notification(self, seconds: float | None) -> None:
-        """Wait until something has changed in the memory, or so long."""
+        """Wait until the worker reports a change in the shared memory, at most for `seconds`."""
         if self._worker is not None:
             select.select([self._worker.sock], [], [], seconds)
         self._read_notifications()
 
     def _read_notifications(self) -> None:
-        """Note whether the process has told anything, or has ended."""
+        """Read the worker's reports. Drop the worker if it has ended."""
         if self._worker is None:
             return
         try:
@@ -459,7 +498,7 @@ class MaskWorkerClient:
         self._drop_worker("its socket was closed" if code is None else describe_exit(code))
 
     def _check_silence(self) -> None:
-        """Something is pending: end a process that has said nothing for too long."""
+        """Drop a worker that has reported nothing for too long while an answer is pending."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _MAX_COUNTED_SILENCE_S)
         self._polled_at = now
@@ -478,32 +517,39 @@ class MaskWorkerClient:
 
 
 class _WorkerProcess(Child):
-    """The process, and the thread that sends: it alone waits, for the device and for a process that
-    is slow to read. The thread closes the channel.
+    """The mask worker's process, and a thread that sends messages to it.
+
+    Only this thread waits for the device and for a worker that reads slowly. The thread closes the
+    channel.
 
     Attributes:
-        put: Have a message made and sent.
+        put: Queues a function that returns the bytes of a message.
     """
 
     def __init__(self, fd: int):
         module = "jpaged.structured_outputs.mask_worker"
-        super().__init__(module, fd, pass_fds=[fd], is_group_leader=True)  # Ctrl-C is the engine's
+        # Ctrl-C in a terminal must reach only the engine, so the worker leads a process group.
+        super().__init__(module, fd, pass_fds=[fd], is_group_leader=True)
         queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self.put = queue.put
         try:
             if self.sock.fileno() >= MAX_OPEN_FILES:
-                raise OSError(f"{MAX_OPEN_FILES} files are open, and `select` takes no more")
+                raise OSError(
+                    f"{MAX_OPEN_FILES} files are open, the maximum for select: close some files"
+                )
             threading.Thread(
                 target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True
             ).start()
-        except BaseException:  # an interrupt, too
+        except BaseException:  # KeyboardInterrupt too
             self.put(None)
             self.kill_and_close()
             raise
 
     def close(self) -> None:
-        """End the process and the thread; in a fork of the engine's process, which has neither,
-        close the fork's copy of the channel alone."""
+        """Kill the process and end the thread.
+
+        In a fork of the engine's process, only close the fork's copy of the channel.
+        """
         if self.kill():
             self.put(None)
         else:
@@ -511,21 +557,27 @@ class _WorkerProcess(Child):
 
 
 def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None]) -> None:
-    """Send what is in the queue, until None is; then close the socket."""
+    """Send queued messages until None is queued, then close the socket."""
     with sock:
         while (message := queue.get()) is not None:
             try:
                 sock.sendall(message())
-            except OSError:  # the process has ended, which the engine will hear
-                with suppress(OSError):  # or it would take what follows a cut message for a message
+            except OSError:  # the worker has ended: `_read_notifications` notices it
+                # A message may be incomplete, so nothing may follow it.
+                with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-            message = None  # a step's arrays are not kept
+            message = None  # release the step's arrays while the thread waits
 
 
 def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> bytes:
-    """Of answers at some places, and the rows of a step: int32 [2, n]."""
+    """Return the message with a step's tokens.
+
+    Args:
+        where: Memory indices and rows of the answers, int32 [2, n].
+        tokens: Waits for the step's tokens and returns them, int32 [rows].
+    """
     try:
         found = tokens().tobytes()
-    except BaseException:  # the engine learns it when it reads the step
+    except BaseException:  # the engine gets the error when it reads the step
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
     return encode_message(MaskMessageKind.TOKENS, where.tobytes(), found, count=where.shape[1])

@@ -1,11 +1,16 @@
-"""What answers may go on with, made in a process of its own: this runs there (`main`).
+"""The mask worker: a process that compiles grammars, matches tokens and makes masks.
 
-The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
-which sees it as `mask_client.MaskWorkerClient`. llguidance takes 15 to 30 us for most masks. Some masks
-take 1 to 2 ms, a walk through the whole vocabulary: those of a string of bounded length that has
-room for fewer letters than a token may have. And a token may cost the matcher several milliseconds
-where a grammar is ambiguous. So masks are made together until some are measured to be slow; the
-answers that may have slow masks are then served one by one in threads (`_WorkerAnswer`).
+The process runs `main` and shares memory with the engine, which uses
+`mask_client.MaskWorkerClient`. A mask says which tokens an answer's grammar allows next.
+
+llguidance takes 15 to 30 us for most masks. Two cases are slow:
+
+- A string of bounded length may have room for fewer characters than a token has. Then a mask needs
+  a walk through the whole vocabulary, 1 to 2 ms.
+- If a grammar is ambiguous, matching a token may take several milliseconds.
+
+So the worker makes the masks of all answers in one call until some masks are slow. Answers that may
+have slow masks are then served one by one in threads (`_WorkerAnswer`).
 """
 
 import faulthandler
@@ -40,52 +45,59 @@ from jpaged.structured_outputs.matcher import GrammarError, Matcher, broken_matc
 from jpaged.text.tokenizer import Tokenizer
 
 _HEADER = struct.Struct("=II")
-"""The beginning of a message to the process: its `MaskMessageKind`, and how many answers it is of."""
+"""Header of a message to the mask worker: its `MaskMessageKind`, and the number of answers."""
 
 _MAX_ANSWER_THREADS = 16
-"""Maximum number of threads that make masks one by one."""
+"""Maximum number of threads that serve single answers."""
 
 _MAX_CHUNK_ANSWERS = 16
 """Maximum number of answers in one timed call of llguidance."""
 
 _USUAL_ITEM_S = 5e-5
-"""Seconds that one thread of llguidance usually needs for one token or one mask, at most."""
+"""Usual seconds per token or mask in one thread of llguidance, rounded up."""
 
 _LATE_CHUNK_S = 5e-4
-"""Seconds beyond the usual time of a chunk from which one of its answers counts as slow."""
+"""Seconds beyond the usual time after which a chunk of answers is late: one of them is slow."""
 
 _SLOW_MASK_S = 3e-4
-"""CPU seconds from which a mask is slow."""
+"""CPU seconds above which a mask counts as slow."""
 
 _NUM_TIMED_MASKS = 64
-"""Number of masks that threads make and time one by one after a slow mask of the same grammar.
+"""Number of masks that threads make one by one, and time, after a slow mask of the same grammar.
 
-Only masks that follow one with many allowed tokens count. Then such masks are made together again.
+Only masks that follow a mask with many allowed tokens count. Later masks are made in batches again.
 """
 
 _MAX_TIMED_MASKS = 1024
-"""Maximum of this number: each further slow mask adds `_NUM_TIMED_MASKS` to it."""
+"""Maximum of `MaskTiming.num_timed_masks`, to which each slow mask adds `_NUM_TIMED_MASKS`."""
 
 _HEAVY_TOKEN_S = 1e-3
-"""Processor time to match one token from which an answer is heavy: the grammar is ambiguous. Other
-grammars need 0.2 ms at most, ambiguous ones 4 to 8 ms."""
+"""CPU seconds for matching one token above which an answer is heavy: its grammar is ambiguous.
+
+Ambiguous grammars need 4 to 8 ms, all others at most 0.2 ms."""
 
 _HEAVY_MASK_S = 1e-2
-"""Processor time for one mask from which an answer is heavy. Bounded strings need up to 3 ms."""
+"""CPU seconds for one mask above which an answer is heavy. Bounded strings need up to 3 ms."""
 
 _MAX_BATCH_THREADS = 8
-"""Threads of llguidance's, for masks that are made together."""
+"""Maximum number of llguidance's threads for masks that are made in batches."""
 
 _MIN_SAMPLED_WORDS = 64
-"""Number of a mask's words, at least, that tell whether it allows many tokens."""
+"""Minimum number of mask words that are sampled to see whether the mask allows many tokens."""
 
 _ERROR_BYTES = 2048
-"""Bytes of an error."""
+"""Bytes for an answer's error in the shared memory."""
 
 
 class MaskWorkerSettings(msgspec.Struct, frozen=True):
-    """What the process needs: the tokenizer's folder, the width of the logits, the model's own end
-    tokens; as of `MaskMemory` the others."""
+    """Settings of the mask worker: the content of the first message to it.
+
+    Attributes:
+        folder: Folder of the tokenizer.
+        vocab_size: Width of the logits.
+        eos_token_ids: The model's end tokens.
+        capacity, mask_width: See `MaskMemory`.
+    """
 
     folder: str
     vocab_size: int
@@ -95,8 +107,13 @@ class MaskWorkerSettings(msgspec.Struct, frozen=True):
 
 
 class MaskJob(msgspec.Struct, frozen=True):
-    """A form to be compiled for answers at some places, which tokens `ending_ids` may end. The form
-    was checked when it was made."""
+    """A structured-output specification to compile. The engine has validated the specification.
+
+    Attributes:
+        spec: The specification.
+        memory_indices: Entries of the answers in the `MaskMemory`.
+        ending_ids: Token ids that may end the answers.
+    """
 
     spec: StructuredOutputs
     memory_indices: list[int]
@@ -104,58 +121,59 @@ class MaskJob(msgspec.Struct, frozen=True):
 
 
 class MaskMessageKind(IntEnum):
-    """What a message to the process is."""
+    """Kind of a message to the mask worker."""
 
-    BEGIN = 0  # an `MaskJob`, in JSON
-    TOKENS = (
-        1  # int32: places of answers, their rows in a step, the tokens of its rows, -1 for none
-    )
-    END = 2  # int32: places of answers that are over
+    BEGIN = 0  # a `MaskJob` in JSON; in the first message, the `MaskWorkerSettings`
+    # int32: memory indices of answers, their rows in a step, the tokens of all rows (-1 for none).
+    TOKENS = 1
+    END = 2  # int32: memory indices of answers that are over
 
 
 class AnswerState(IntEnum):
-    """Of an answer's place in the memory.
+    """State of an answer's entry in the `MaskMemory`.
 
-    From FREE the engine makes it PENDING (`submit`) and tells the process (BEGIN). The process
-    makes it MADE or FAILED when the first mask is there or cannot be. The engine makes it PENDING
-    again before it sends a token (TOKENS); the process then makes it HEAVY, STOPPED, MADE or
-    FAILED. The process makes it FREE on END, once no thread of its writes there. LOST is the
-    engine's, when the process has ended. `counts` change after states: whoever has seen a step
-    counted sees its states.
+    1. The engine changes FREE to PENDING and sends BEGIN.
+    2. The worker compiles the grammar, makes the first mask and sets READY or FAILED.
+    3. The engine sets PENDING and sends a token (TOKENS). The worker then sets READY, STOPPED or
+       FAILED. It sets HEAVY first if that takes long. This step repeats for each token.
+    4. The engine sends END. The worker sets FREE once none of its threads writes to the entry.
+
+    If the worker ends, the engine sets DROPPED. The worker changes `MaskMemory.counts` after the
+    states, so a reader who sees a step in the counts also sees the states of the step.
     """
 
-    FREE = 0  # no answer has it, nor will the process write to it
-    PENDING = 1  # the grammar is being compiled, a token on its way, or a mask made
-    HEAVY = 2  # the same, and it takes milliseconds: no step should wait for it
-    READY = 3  # the mask of its next token is there
+    FREE = 0  # no answer uses the entry, and the worker does not write to it
+    PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
+    HEAVY = 2  # like PENDING, but takes milliseconds, so that no step should wait for it
+    READY = 3  # the mask of the next token is in the memory
     STOPPED = 4  # the answer is complete
-    FAILED = 5  # the answer failed; the place holds the error's text
-    DROPPED = 6  # the process has ended
+    FAILED = 5  # the answer failed, and the entry has the error
+    DROPPED = 6  # the worker has ended
 
     @property
     def is_pending(self) -> bool:
-        """Whether the process will change it without being told to."""
+        """Whether the worker will change the state without another message."""
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
 
 class MaskMemory:
-    """The memory that the engine and the process share: a place an answer. Pages that nothing was
-    written to take no memory.
+    """Memory that the engine and the mask worker share, with one entry per answer.
 
-    Place 0 is no answer's: its mask allows all. Who writes to a place: the engine while it is FREE;
-    then the process, until it is again.
+    Pages that were never written take no memory. No answer uses entry 0: its mask allows every
+    token. Only the worker writes the masks and errors of the other entries.
 
     Attributes:
-        counts: int64 [3]: steps whose tokens are taken in, nanoseconds that took, nanoseconds that
-            making masks together took.
-        states: int32 [places], each a `AnswerState`.
-        masks: int32 [places, W], token `32 w + j` is bit `j` of word `w`.
-        lost_because: How the last mask worker ended that the engine lost.
+        fd: File descriptor of the memory.
+        counts: int64 [3]: number of steps whose tokens were matched, nanoseconds spent on matching
+            tokens, and nanoseconds spent on making masks in batches.
+        states: int32 [capacity], each an `AnswerState`.
+        masks: int32 [capacity, W]. Bit `j` of word `w` is token `32 w + j`.
+        drop_reason: Why the last mask worker was dropped.
 
     Args:
-        places: How many.
-        mask_width: W.
-        file: The file descriptor of the memory; None makes one.
+        capacity: Number of entries.
+        mask_width: Number of words per mask, W.
+        fd: File descriptor of existing memory. None: create the memory.
     """
 
     def __init__(self, capacity: int, mask_width: int, fd: int | None = None):
@@ -181,9 +199,9 @@ class MaskMemory:
             self.masks[0] = -1
 
     def write_error(self, memory_index: int, error: BaseException) -> None:
-        """Say that an answer fails, and why."""
+        """Store an answer's error and set the answer's state to FAILED."""
         info = error_info(error)
-        if not isinstance(error, RequestError):  # unforeseen
+        if not isinstance(error, RequestError):
             problem = f": {type(error).__name__}: {error}"
             info = ErrorInfo("structured_outputs", (problem,), kind=ErrorKind.INTERNAL)
         text, words = msgspec.json.encode(info), str(info)
@@ -195,12 +213,12 @@ class MaskMemory:
         self.states[memory_index] = AnswerState.FAILED
 
     def read_error(self, memory_index: int) -> GrammarError:
-        """Why an answer fails."""
+        """Return the error of an answer whose state is FAILED or DROPPED."""
         if self.states[memory_index] == AnswerState.DROPPED:
             return GrammarError(
                 "structured_outputs",
                 ": the process that compiles grammars and makes masks has ended "
-                f"({self.drop_reason}); it is started again for the next request",
+                f"({self.drop_reason}); the next request starts a new process",
                 remedy="retry",
                 kind=ErrorKind.UNAVAILABLE,
             )
@@ -211,15 +229,17 @@ class MaskMemory:
 class _WorkerAnswer:
     """An answer in the mask worker.
 
-    The worker matches the tokens of all answers in one call, and makes their masks in another. A
+    The worker matches the tokens of all answers in one batch, and makes their masks in another. A
     thread serves the answer alone in three cases:
 
-    - `is_heavy`: the answer's last token or mask took a thread milliseconds.
-    - `is_suspect`: a call that included the answer took too long. A thread serves the answer once,
-      to measure it.
-    - The last mask was slow (`is_slow`). Or it allowed many tokens (`allows_many_tokens`), and the grammar has
-      lately had slow masks after such masks (`Matcher.mask_timing`). Then a thread makes only the mask. In
-      strings of bounded length, single slow masks follow quick ones.
+    - `is_heavy`: matching the answer's last token or making its mask took a thread milliseconds.
+    - `is_suspect`: a batch with the answer was late. A thread then serves the answer once to
+      measure it.
+    - `needs_mask_thread`: the answer's last mask was slow, or the next mask must be timed, or the
+      lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens and the
+      grammar recently had slow masks (`Matcher.mask_timing`). The thread makes only the mask.
+
+    Timing is needed because in strings of bounded length a fast mask may precede a slow mask.
     """
 
     __slots__ = (
@@ -237,46 +257,50 @@ class _WorkerAnswer:
 
     def __init__(self, memory_index: int):
         self.memory_index = memory_index
-        self.matcher: Any = None  # a Matcher, as soon as the grammar is compiled
-        self.has_mask = False  # its first mask was made
+        self.matcher: Any = None  # a Matcher, once the grammar is compiled
+        self.has_mask = False  # whether the first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        self.excess_s = 0.0  # seconds that its masks have taken beyond `MAX_MEAN_MASK_S` each
-        self.is_busy = True  # a thread will write to its place
+        self.excess_s = 0.0  # CPU seconds of the masks beyond `bounds.MAX_MEAN_MASK_S` per mask
+        self.is_busy = True  # whether a thread will write to the answer's entry
         self.is_over = False
 
     @property
     def needs_thread(self) -> bool:
-        """Whether a thread matches its next token and makes the mask behind it."""
+        """Whether a thread matches the answer's next token and makes the mask after it."""
         return self.is_heavy or self.is_suspect
 
     @property
     def needs_mask_thread(self) -> bool:
-        """Whether a thread makes its next mask."""
+        """Whether a thread makes the answer's next mask."""
         is_timed = self.allows_many_tokens and self.matcher.mask_timing.num_timed_masks > 0
         return self.matcher.needs_lexer or self.is_slow or is_timed
 
     def note_mask(self, *, allows_many_tokens: bool) -> None:
-        """A mask was made, and it allows many tokens or not."""
+        """Record that a mask was made, and whether the mask allows many tokens."""
         self.allows_many_tokens, self.has_mask = allows_many_tokens, True
 
     def note_mask_time(self, mask_seconds: float) -> bool:
-        """Note the CPU time of a mask; return whether the answer's masks are too slow on average.
+        """Record the CPU time of a mask. Return whether the masks are too slow on average.
 
-        One slow mask is allowed, since it may make lexer states that later masks reuse.
+        A single slow mask is allowed, since it may create lexer states that later masks reuse.
         """
         self.excess_s = max(0.0, self.excess_s + mask_seconds - bounds.MAX_MEAN_MASK_S)
         return self.excess_s > bounds.MAX_MASK_EXCESS_S
 
     def note_times(self, token_seconds: float | None, mask_seconds: float) -> None:
-        """A thread has matched a token, if it is not None, and made a mask, in so much time."""
+        """Record the times that a thread needed to match a token and to make a mask.
+
+        Args:
+            token_seconds: Seconds for the token; None if the thread matched no token.
+            mask_seconds: Seconds for the mask.
+        """
         self.is_slow = mask_seconds > _SLOW_MASK_S
         self.is_heavy = mask_seconds > _HEAVY_MASK_S
         if token_seconds is not None:
             self.is_suspect = False
             self.is_heavy |= token_seconds > _HEAVY_TOKEN_S
-        mask_timing = (
-            self.matcher.mask_timing
-        )  # of all its answers: a count lost between threads does not matter
+        # All answers of the grammar share this object, without a lock: a lost count is harmless.
+        mask_timing = self.matcher.mask_timing
         if self.is_slow:
             mask_timing.num_timed_masks = min(
                 mask_timing.num_timed_masks + _NUM_TIMED_MASKS, _MAX_TIMED_MASKS
@@ -286,19 +310,19 @@ class _WorkerAnswer:
 
 
 _AnswerJob = tuple[_WorkerAnswer, int | None]
-"""What a thread does: match an answer's token, if there is one, and make the mask behind it."""
+"""Work for a thread: match the token, unless it is None, and make the answer's next mask."""
 
 
 class MaskMaker:
-    """Matches answers and makes their masks. Its methods are called by one thread.
+    """Matches the tokens of answers and makes their masks. Call all methods from one thread.
 
     Args:
-        memory: Where the masks go.
-        tell: Called, by any thread, when something in it has changed.
-        num_cpus: Processors that there are; one less is used, if there are so many.
+        memory: Shared memory that gets the masks.
+        notify: Called by any thread after a change in the memory.
+        num_cpus: Number of CPUs. The threads leave one CPU free if possible.
 
     Attributes:
-        answers: By their places.
+        answers: Answers by memory index.
     """
 
     def __init__(self, memory: MaskMemory, notify: Callable[[], None], num_cpus: int):
@@ -307,16 +331,15 @@ class MaskMaker:
         self._memory, self._notify = memory, notify
         self.answers: dict[int, _WorkerAnswer] = {}
         self._stride = max(1, memory.masks.shape[1] // _MIN_SAMPLED_WORDS)
-        self._lock = threading.Lock()  # for what threads and `remove_answers` both look at
+        self._lock = threading.Lock()  # guards `is_busy` and `is_over` of the answers
         self._num_threads = max(1, min(_MAX_BATCH_THREADS, num_cpus - 1))
         self._executor = LLExecutor(self._num_threads)
         self._single_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        self._rebuild_queue: SimpleQueue[_AnswerJob] = (
-            SimpleQueue()
-        )  # these threads wait for compilations
+        # The threads of this queue wait for compilations.
+        self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):
                 threading.Thread(target=self._run_thread, args=(queue,), daemon=True).start()
@@ -326,25 +349,32 @@ class MaskMaker:
             ).start()
 
     def add_answers(self, memory_indices: Sequence[int], compiled: Future[list[Matcher]]) -> None:
-        """Have answers at some places, whose matchers are being compiled."""
+        """Add answers, whose first masks are made once their matchers are compiled.
+
+        Args:
+            memory_indices: Entries of the answers in the shared memory.
+            compiled: Future of one matcher per answer.
+        """
         answers = [_WorkerAnswer(memory_index) for memory_index in memory_indices]
         self.answers |= {it.memory_index: it for it in answers}
         compiled.add_done_callback(partial(self._set_matchers, answers))
 
     def match_tokens(self, memory_indices: np.ndarray, tokens: np.ndarray) -> None:
-        """Match a token each of some answers, below 0 for none, and make the masks behind them.
+        """Match one token per answer and make the masks that follow.
 
         Args:
-            places, tokens: int32 [n].
+            memory_indices: Entries of the answers in the shared memory, int32 [n].
+            tokens: One token per answer, int32 [n]. A negative token means that none was sampled.
         """
         start, states = time.perf_counter_ns(), self._memory.states
-        answers = self.answers  # without those that a process before this one lost
+        # Skip indices that belong to answers of an earlier worker.
+        answers = self.answers
         pairs = zip(memory_indices.tolist(), tokens.tolist(), strict=True)
         items = [(answers[it], token) for it, token in pairs if it in answers]
         quick = [it for it in items if it[1] >= 0 and not it[0].needs_thread]
         for answer, token in items if len(quick) < len(items) else ():
             if token < 0:
-                states[answer.memory_index] = AnswerState.READY  # the mask that was there
+                states[answer.memory_index] = AnswerState.READY  # the old mask is still valid
             elif answer.needs_thread:
                 self._queue_answer(answer, token)
         together = [item for item in quick if item[0].matcher.can_consume_directly(item[1])]
@@ -353,7 +383,7 @@ class MaskMaker:
             if not answer.matcher.can_consume_directly(token):
                 try:
                     answer.matcher.accept(token)
-                except BaseException as error:  # a panic in Rust is no Exception
+                except BaseException as error:  # a panic in Rust is a BaseException
                     errors[answer.memory_index] = error
         if together:
             errors |= self._consume_batch(together)
@@ -371,7 +401,7 @@ class MaskMaker:
         self._memory.counts[2] += time.perf_counter_ns() - taken
 
     def remove_answers(self, memory_indices: np.ndarray) -> None:
-        """Some answers are over; their places are FREE as soon as no thread writes to them."""
+        """Remove answers that are over. Set each entry to FREE once no thread writes to it."""
         for memory_index in memory_indices.tolist():
             answer = self.answers.pop(memory_index, None)
             with self._lock:
@@ -383,7 +413,7 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Let llguidance match tokens; return what went wrong, by places."""
+        """Match tokens in batches. Return the errors by memory index."""
         errors: dict[int, BaseException] = {}
         for chunk in _chunks(items):
             start = time.perf_counter()
@@ -406,7 +436,7 @@ class MaskMaker:
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
     def _make_masks(self, answers: Sequence[_WorkerAnswer]) -> None:
-        """Make masks: those that are likely to be quick together, the others in threads."""
+        """Make masks in one batch, except masks that may be slow: threads make these."""
         quick = [it for it in answers if not it.needs_mask_thread]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.needs_mask_thread:
@@ -428,7 +458,7 @@ class MaskMaker:
             self._make_masks([it for it in left if it.matcher.needs_lexer])
 
     def _fill_batch(self, answers: Sequence[_WorkerAnswer]) -> dict[int, BaseException]:
-        """Write the masks of some answers; return what went wrong, by places."""
+        """Make the masks of answers in batches. Return the errors by memory index."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         masks, memory_indices = self._memory.masks, np.array([it.memory_index for it in answers])
@@ -443,7 +473,7 @@ class MaskMaker:
         have_eos = answers[0].matcher.vocabulary.have_eos(masks, memory_indices).tolist()
         for answer, has_eos in zip(answers, have_eos, strict=True):
             matcher: Matcher = answer.matcher
-            if has_eos or not matcher.is_constrained or matcher.inner.is_error():  # few
+            if has_eos or not matcher.is_constrained or matcher.inner.is_error():
                 error = matcher.adapt_mask(masks[answer.memory_index])
                 if error is not None:
                     errors[answer.memory_index] = error
@@ -464,7 +494,10 @@ class MaskMaker:
     def _set_matchers(
         self, answers: Sequence[_WorkerAnswer], compiled: Future[list[Matcher]]
     ) -> None:
-        """The grammar of some answers is compiled, or cannot be: their first masks follow."""
+        """Give answers their compiled matchers and queue their first masks.
+
+        If the grammar cannot be compiled, fail the answers.
+        """
         if (error := compiled.exception()) is not None:
             for answer in answers:
                 self._finish_job(answer, error)
@@ -474,7 +507,7 @@ class MaskMaker:
             self._single_queue.put((answer, None))
 
     def _queue_answer(self, answer: _WorkerAnswer, token: int | None) -> None:
-        """Let a thread serve an answer."""
+        """Queue an answer for a thread. The thread matches `token`, unless it is None."""
         answer.is_busy = True
         self._memory.states[answer.memory_index] = (
             AnswerState.HEAVY if answer.is_heavy else AnswerState.PENDING
@@ -482,7 +515,7 @@ class MaskMaker:
         (self._heavy_queue if answer.is_heavy else self._single_queue).put((answer, token))
 
     def _run_thread(self, queue: SimpleQueue[_AnswerJob]) -> None:
-        """Serve answers one by one, for ever."""
+        """Serve the answers of a queue one by one, forever."""
         while True:
             answer, token = queue.get()
             try:
@@ -495,25 +528,29 @@ class MaskMaker:
                 self._rebuild_queue.put((answer, None))
             else:
                 self._finish_job(answer, error)
-            answer = error = None  # no thread that waits keeps an answer's lexer
+            answer = error = None  # a waiting thread must not keep an answer's lexer alive
 
     def _serve(self, answer: _WorkerAnswer, token: int | None) -> BaseException | None:
-        """Match an answer's token, if there is one, and make its mask; return what went wrong. An
-        answer fails whose mask takes a processor too long, unless it is the answer's first."""
+        """Match an answer's token, unless it is None, and make the next mask.
+
+        Returns:
+            The answer's error, or None. An answer fails if its masks take too much CPU time on
+            average. The first mask does not count.
+        """
         matcher, token_seconds = answer.matcher, None
         if token is not None:
             token_seconds = self._match(answer, token)
             if matcher.is_stopped:
                 return None
         if matcher.needs_lexer:
-            return None  # `_run_thread` lets another thread replace it
+            return None  # `_run_thread` queues the answer for a thread that rebuilds the lexer
         masks, start = self._memory.masks, time.thread_time()
         error = matcher.try_fill_mask(masks, answer.memory_index)
         if matcher.needs_lexer:
             return None
         mask_seconds = time.thread_time() - start
         if not answer.has_mask:
-            mask_seconds = 0.0  # states are made that the next masks find
+            mask_seconds = 0.0  # the first mask creates lexer states that later masks reuse
         elif answer.note_mask_time(mask_seconds):
             error = matcher.too_slow_error()
         some = masks[answer.memory_index, :: self._stride]
@@ -522,14 +559,14 @@ class MaskMaker:
         return error
 
     def _match(self, answer: _WorkerAnswer, token: int) -> float:
-        """Match a token; return the time that it took."""
+        """Match a token of an answer. Return the seconds that matching took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.can_consume_directly(token)):
             start = time.thread_time()
             matcher.accept(token)
             return time.thread_time() - start
-        # llguidance releases Python's lock only for the tokens of two or more matchers, so a broken
-        # matcher joins. This is wall time: the CPU time of llguidance's threads is not known.
+        # llguidance releases Python's lock only if it gets two or more matchers, so pass a broken
+        # matcher too. Measure wall time, since the CPU time of llguidance's threads is unknown.
         start = time.perf_counter()
         inner = [(matcher.inner, token), (broken_matcher(matcher.vocabulary), token)]
         is_allowed, _ = self._heavy_executor.consume_token_par(inner)
@@ -539,7 +576,7 @@ class MaskMaker:
         return seconds
 
     def _finish_job(self, answer: _WorkerAnswer, error: BaseException | None) -> None:
-        """A thread has done with an answer."""
+        """Set an answer's state after a thread has served the answer."""
         with self._lock:
             answer.is_busy = False
             if answer.is_over:
@@ -560,36 +597,36 @@ class MaskMaker:
 
 
 def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Cut a list into parts of `_MAX_CHUNK_ANSWERS` items, of about the same size."""
+    """Split a list into chunks of similar size, with at most `_MAX_CHUNK_ANSWERS` items each."""
     count = -(-len(items) // _MAX_CHUNK_ANSWERS)
     for i in range(count):
         yield items[i * len(items) // count : (i + 1) * len(items) // count]
 
 
 def encode_message(kind: MaskMessageKind, *parts: bytes, count: int = 0) -> bytes:
-    """Return a message to the process, of `count` answers, as it travels."""
+    """Return the bytes of a message to the mask worker that concerns `count` answers."""
     return frame_message(_HEADER.pack(kind, count), *parts)
 
 
 def main(sock: socket.socket, fd: str) -> None:
-    """Do what the engine says over the channel, until it closes. Never returns.
+    """Run the mask worker until the engine closes the channel, then exit the process.
 
-    The first message is the `MaskWorkerSettings`, in JSON. Back comes a byte whenever something in the memory
-    has changed.
+    The first message has the `MaskWorkerSettings` in JSON. The worker sends one byte to the engine
+    after each change in the shared memory.
 
     Args:
-        sock: The channel.
-        file: The descriptor of the `MaskMemory`.
+        sock: The channel to the engine.
+        fd: File descriptor of the `MaskMemory`.
     """
-    faulthandler.enable()  # a crash in a library prints the threads' stacks
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
-    exit_with_parent(sock)  # also while a library is at work
-    sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
-    with suppress(OSError):  # where memory is short, rather this process than the engine's
+    faulthandler.enable()  # print the stacks of all threads if a library crashes
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine handles it, and may drain first
+    exit_with_parent(sock)  # a thread, so that it works while a library blocks this thread
+    sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
+    with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
     def notify() -> None:
-        with suppress(OSError):  # the engine has gone, or has enough bytes to read
+        with suppress(OSError):  # the engine is gone, or has not read the earlier bytes yet
             sock.send(b"!", socket.MSG_DONTWAIT)
 
     try:
@@ -597,11 +634,11 @@ def main(sock: socket.socket, fd: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # threads may be at work
+        os._exit(1)  # a normal exit would wait for running threads
 
 
 def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -> None:
-    """Do what messages say, to their end."""
+    """Handle the engine's messages until the channel closes."""
     if (message := receive(sock)) is None:
         return
     settings = msgspec.json.decode(memoryview(message)[_HEADER.size :], type=MaskWorkerSettings)
@@ -610,7 +647,7 @@ def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -
     job_decoder = msgspec.json.Decoder(MaskJob)
     maker = MaskMaker(memory, notify, len(os.sched_getaffinity(0)))
     gc.collect()
-    gc.freeze()  # the vocabulary is not walked through again
+    gc.freeze()  # later collections skip the vocabulary
     while (message := receive(sock)) is not None:
         kind, count = _HEADER.unpack_from(message)
         if kind == MaskMessageKind.TOKENS:
@@ -626,13 +663,16 @@ def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -
 
 
 def _load_compiler(settings: MaskWorkerSettings) -> Callable[..., Future[list[Matcher]]]:
-    """`GrammarCompiler.submit`, with the tokenizer loaded once more."""
+    """Load the tokenizer and return `GrammarCompiler.submit`.
+
+    If the tokenizer cannot be loaded, return a function that returns a failed future.
+    """
     try:
         tokenizer = Tokenizer.from_folder(Path(settings.folder))
     except Exception as error:
         failed: Future[list[Matcher]] = Future()
-        where = f"from {settings.folder!r} again"
-        problem = f": no tokenizer could be loaded {where}: {error}"
+        where = f"from {settings.folder!r}"
+        problem = f": the mask worker could not load the tokenizer {where}: {error}"
         failed.set_exception(GrammarError("structured_outputs", problem, kind=ErrorKind.INTERNAL))
         return lambda *_: failed
     return GrammarCompiler(tokenizer, settings.vocab_size, settings.eos_token_ids).submit

@@ -1,7 +1,7 @@
-"""Compiled grammars, and what an answer may go on with.
+"""Compiled grammars, and matchers that follow one answer each through a grammar.
 
-llguidance does the parsing, in Rust. What is ours: which tokens end an answer, bounds on what a
-grammar may cost, and free text before the grammar.
+llguidance does the parsing, in Rust. This module adds the tokens that end an answer, limits on the
+cost of a grammar, and reasoning before the constrained text.
 """
 
 import weakref
@@ -23,10 +23,12 @@ from jpaged.structured_outputs.lexers import (
 from jpaged.text.tokenizer import Tokenizer
 
 _MIN_REBUILD_TOKENS = 64
-"""An answer that fills a new lexer with fewer tokens fails: it has too many states by itself."""
+"""Minimum number of tokens between two private lexers of an answer.
+
+An answer that fills a new lexer with fewer tokens fails, because it needs too many states alone."""
 
 _TOKENS_PER_MEMORY_CHECK = 16
-"""Tokens of an answer between two checks of the lexers' memory."""
+"""Number of tokens of an answer between two checks of the memory of all lexers."""
 
 _ONE_OF_REPLACEMENT = (
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
@@ -34,47 +36,46 @@ _ONE_OF_REPLACEMENT = (
     "two cases of oneOf may allow the same value: use anyOf, or give the cases different types, "
     "constants, or constants in a required property",
 )
-"""An error text of llguidance, which names an option that clients do not have, and the text that
-replaces it."""
+"""An error text of llguidance and its replacement: clients cannot set the option that it names."""
 
 _MAX_LINE_BREAKS = 2
-"""Line breaks that may come between the free passage and the grammar."""
+"""Maximum number of line breaks between the reasoning and the constrained text."""
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, is too complex to be matched, or forbids a token."""
+    """A grammar cannot be compiled, exceeds a limit, or does not allow a token."""
 
 
 def spec_error(spec: StructuredOutputs, words: str) -> GrammarError:
-    """Return the error of a specification that llguidance refuses in `words`."""
+    """Return the error of a specification that cannot be enforced for the reason `words`."""
     words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_REPLACEMENT)
     reason = " ".join(words.split())[:300]
     return GrammarError(f"structured_outputs.{spec.kind}", f"cannot be enforced: {reason}")
 
 
 def broken_matcher(vocabulary: "Vocabulary") -> Any:
-    """Return a matcher of llguidance's that refuses each token at once."""
+    """Return a matcher of llguidance that refuses every token immediately."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary.inner, "", log_level=0)
 
 
 def replay_tokens(vocabulary: "Vocabulary", inner: Any, consumed: list[int]) -> bool:
-    """Let llguidance's matcher consume tokens; return whether it allows all of them."""
+    """Let llguidance's matcher consume tokens. Return whether it allows all tokens."""
     from llguidance import LLExecutor
 
-    # llguidance releases Python's lock only where it is to match the tokens of two.
+    # llguidance releases Python's lock only if it gets two or more matchers.
     executor, broken = LLExecutor(1), broken_matcher(vocabulary)
     return all(executor.consume_token_par([(inner, it), (broken, it)])[0] for it in consumed)
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary, in llguidance's form: half a second for 130,000 tokens.
+    """A tokenizer's vocabulary for llguidance. Reading 130,000 tokens takes half a second.
 
     Attributes:
-        inner: llguidance's own.
-        not_eos: int32 [W]: all ones but for the model's end tokens.
-        break_ids: Tokens of nothing but line breaks, and how many.
+        inner: llguidance's object for the tokenizer.
+        not_eos_mask: Mask of all tokens except the model's end tokens, int32 [W].
+        line_break_ids: Tokens that consist of line breaks, with the number of line breaks of each.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -83,7 +84,7 @@ class Vocabulary:
         if not eos_token_ids:
             raise GrammarError(
                 "structured_outputs",
-                "needs an end token, and the model's config.json, generation config and tokenizer "
+                "needs an end token, but the model's config.json, generation config and tokenizer "
                 "name none",
                 remedy="set eos_token_id in config.json",
                 kind=ErrorKind.UNSUPPORTED,
@@ -94,7 +95,7 @@ class Vocabulary:
         except Exception as error:
             raise GrammarError(
                 "structured_outputs",
-                f"cannot be had with this tokenizer: {error}",
+                f"is not supported with this tokenizer: {error}",
                 kind=ErrorKind.UNSUPPORTED,
             ) from error
         self._tokenizer = tokenizer
@@ -107,7 +108,7 @@ class Vocabulary:
         self.line_break_ids = {ids[-1]: n for n, ids in enumerate(breaks, 1) if len(ids) == 1}
 
     def clear_eos(self, mask: np.ndarray) -> bool:
-        """Take the model's end tokens out of a mask; whether one was there."""
+        """Remove the model's end tokens from a mask. Return whether the mask had any."""
         words, found = mask.view(np.uint32), False
         for i, kept in self._not_eos_words:
             word = int(words[i])
@@ -116,29 +117,37 @@ class Vocabulary:
         return found
 
     def have_eos(self, masks: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Which of some rows of masks have one of the model's end tokens: bool [len(rows)]."""
+        """Return which masks allow an end token of the model.
+
+        Args:
+            masks: int32 [any, W].
+            rows: Indices of n masks.
+
+        Returns:
+            bool [n].
+        """
         found = np.zeros(len(rows), bool)
         for i, kept in self._not_eos_words:
             found |= masks[rows, i].view(np.uint32) & ~np.uint32(kept) != 0
         return found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
+        """Return the bytes that a token adds to a text."""
         token_bytes = self._tokenizer.token_bytes
         return token_bytes(token_id) if token_bytes else self._tokenizer.decode([token_id]).encode()
 
 
 class Matcher:
-    """How far one answer has come in a grammar. Not thread-safe.
+    """Progress of one answer through a grammar. Not thread-safe.
 
     Attributes:
-        ending_ids: Tokens that end the answer, where the grammar lets it end.
-        is_stopped: Nothing but the end may follow.
-        tokens: What is known of the tokenizer.
-        pace: How long the grammar's masks take.
-        inner: llguidance's own matcher.
-        needs_lexer: `fill_mask` must replace the lexer before it makes the next mask. That takes as long
-            as compiling the grammar, so it does not belong in a thread that others wait for.
+        ending_ids: Tokens that end the answer where the grammar allows the end.
+        is_stopped: Whether the answer is complete.
+        vocabulary: Vocabulary of the tokenizer.
+        mask_timing: Record of the grammar's slow masks, which all its answers share.
+        inner: llguidance's matcher.
+        needs_lexer: Whether the lexer must be replaced before the next mask. `rebuild_lexer` takes
+            as long as compiling the grammar, so other work should not wait for that thread.
     """
 
     def __init__(self, grammar: "CompiledGrammar", ending_ids: frozenset[int]):
@@ -147,8 +156,8 @@ class Matcher:
         self.mask_timing = grammar.mask_timing
         self.needs_lexer = False
         self._consumed: list[int] = []
-        self._num_lexers = 0  # that it has had
-        self._private_since: int | None = None  # len(_consumed) when it got a private lexer
+        self._num_lexers = 0  # lexers that the answer has used so far
+        self._private_since: int | None = None  # `len(_consumed)` when the private lexer came
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))
         self.inner: Any = self._lexer.initial_matcher.deep_copy()
         self._reasoning_tail: bytes | None = b"" if self._spec.after is not None else None
@@ -159,12 +168,12 @@ class Matcher:
 
     @property
     def is_in_reasoning(self) -> bool:
-        """Whether all but the end may follow: the grammar has not begun."""
+        """Whether the answer is in its reasoning, where all tokens except end tokens may follow."""
         return self._reasoning_tail is not None and not self._is_in_opening_tag
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the grammar alone decides: its free passage is over, line breaks too."""
+        """Whether the reasoning and the line breaks after it are over: only the grammar decides."""
         return (
             self._reasoning_tail is None
             and not self._is_in_opening_tag
@@ -172,10 +181,10 @@ class Matcher:
         )
 
     def accept(self, token_id: int) -> None:
-        """Take in the answer's next token; one that ends the answer changes nothing.
+        """Consume the answer's next token. A token of `ending_ids` changes nothing.
 
         Raises:
-            GrammarError: it may not follow.
+            GrammarError: The grammar does not allow the token.
         """
         if token_id in self.ending_ids:
             return
@@ -191,11 +200,11 @@ class Matcher:
         self._consume([token_id])
 
     def can_consume_directly(self, token_id: int) -> bool:
-        """Whether `accept` is `inner` consuming the token, then `note_consumed`."""
+        """Return whether `inner.consume_token` and `note_consumed` can replace `accept`."""
         return self.is_constrained and not self.needs_lexer and token_id not in self.ending_ids
 
     def _match_opening_tag(self, token_id: int) -> bool:
-        """Whether a token goes on with the passage's opening; if not, there is no such passage."""
+        """Return whether a token continues the opening tag. If not, the answer has no reasoning."""
         if token_id != self._opening_tag_ids[self._num_opening_tokens]:
             self._is_in_opening_tag, self._reasoning_tail = False, None
             return False
@@ -215,7 +224,7 @@ class Matcher:
 
     def _consume(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            if self.needs_lexer:  # the next lexer consumes it
+            if self.needs_lexer:  # `rebuild_lexer` replays the token in the new lexer
                 self._consumed.append(token_id)
                 continue
             error = self.note_consumed(token_id, self.inner.consume_token(token_id))
@@ -223,7 +232,7 @@ class Matcher:
                 raise error
 
     def note_consumed(self, token_id: int, is_allowed: bool) -> GrammarError | None:
-        """Note that `inner` has consumed a token, or refused it; return what is wrong."""
+        """Record that `inner` has consumed or refused a token. Return the error, if any."""
         if not is_allowed:
             error = self._find_failure("the grammar does not allow the sampled token")
             if error is not None:
@@ -231,12 +240,12 @@ class Matcher:
         self._consumed.append(token_id)
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _TOKENS_PER_MEMORY_CHECK and self._grammar.memory.is_full:
-            # A new lexer has the states of the text, without those that only masks needed.
+            # A new lexer is smaller: it lacks the states that were created only for masks.
             self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
     def _use_lexer(self, lexer: Lexer, use: LexerUse) -> None:
-        """Keep a lexer until the next call, or until the answer is over."""
+        """Use a lexer until the next call. The pool gets it back when the matcher is collected."""
         self._lexer: Any = lexer
         self._num_lexers += 1
         self._lexer_since = len(self._consumed)
@@ -246,12 +255,15 @@ class Matcher:
         self._return_lexer.atexit = False
 
     def _may_rebuild(self) -> bool:
-        """Return whether a new lexer may help. It does not if the answer's states filled one."""
+        """Return whether a new lexer may help.
+
+        It does not help if this answer alone has just filled a private lexer.
+        """
         since = self._private_since
         return since is None or len(self._consumed) - since >= _MIN_REBUILD_TOKENS
 
     def _may_shrink(self) -> bool:
-        """Return whether a new lexer may be smaller by more than it costs to compile."""
+        """Return whether a new lexer may save enough memory to be worth compiling."""
         if self._grammar.lexers.is_cheap:
             return self._may_rebuild()
         num_since = len(self._consumed) - self._lexer_since
@@ -260,10 +272,10 @@ class Matcher:
         )
 
     def _find_failure(self, default_reason: str) -> GrammarError | None:
-        """Return why `inner` has failed, or set `needs_lexer` if the lexer is broken.
+        """Return the error of `inner`, or set `needs_lexer` and return None if the lexer is broken.
 
-        A lexer breaks when it exceeds a limit. All matchers that share it fail from then on. Its
-        states come from every answer that used it, so the answer at hand need not be the cause.
+        A lexer breaks when it exceeds a limit, and then all matchers that share the lexer fail. The
+        states come from all answers that used the lexer, so this answer may not be the cause.
         """
         probe = self._lexer.initial_matcher.deep_copy()
         probe.compute_bitmask()
@@ -279,11 +291,11 @@ class Matcher:
         """Replace the lexer, and consume the answer's tokens again.
 
         Raises:
-            GrammarError: the lexers of all answers take too much memory.
+            GrammarError: The lexers of all answers take too much memory.
         """
         self._return_lexer.detach()
         self._grammar.lexers.retire(self._lexer)
-        self._lexer = self.inner = None  # the memory is free before more is taken
+        self._lexer = self.inner = None  # free the memory before the new lexer needs more
         num_since = len(self._consumed) - self._lexer_since
         may_share = self._num_lexers == 1 or num_since >= _MIN_REBUILD_TOKENS
         lexer, use, self.inner = self._grammar.rebuild_lexer(
@@ -293,7 +305,15 @@ class Matcher:
         self.needs_lexer, self.is_stopped = False, self.inner.is_stopped()
 
     def fill_mask(self, rows: np.ndarray, row: int) -> GrammarError | None:
-        """Write what may follow into row `row` of masks, int32 [rows, W]; gives as `adapt_mask`."""
+        """Write the mask of the next token into `rows[row]`. Replace the lexer if needed.
+
+        Args:
+            rows: Masks, int32 [rows, W].
+            row: Index of the mask to write.
+
+        Returns:
+            The error if the grammar has failed or allows no next token, otherwise None.
+        """
         while True:
             if self.needs_lexer:
                 try:
@@ -305,7 +325,7 @@ class Matcher:
                 return error
 
     def try_fill_mask(self, rows: np.ndarray, row: int) -> GrammarError | None:
-        """Fill as `fill_mask`, or set `needs_lexer`: there is no mask until the lexer is replaced."""
+        """Write a mask like `fill_mask`, or set `needs_lexer` and write no valid mask."""
         from llguidance.numpy import fill_next_token_bitmask
 
         if not self.is_in_reasoning:
@@ -313,14 +333,16 @@ class Matcher:
         return self.adapt_mask(rows[row])
 
     def adapt_mask(self, mask: np.ndarray) -> GrammarError | None:
-        """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end
-        tokens, line breaks, the opening. int32 [W].
+        """Add end tokens, line breaks and the opening tag to llguidance's mask, in place.
+
+        Args:
+            mask: llguidance's mask, int32 [W]. During the reasoning, the old contents are ignored.
 
         Returns:
-            What went wrong, if the grammar failed or nothing may follow. None with `needs_lexer`
-            set: there is no mask yet, `fill_mask` makes it.
+            The error if the grammar has failed or allows no next token, otherwise None. If
+            `needs_lexer` was set, the mask is not valid.
         """
-        if self.is_in_reasoning:  # but not the end: what must come has not
+        if self.is_in_reasoning:  # the answer may not end before the constrained text
             mask[:] = self.vocabulary.not_eos_mask
             self._forbid_ending_ids(mask)
             return None
@@ -328,7 +350,7 @@ class Matcher:
             return self._find_failure("")
         may_end = self.vocabulary.clear_eos(mask)
         if not may_end and self.is_constrained:
-            return None  # nearly all masks
+            return None  # the usual case
         more = set(self.ending_ids) if self.inner.is_accepting() else set()
         if self._is_in_opening_tag:
             if self._num_opening_tokens:
@@ -347,7 +369,8 @@ class Matcher:
             if not self.is_stopped:
                 reason = "the grammar allows no next token here, and the answer is incomplete"
                 return spec_error(self._spec, reason)
-            mask[:] = ~self.vocabulary.not_eos_mask  # with its new lexer the answer is complete
+            # The rebuilt lexer shows that the answer is complete: allow only the end tokens.
+            mask[:] = ~self.vocabulary.not_eos_mask
         return None
 
     def _forbid_ending_ids(self, mask: np.ndarray) -> None:
@@ -356,22 +379,22 @@ class Matcher:
             words[token // 32] &= ~np.uint32(1 << token % 32)
 
     def too_slow_error(self) -> GrammarError:
-        """Return the error of an answer whose masks took too long."""
+        """Return the error of an answer whose masks took too much CPU time on average."""
         most = f"{bounds.MAX_MEAN_MASK_S * 1e3:g} ms of CPU time"
-        reason = f"its masks took more than {most} each on average: simplify it"
+        reason = f"its token masks took more than {most} each on average: simplify the grammar"
         return spec_error(self._spec, reason)
 
     def unexpected_error(self, error: BaseException) -> GrammarError:
-        """Says that something unforeseen went wrong, with this answer alone."""
+        """Return the error of this answer for an unexpected exception."""
         return spec_error(self._spec, f"{type(error).__name__}: {error}")
 
 
 @dataclass
 class MaskTiming:
-    """What `masks.MaskMaker` has measured of a grammar.
+    """Record of a grammar's slow masks, which all answers of the grammar share.
 
     Attributes:
-        num_watched: Number of masks, of all answers, that threads make and time.
+        num_timed_masks: Number of further masks that `MaskMaker` makes and times in threads.
     """
 
     num_timed_masks: int = 0
@@ -382,12 +405,13 @@ class CompiledGrammar:
     """A compiled grammar.
 
     Attributes:
-        form: What it was made of.
-        lexers: llguidance's matchers, at the start.
-        tokens: What it knows of the tokenizer.
-        memory: Memory of all lexers.
-        renew: `GrammarCompiler.rebuild_lexer`.
-        pace: How long its masks take.
+        spec: The structured-output specification.
+        lexers: Pool of the grammar's lexers.
+        vocabulary: Vocabulary of the tokenizer.
+        opening_tag_ids: Tokens of the specification's `opening`.
+        memory: Memory of all lexers of all grammars.
+        rebuild_lexer: `GrammarCompiler.rebuild_lexer`.
+        mask_timing: Record of the grammar's slow masks.
     """
 
     spec: StructuredOutputs
@@ -399,5 +423,5 @@ class CompiledGrammar:
     mask_timing: MaskTiming = field(default_factory=MaskTiming)
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
-        """For one answer, which the tokens `ending_ids` may end."""
+        """Return a matcher for one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)

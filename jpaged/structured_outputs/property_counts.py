@@ -1,4 +1,4 @@
-"""`minProperties` and `maxProperties` of a schema, written as cases that llguidance enforces."""
+"""Rewrite `minProperties` and `maxProperties` of a schema as cases that llguidance enforces."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PropertyCount:
-    """The number of properties that one schema allows an object, next to the required ones.
+    """Limits of a schema on the number of an object's properties beyond the required properties.
 
     Attributes:
-        optional: Names in `properties` that may be left out.
-        least: Minimum number of properties that are not required.
-        most: Maximum number of these; None for any number.
-        is_open: Whether an object may have names that `properties` does not list.
+        optional_names: Names in `properties` that are not required.
+        min_optional: Minimum number of properties that are not required.
+        max_optional: Maximum number of properties that are not required; None for no maximum.
+        allows_other_names: Whether an object may have names that `properties` does not list.
     """
 
     optional_names: tuple[str, ...]
@@ -27,7 +27,7 @@ class PropertyCount:
 
     @classmethod
     def from_schema(cls, schema: Schema) -> "PropertyCount":
-        """Return the count of a schema whose keywords were checked."""
+        """Return the property count of a schema. The schema's keywords must have been checked."""
         required, max_optional = set(schema.get("required", ())), schema.get("maxProperties")
         named = schema.get("properties", {}).items()
         allows_other_names = schema.get("additionalProperties", True) is not False
@@ -40,7 +40,7 @@ class PropertyCount:
 
     @property
     def needs_cases(self) -> bool:
-        """Whether llguidance refuses the schema unless its cases are written out."""
+        """Whether llguidance refuses the schema, so that `cases` must replace the two keywords."""
         if not self.optional_names or (self.min_optional == 0 and self.max_optional is None):
             return False
         return (
@@ -49,31 +49,31 @@ class PropertyCount:
 
     @property
     def num_cases(self) -> int:
-        """Number of schemas that `cases` yields; 0 if no object obeys."""
+        """Number of schemas that `cases` yields; 0 if no object can match."""
         num = len(self.optional_names)
         if self._is_bounded:
             return sum(math.comb(num, size) for size in self._sizes)
         return math.comb(num, self.min_optional) + self.allows_other_names
 
     def cases(self, schema: Schema) -> Iterator[dict[str, Any]]:
-        """Yield schemas that together allow the right numbers of properties.
+        """Yield schemas that replace `minProperties` and `maxProperties` of `schema`.
 
-        An object with a right number of properties matches exactly one of them.
+        An object with an allowed number of properties matches exactly one of the schemas. The other
+        keywords of `schema` must be enforced in addition.
 
         Args:
-            schema: As for `from_schema`. An object must also match it, without the two keywords.
+            schema: The schema that was passed to `from_schema`.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
-        if self._is_bounded:  # the optional properties that an object has
+        if self._is_bounded:  # one case per set of optional properties
             for size in self._sizes:
                 for names in combinations(self.optional_names, size):
                     yield self._case(names, self.optional_names) | (
                         counts if self.allows_other_names else {}
                     )
             return
-        for names in combinations(
-            self.optional_names, self.min_optional
-        ):  # the first ones that it has
+        # Each case fixes the first `min_optional` optional properties that an object has.
+        for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
         if self.allows_other_names:
@@ -81,14 +81,14 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether the maximum allows fewer properties than there are."""
+        """Whether the maximum rules out some objects."""
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
         )
 
     @property
     def _sizes(self) -> range:
-        """Numbers of optional properties that an object may have."""
+        """Allowed numbers of optional properties that `properties` lists."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,
@@ -97,6 +97,6 @@ class PropertyCount:
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema that requires `names`, and forbids `others` that are not among them."""
+        """Return a schema that requires `names` and forbids every other name in `others`."""
         forbidden = {name: False for name in others if name not in names}
         return {"type": "object", "required": list(names), "properties": forbidden}

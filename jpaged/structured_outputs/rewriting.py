@@ -29,20 +29,19 @@ _FORMAT_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}
 """Patterns that replace llguidance's formats, which allow second 60 and 29 February in any year."""
 
 _MAX_FACTS_DEPTH = 100
-"""Schemas within each other, also by reference, beyond which `_Facts` are not looked for."""
+"""Maximum nesting depth of schemas, including references, at which `_Facts` are computed."""
 
 
 def rewrite_schema(schema: Any) -> Any:
-    """Return a schema that was checked, rewritten so that llguidance enforces it."""
+    """Return a schema that is equivalent to a checked `schema` and that llguidance enforces."""
     return _SchemaRewriter(schema).rewrite(schema)
 
 
 class _SchemaRewriter:
     def __init__(self, root: Any):
         self._root = root
-        self._facts_by_id: dict[
-            tuple[int, bool], _Facts
-        ] = {}  # by id, which the root's schemas keep
+        # The keys have ids of schemas. The ids stay valid because the root holds the schemas.
+        self._facts_by_id: dict[tuple[int, bool], _Facts] = {}
         self._depth = 0
 
     def rewrite(self, schema: Any) -> Any:
@@ -77,7 +76,7 @@ class _SchemaRewriter:
         return value
 
     def _are_exclusive(self, cases: list[Any]) -> bool:
-        """Return whether no value obeys two of the cases, as far as `_Facts` tell."""
+        """Return whether the cases of a `oneOf` are known to exclude each other."""
         facts = [self._facts(case, with_properties=True) for case in cases]
         if _are_distinct([it.values for it in facts]):
             return True
@@ -92,15 +91,15 @@ class _SchemaRewriter:
         """Return bounds on the values that match a schema.
 
         Args:
-            schema: Checked; it is in the root.
-            with_properties: Whether to look at an object's properties too.
+            schema: A checked schema within the root.
+            with_properties: Whether to compute bounds on the values of an object's properties too.
         """
         if not isinstance(schema, Mapping):
             return _Facts(DISJOINT_TYPES if schema else frozenset())
         key = id(schema), with_properties
         if key not in self._facts_by_id:
             if self._depth == _MAX_FACTS_DEPTH:
-                return _Facts(DISJOINT_TYPES)  # true of every schema
+                return _Facts(DISJOINT_TYPES)  # a bound that holds for every schema
             self._depth += 1
             self._facts_by_id[key] = self._find_facts(schema, with_properties=with_properties)
             self._depth -= 1
@@ -141,8 +140,8 @@ class _Facts:
 
     Attributes:
         types: JSON types that a matching value may have.
-        values: `_value_key` of each value that may match; None for any value of these types.
-        properties: Bounds on the values of an object's properties, if the object has them.
+        values: `_value_key` of each value that may match; None for any value of `types`.
+        properties: Bounds on the values of an object's properties, by name.
         required: Names of the properties that an object must have.
         names: Names of the properties that an object may have; None for any name.
     """
@@ -167,7 +166,7 @@ class _Facts:
         )
 
     def excludes(self, other: "_Facts") -> bool:
-        """Return whether it is known that no value obeys both schemas."""
+        """Return whether the bounds show that no value matches both schemas."""
         common = self.types & other.types
         if not common or (
             self.values is not None
@@ -185,7 +184,7 @@ class _Facts:
 
 
 def _are_distinct(values: Sequence[frozenset[Any] | None]) -> bool:
-    """Return whether all values are known, and none is in two of the sets."""
+    """Return whether all sets are known (not None) and have no value in common."""
     known = [each for each in values if each is not None]
     num_values = sum(map(len, known))
     return len(known) == len(values) and len(frozenset().union(*known)) == num_values
@@ -205,7 +204,7 @@ def _intersect_sets(
 
 
 def _value_key(value: Any) -> Any:
-    """Return something hashable that is equal for equal JSON values only: 1 is 1.0, not true."""
+    """Return a hashable key that is equal for equal JSON values only: 1 equals 1.0 but not true."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _value_key(it)) for name, it in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""JSON schemas: what a grammar enforces, and what is refused by its place."""
+"""Check that a grammar can enforce a JSON schema. Errors name the path of the invalid part."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ ANNOTATION_KEYWORDS = {
     *("writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
     *("$comment", "$schema", "$id", "$anchor"),
 }
-"""Keywords that allow and forbid nothing."""
+"""Keywords that do not restrict values."""
 
 SCHEMA_KEYWORDS = {"items", "additionalProperties"}
 SCHEMA_LIST_KEYWORDS = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -50,21 +50,29 @@ _FORMAT_NAMES = (
 SchemaPath = str
 Schema = Mapping[str, Any]
 _SchemasById = Mapping[int, tuple[SchemaPath, Schema]]
-"""Schemas and their places, by id."""
+"""Schemas and their paths, by `id(schema)`."""
 _ResolveReference = Callable[[SchemaPath, Schema], Any]
-"""Gives what a schema refers to."""
+"""Function that returns the target of a schema's `$ref`."""
 
 
 def check_schema(name: str, schema: object) -> None:
-    """Raise TypeError or ValueError, naming the place from `name` on, unless a grammar can enforce
-    a schema and some answer obeys it."""
+    """Check that a grammar can enforce a JSON schema, and that some finite value matches it.
+
+    Args:
+        name: Path of the schema, for errors.
+        schema: The schema, as Python values.
+
+    Raises:
+        TypeError, ValueError: The schema is invalid or cannot be enforced. The error names the path
+            of the invalid part.
+    """
     if isinstance(schema, bool) or not isinstance(schema, Mapping):
-        raise RequestTypeError(name, "must be a JSON schema, an object", value=short_repr(schema))
+        raise RequestTypeError(name, "must be a JSON schema (an object)", value=short_repr(schema))
     _SchemaChecker(schema, name).run()
 
 
 def is_enforced(keyword: str, value: Any) -> bool:
-    """Whether a grammar enforces a keyword that has such a value, other than in its size."""
+    """Return whether a grammar can enforce a keyword with this value, regardless of size limits."""
     if keyword == "format":
         return value in _FORMAT_NAMES
     if keyword == "multipleOf":
@@ -75,21 +83,20 @@ def is_enforced(keyword: str, value: Any) -> bool:
 
 
 class _SchemaChecker:
-    """Refuses what a grammar cannot enforce, by its place."""
+    """Checks a root schema, and raises an error for the first part that cannot be enforced."""
 
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
-        self._schemas: dict[
-            int, tuple[SchemaPath, Schema]
-        ] = {}  # by id, which they keep while in here
-        self._targets: dict[int, Any] = {}  # by id of the schema that refers
+        # Schemas by id. The ids stay valid because the dict holds the schemas.
+        self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
+        self._targets: dict[int, Any] = {}  # targets of `$ref`, by id of the referring schema
         self._num_visits = 0
 
     def run(self) -> None:
-        """Look at every schema within the root, and wherever references lead.
+        """Check every schema within the root and every target of a reference.
 
         Raises:
-            TypeError, ValueError: one is malformed, or cannot be enforced.
+            TypeError, ValueError: A schema is malformed or cannot be enforced.
         """
         self._walk(self._name, self._root)
         left = deque(self._schemas.values())
@@ -130,26 +137,31 @@ class _SchemaChecker:
 
     def _check_keyword(self, path: SchemaPath, keyword: str, value: Any, schema: Schema) -> None:
         if keyword in _COUNT_KEYWORDS:
-            _require(path, value, _is_count(value), "a count, 0 or more")
+            _require(path, value, _is_count(value), "a count from 0 to 2**31 - 1")
         elif keyword in _NUMBER_KEYWORDS:
             _check_number(path, value)
         elif keyword == "multipleOf":
             _check_multiple(path, value)
         elif keyword == "type":
             named = value if isinstance(value, list) else [value]
-            _require(path, value, bool(named) and all(it in _TYPE_NAMES for it in named), "a type")
+            _require(
+                path,
+                value,
+                bool(named) and all(it in _TYPE_NAMES for it in named),
+                "a type such as 'string', or a list of types",
+            )
         elif keyword in ("enum", "const"):
             _check_values(path, keyword, value)
         elif keyword == "required":
             is_names = isinstance(value, list) and all(isinstance(it, str) for it in value)
-            _require(path, value, is_names, "a list of names")
+            _require(path, value, is_names, "a list of names (strings)")
             for name in value:
                 check_characters(path, name)
         elif keyword == "pattern":
             _require(path, value, isinstance(value, str), "a regular expression")
             check_pattern(path, value)
         elif keyword == "format":
-            known = f"one of {', '.join(_FORMAT_NAMES)}, or left out: others are not enforced"
+            known = f"one of {', '.join(_FORMAT_NAMES)}: omit other formats, which are not enforced"
             _require(path, value, value in _FORMAT_NAMES, known)
         elif keyword == "properties":
             _check_properties(path, value, schema)
@@ -161,7 +173,7 @@ class _SchemaChecker:
                     check_pattern(f"{path}.{name[:60]}", name)
 
     def _resolve(self, path: SchemaPath, schema: Schema) -> Any:
-        """What a schema refers to."""
+        """Return the target of the `$ref` of the schema at `path`."""
         if id(schema) not in self._targets:
             self._targets[id(schema)] = self._resolve_uncached(path, schema)
         return self._targets[id(schema)]
@@ -169,19 +181,22 @@ class _SchemaChecker:
     def _resolve_uncached(self, path: SchemaPath, schema: Schema) -> Any:
         path, value = f"{path}.$ref", schema["$ref"]
         is_own = isinstance(value, str) and re.fullmatch(r"#(/[^%]*)?", value) is not None
-        _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
+        _require(path, value, is_own, "a reference within this schema, such as #/$defs/name")
         try:
             found = resolve_reference(self._root, value)
         except KeyError as error:
-            words = f"leads nowhere: there is no {error.args[0]!r}"
+            words = f"cannot be resolved: {error.args[0]!r} does not exist"
             raise RequestError(path, words, value=short_repr(value)) from None
-        _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
+        _require(path, value, isinstance(found, (Mapping, bool)), "a reference to a schema")
         return found
 
 
 def resolve_reference(root: Any, reference: str) -> Any:
-    """Return what stands at the place in `root` that a reference names. KeyError: the name of a
-    step that leads nowhere."""
+    """Return the part of `root` that a reference such as "#/$defs/name" points to.
+
+    Raises:
+        KeyError: The reference cannot be resolved. The argument is the name that does not exist.
+    """
     found = root
     for step in reference[2:].split("/") if len(reference) > 1 else ():
         step = unescape_pointer(step)
@@ -192,12 +207,12 @@ def resolve_reference(root: Any, reference: str) -> Any:
 
 
 def unescape_pointer(step: str) -> str:
-    """A name as it stands between the slashes of a reference (RFC 6901)."""
+    """Return the name that one escaped step of a JSON pointer stands for (RFC 6901)."""
     return step.replace("~1", "/").replace("~0", "~")
 
 
 def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[SchemaPath, Any]]:
-    """The schemas in a keyword's value."""
+    """Yield the path and value of each schema directly within a keyword's value."""
     if keyword in SCHEMA_KEYWORDS:
         yield path, value
     elif keyword in SCHEMA_LIST_KEYWORDS:
@@ -213,30 +228,35 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError unless a keyword asks for nothing."""
+    """Raise ValueError if a keyword that is not enforced could restrict values."""
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
-        raise RequestError(path, "makes another document of a part: only the whole may have it")
+        raise RequestError(path, "is allowed only at the root of the schema: remove it")
     asks_nothing = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
     if asks_nothing.get(keyword, ...) is value:
         return
     if keyword in ANNOTATION_KEYWORDS or (keyword.startswith("x-") and keyword != "x-guidance"):
         return
     near = difflib.get_close_matches(keyword[:60], sorted(_ENFORCED_KEYWORDS), 1, cutoff=0.8)
-    hint = f"; did you mean {near[0]!r}?" if near else ": leave it out, and check it yourself"
+    hint = f"; did you mean {near[0]!r}?" if near else ": remove it, and check the answer yourself"
     problem = f"is not enforced by a grammar{hint}"
     raise RequestError(path[:200], problem, kind=ErrorKind.UNSUPPORTED)
 
 
 def _check_number(path: SchemaPath, value: Any) -> None:
     is_exact = _is_number(value) and abs(value) <= bounds.MAX_NUMBER
-    _require(path, value, is_exact, "a number of at most 2**53: larger ones would be rounded")
+    _require(
+        path,
+        value,
+        is_exact,
+        "a number of at most 2**53 in magnitude: larger numbers would be rounded",
+    )
 
 
 def _check_multiple(path: SchemaPath, value: Any) -> None:
     is_whole = _is_number(value) and 0 < value < float("inf") and value == int(value)
-    _require(path, value, is_whole, "a whole number: others are not enforced")
+    _require(path, value, is_whole, "a whole number above 0: fractions are not enforced")
     if value > bounds.MAX_MULTIPLE_OF:
         raise RequestError(
             path, f"must be at most {bounds.MAX_MULTIPLE_OF}", value=short_repr(value)
@@ -244,9 +264,9 @@ def _check_multiple(path: SchemaPath, value: Any) -> None:
 
 
 def _check_values(path: SchemaPath, keyword: str, value: Any) -> None:
-    """Look at the values that an enum or a const allows, within each other too."""
+    """Check the values of an `enum` or a `const`, including nested values."""
     is_list = isinstance(value, list) and bool(value)
-    _require(path, value, keyword == "const" or is_list, "a list of values")
+    _require(path, value, keyword == "const" or is_list, "a list of values, at least one")
     left, num_values = [(value, 0)], 0
     while left:
         it, depth = left.pop()
@@ -325,11 +345,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Schemas that hold for one value together
+# Schemas that apply to one value together
 
 
 def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
-    """Raise ValueError where too much holds for one value: its schemas are multiplied out."""
+    """Raise ValueError if too many schemas, patterns or `multipleOf` apply to one value.
+
+    llguidance merges the schemas of `allOf`, `$ref`, `anyOf` and `oneOf` that apply to a value.
+    """
     all_of = {key: list(_all_of(*each, resolve)) for key, each in found.items()}
     any_of = {
         key: [list(_cases(each[1], word)) for word in _CASE_KEYWORDS] for key, each in found.items()
@@ -340,7 +363,9 @@ def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
     except CycleError as error:
         path, _ = found[error.args[1][0]]
         raise RequestError(
-            path, "is defined by nothing but itself", remedy="change its $ref"
+            path,
+            "refers to itself without a property or an item in between",
+            remedy="change its $ref",
         ) from None
     tallies: dict[int, tuple[int, ...]] = {}
     counts: dict[int, frozenset[_ExtraNames]] = {}
@@ -367,10 +392,10 @@ def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
             raise RequestError(
                 path,
                 (
-                    "combines patternProperties with a maxProperties above 1, which is not "
-                    "enforced where a name that properties does not list may come twice"
+                    "combines patternProperties with a maxProperties above 1, which cannot be "
+                    "enforced: a name that is not in properties may appear twice"
                 ),
-                remedy="list the names instead of patternProperties, or leave maxProperties out",
+                remedy="list the names instead of patternProperties, or drop maxProperties",
             )
 
 
@@ -392,7 +417,7 @@ def _schema_tally(schema: Schema) -> tuple[int, ...]:
 
 
 _ExtraNames = tuple[bool, int]
-"""Whether an object has patternProperties, and its room for names that properties does not list."""
+"""Whether a schema has `patternProperties`, and how many names outside `properties` it allows."""
 
 _AT_MOST_ONE, _SEVERAL, _UNLIMITED = range(3)
 _UNLIMITED_NAMES = frozenset({(False, _UNLIMITED)})
@@ -413,12 +438,16 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 def _intersect_counts(
     one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Return the counts of objects that obey two schemas, each with the counts of its cases."""
+    """Return the possible `_ExtraNames` of an object that matches two schemas.
+
+    Args:
+        one, other: The possible `_ExtraNames` of each schema, one per case.
+    """
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """The schemas that hold too, wherever one does."""
+    """Yield the schemas of `allOf` and `$ref`: each value of the schema must match them too."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)
@@ -428,20 +457,24 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
     yield from schema.get(keyword, ())
 
 
-# Schemas that no finite value obeys
+# Schemas that no finite value matches
 
 
 DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-"""Types that have no value in common: numbers are those that are no integers."""
+"""JSON types without common values: here, "number" excludes integers."""
 
 
 class _SatisfiabilityCheck:
-    """Of which types the values are that obey a schema; the least solution, for recursive ones."""
+    """Finds schemas that no finite value matches.
+
+    The check computes the types of the finite values that match each schema: the least fixed point,
+    which starts with no types and adds types until nothing changes.
+    """
 
     def __init__(self, found: _SchemasById, resolve: _ResolveReference):
         self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
-        # What an object or an array needs, and of which no value was found yet.
+        # Schemas of required properties or items for which no matching value is known yet.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -449,14 +482,15 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError where there is none."""
+        """Raise ValueError if no finite value matches one of the schemas."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):
                 if id(it) in users:
                     users[id(it)].add(key)
         left = dict.fromkeys(self._schemas)
-        while left:  # in rounds, lest one that many decide is solved after each of them
+        # Work in rounds: a schema that depends on many changed schemas is solved once per round.
+        while left:
             changed = set[int]()
             for key in left:
                 types = self._solve(*self._schemas[key])
@@ -468,12 +502,12 @@ class _SatisfiabilityCheck:
             if not self._types[key]:
                 raise RequestError(
                     path,
-                    "is obeyed by no finite value",
-                    remedy="let what it needs be left out, or be of another type",
+                    "matches no finite value",
+                    remedy="make a required property or item optional, or change its type",
                 )
 
     def _deciding_schemas(self, path: SchemaPath, schema: Schema) -> Iterator[Any]:
-        """The schemas that decide."""
+        """Yield the schemas on which the types of a schema's values depend."""
         yield from _all_of(path, schema, self._resolve)
         for word in _CASE_KEYWORDS:
             yield from _cases(schema, word)
@@ -489,9 +523,8 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            while needed and self._schema_types(
-                needed[-1]
-            ):  # found once, it stays: types are only added
+            # A schema with a matching value stays satisfiable, because types are only added.
+            while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:
                 types -= {kind}
@@ -504,7 +537,7 @@ class _SatisfiabilityCheck:
 
 
 def declared_types(schema: Schema) -> frozenset[str]:
-    """Return the types of the values that the keywords type, const and enum of a schema allow."""
+    """Return the types that `type`, `const` and `enum` of a schema allow."""
     types, named = DISJOINT_TYPES, schema.get("type")
     if named is not None:
         types = frozenset([named] if isinstance(named, str) else named)
@@ -531,7 +564,7 @@ def _needed_items(schema: Schema) -> Iterator[Any]:
 
 
 def json_type(value: Any) -> str:
-    """Return the JSON type of a value: 1.0 is an integer."""
+    """Return the JSON type of a Python value. A whole float such as 1.0 is an "integer"."""
     if isinstance(value, float) and value == int(value):
         return "integer"
     return {str: "string", bool: "boolean", int: "integer", float: "number"}.get(

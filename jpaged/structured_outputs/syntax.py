@@ -1,5 +1,8 @@
-"""Regular expressions and grammars, looked at before llguidance reads them: how much they repeat,
-which characters they name, which schemas a grammar has."""
+"""Check regular expressions and grammars before llguidance reads them.
+
+The checks limit repetitions and nesting, refuse characters that an answer cannot contain, and find
+the JSON schemas in a grammar.
+"""
 
 import json
 import re
@@ -11,11 +14,11 @@ from jpaged.errors import RequestError, short_repr
 from jpaged.structured_outputs import bounds
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that no JSON string of an answer has: they would need \\u, which is not allowed."""
+"""Characters that a JSON string of an answer cannot contain: answers have no \\u escapes."""
 
-# Both are applied to what clients send, while the interpreter can do nothing else: a repeat that
-# has matched is never given back (`*+`), and what is not closed is refused where it opens, so that
-# each takes time in proportion to the text.
+# Clients send the texts that the two patterns below match, and `re` holds Python's lock meanwhile.
+# Possessive repeats (`*+`) and the group `unclosed` prevent backtracking, so that matching takes
+# linear time.
 _REGEX_TOKEN = re.compile(
     r"""
     \\ (?: [xuU] \{ \s*+ (?P<braced> [0-9a-fA-F]++ ) \s*+ \}
@@ -32,7 +35,7 @@ _REGEX_TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""A piece of a regular expression."""
+"""One token of a regular expression."""
 
 _LARK_TOKEN = re.compile(
     r"""
@@ -52,26 +55,30 @@ _LARK_TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""A token of llguidance's Lark; only what is told apart here."""
+"""One token of llguidance's Lark syntax, as far as the checks distinguish tokens."""
 
-_MAX_DIGITS = 9  # of a count; any with more exceeds every bound
+_MAX_DIGITS = 9  # a count with more digits exceeds every limit
 
 _WHITESPACE: Any = re.compile(r"[ \t\r\n]*")
 
 
 def check_characters(path: str, text: str) -> None:
-    """Raise ValueError if a text of a schema has a character that no answer can have."""
+    """Raise ValueError if a text of a schema has a character that an answer cannot contain."""
     if (found := _UNWRITABLE.search(text)) is not None:
         raise RequestError(
             path,
-            f"has the control character U+{ord(found[0]):04X}, which no answer can have",
-            remedy="leave it out",
+            f"has the control character U+{ord(found[0]):04X}, which an answer cannot contain",
+            remedy="remove it",
         )
 
 
 def check_pattern(path: str, text: str) -> None:
-    """Raise ValueError if a schema's regular expression exceeds a bound, or names a character that
-    no answer can have: llguidance would leave it out."""
+    """Check a regular expression of a schema.
+
+    Raises:
+        ValueError: The expression exceeds a limit, or names a character that an answer cannot
+            contain. llguidance would ignore such a character.
+    """
     check_characters(path, text)
     check_regex(path, text)
     for token in _REGEX_TOKEN.finditer(text):
@@ -82,7 +89,7 @@ def check_pattern(path: str, text: str) -> None:
 
 
 def check_regex(path: str, text: str) -> None:
-    """Raise ValueError if a regular expression exceeds a bound, or opens a class for good."""
+    """Raise ValueError if a regular expression exceeds a limit or has an unclosed "["."""
     bounds.SOURCE_LENGTH.check(path, len(text))
     repeats, num_quantifiers = _RepetitionCounter(path), 0
     for token in _REGEX_TOKEN.finditer(text):
@@ -103,10 +110,10 @@ def check_regex(path: str, text: str) -> None:
 
 
 def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object], None]) -> None:
-    """Look at a grammar, and with `check_schema` at the schemas in it.
+    """Check a grammar in Lark syntax, and its JSON schemas with `check_schema`.
 
     Raises:
-        TypeError, ValueError: it exceeds a bound, or a schema cannot be enforced.
+        TypeError, ValueError: The grammar exceeds a limit, or a schema cannot be enforced.
     """
     repeats, num_rules, num_schemas, position = _RepetitionCounter(path), 0, 0, 0
     while (token := _LARK_TOKEN.match(text, position)) is not None:
@@ -118,9 +125,12 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             schema, position = _parse_schema(schema_path, text, position)
             check_schema(schema_path, schema)
             num_schemas += 1
-        elif "%json" in token[0]:  # llguidance might read on from another place
+        elif "%json" in token[0]:
+            # llguidance might read a schema here that this function would not check.
             raise RequestError(
-                path, f"has %json within {token[0][:40]!r}", remedy="write it otherwise"
+                path,
+                f"has %json within {token[0][:40]!r}",
+                remedy="use %json only in front of a schema",
             )
         elif token["regex"]:
             check_regex(f"{path}.{token[0][:40]}", token["regex"])
@@ -146,37 +156,41 @@ def _parse_count(digits: str) -> int:
 
 
 class _RepetitionCounter:
-    """How often the innermost of what was read may come, by groups that are open."""
+    """Counts nested repetitions while a regular expression or a grammar is read.
+
+    The methods raise ValueError if groups are nested too deeply or nested counts multiply to too
+    many repetitions.
+    """
 
     def __init__(self, path: str):
         self._path = path
-        self._group_products = [1]  # of each open group, the largest product
-        self._last_product = 1  # of what a count would repeat
+        self._group_products = [1]  # largest product of nested counts in each open group
+        self._last_product = 1  # product of nested counts in the last item or group
 
     def add_item(self) -> None:
-        """Something that no count has repeated yet."""
+        """Read an item that is not repeated yet."""
         self._last_product = 1
 
     def open_group(self) -> None:
-        """A group begins."""
+        """Read the start of a group."""
         self._group_products.append(1)
         self._last_product = 1
         bounds.GROUP_DEPTH.check(self._path, len(self._group_products) - 1)
 
     def close_group(self) -> None:
-        """A group ends, and may be repeated; one that has not begun is llguidance's to refuse."""
+        """Read the end of a group. llguidance refuses an end without a start."""
         self._last_product = self._group_products.pop() if len(self._group_products) > 1 else 1
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
 
     def repeat_last(self, count: int) -> None:
-        """What came last is repeated. Raises ValueError: too often."""
+        """Read a count that repeats the last item or group."""
         self._last_product *= max(count, 1)
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
         bounds.NESTED_REPETITIONS.check(self._path, self._last_product)
 
 
 def replace_schemas(text: str, write_schema: Callable[[object], str]) -> str:
-    """A grammar with each of its schemas as `write_schema`."""
+    """Return a grammar in which `write_schema` has replaced each JSON schema."""
     parts, position, start = [], 0, 0
     while (token := _LARK_TOKEN.match(text, position)) is not None:
         position = token.end()
@@ -189,16 +203,16 @@ def replace_schemas(text: str, write_schema: Callable[[object], str]) -> str:
 
 
 def _parse_schema(path: str, text: str, position: int) -> tuple[object, int]:
-    """The schema that begins there, and where it ends."""
+    """Return the JSON schema that starts at `position` in a grammar, and its end position."""
     start = _WHITESPACE.match(text, position).end()
     return _decode_json(path, lambda decoder: decoder.raw_decode(text, start))
 
 
 def parse_json(path: str, text: str) -> Any:
-    """Return the value of a JSON text, which errors call `path`.
+    """Return the value of a JSON text. Errors name `path`.
 
     Raises:
-        ValueError: it is no JSON, or an object in it has a name twice.
+        ValueError: The text is not JSON, or an object in it has a name twice.
     """
     return _decode_json(path, lambda decoder: decoder.decode(text))
 
@@ -215,11 +229,11 @@ def _decode_json(path: str, decode: Callable[[json.JSONDecoder], Any]) -> Any:
     try:
         value = decode(json.JSONDecoder(object_pairs_hook=object_from_pairs))
     except (ValueError, RecursionError) as error:
-        raise RequestError(path, f"is no JSON text: {error}") from None
+        raise RequestError(path, f"is not valid JSON: {error}") from None
     if duplicates:
         raise RequestError(
             path,
             f"has the name {short_repr(duplicates[0])} twice in an object",
-            remedy="leave one out",
+            remedy="remove one",
         )
     return value

@@ -1,4 +1,4 @@
-"""A form of answers, tried where a crash costs one request: in a process of its own."""
+"""`GrammarTrial` compiles a new grammar in a separate process, where a crash costs one request."""
 
 import resource
 import signal
@@ -13,56 +13,61 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class GrammarTrial:
-    """Does with a form what an engine will do: compiles it and masks some tokens.
+    """Compiles a structured-output specification and makes masks, as the engine will do.
 
-    Bounds on what forms ask cannot be proven to suffice, so a server has a process try each form
-    that is new to it, with less stack, memory and time than the engine gives. Threads are started
-    by `run` alone: a process that has made one may fork.
+    The limits in `bounds` may miss an expensive specification. So a server tries each new
+    specification in a process with less stack, memory and time than the engine has. Only `run`
+    starts threads, so a process may create a `GrammarTrial` and then fork.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
 
     Attributes:
-        seconds: Of a processor's time, what a form may take.
-        most: What a form may take, in words.
+        seconds: Maximum CPU time of a trial, in seconds.
+        most: The limits of a trial in words, for errors.
     """
 
     seconds = bounds.TRIAL_CPU_S
     most = (
-        f"{seconds:g} seconds of a processor, {bounds.TRIAL_MEMORY_BYTES // 2**20} MiB of "
+        f"{seconds:g} seconds of CPU time, {bounds.TRIAL_MEMORY_BYTES // 2**20} MiB of "
         f"memory or {bounds.TRIAL_STACK_BYTES // 2**20} MiB of stack"
     )
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
-        # The server knows which forms have passed, and this process is to stay as small as it is.
-        self._grammars = GrammarCompiler(
+        # Cache no grammars: the server remembers which passed, and this process must stay small.
+        self._compiler = GrammarCompiler(
             tokenizer,
             len(tokenizer),
             self._ending_ids,
             stack_bytes=bounds.TRIAL_STACK_BYTES,
             max_cached=0,
         )
-        with suppress(GrammarError):  # `run` tells
-            self._grammars.prepare()
+        with suppress(GrammarError):  # `run` raises the error again
+            self._compiler.prepare()
 
     def run(self, form: StructuredOutputs) -> None:
-        """Try a form. **The process ends** where that takes too much.
+        """Try a structured-output specification.
+
+        **The process is killed or crashes** if the specification exceeds the trial's limits.
+
+        Args:
+            form: The specification.
 
         Raises:
-            GrammarError: it cannot be enforced.
+            GrammarError: The specification cannot be enforced.
         """
         left, _ = signal.getitimer(signal.ITIMER_PROF)
         signal.setitimer(signal.ITIMER_PROF, min(left or self.seconds, self.seconds))
         with _limit_memory(bounds.TRIAL_MEMORY_BYTES):
-            self._grammars.try_random_answer(form, self._ending_ids)
+            self._compiler.try_random_answer(form, self._ending_ids)
 
 
 @contextmanager
 def _limit_memory(max_bytes: int) -> Iterator[None]:
-    """Let nothing take more than so many bytes in addition to what is taken."""
+    """Limit the memory that this process allocates in the `with` block to `max_bytes`."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with suppress(OSError):  # where the system does not tell, there is no bound
+    with suppress(OSError):  # without /proc the memory is not limited
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
         taken = pages * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (taken + max_bytes, hard))
