@@ -1,1 +1,1 @@
-"""Parsing of answers: reasoning, content and tool calls."""
+"""Parsers that split a model's answer into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""An answer's reasoning, content and tool calls, as events while the model writes it."""
+"""Parser that splits an answer into events while the model writes it."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,18 @@ from jpaged.parsing.tool_families import load_family
 
 
 class AnswerParser:
-    """Take one answer's text in pieces, and return the events of each piece.
+    """Parser that splits one answer into reasoning, content and tool calls.
 
-    How the text is cut into pieces changes neither the parts nor their text. Each event adds to a
-    part. Up to `MAX_BUFFERED_CHARACTERS` characters are held until it is known whether they are a tag or a call.
+    The caller feeds the answer in chunks. Each event extends, begins or ends a part of the answer.
+    The chunk sizes change neither the parts nor their text. The parser buffers up to
+    `MAX_BUFFERED_CHARACTERS` characters until it knows whether they are a tag or a call.
 
     Args:
         reasoning: One of `REASONING_FAMILIES`. None: the answer has no reasoning.
-        tool_calls: One of `TOOL_CALL_FAMILIES`. None: the answer has no calls.
+        tool_calls: One of `TOOL_CALL_FAMILIES`. None: the answer has no tool calls.
         tools: The tools in the prompt, in OpenAI's format.
-        prompt_end: The end of the prompt's text, where the reasoning may begin.
-        parallel: Whether calls after the first one are emitted; otherwise they are dropped.
+        prompt_end: The end of the prompt's text, which may already open the reasoning.
+        parallel: Whether to emit all calls. If False, only the first call is emitted.
     """
 
     def __init__(
@@ -38,13 +39,16 @@ class AnswerParser:
         self._parallel = parallel
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Return the events of more text."""
+        """Parse the next chunk of the answer and return its events."""
         if self._reasoning_parser is None:
             return self._split_calls([Content(text)] if text else [])
         return self._split_calls(self._reasoning_parser.feed(text))
 
     def end(self) -> list[ParserEvent]:
-        """Return the last events, those of held text. Feed nothing afterwards."""
+        """End the answer and return the events of the buffered text.
+
+        Do not call `feed` afterwards.
+        """
         events = self._split_calls(
             [] if self._reasoning_parser is None else self._reasoning_parser.end()
         )
@@ -53,7 +57,7 @@ class AnswerParser:
         )
 
     def _split_calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Replace content by the calls and the content in it."""
+        """Replace each content event by the calls and the content that its text contains."""
         if self._call_parser is None:
             return events
         found: list[ParserEvent] = []
@@ -67,5 +71,5 @@ class AnswerParser:
         return found
 
     def _drop_extra_calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Drop the events of calls after the first one, unless calls are parallel."""
+        """Drop the events of every call after the first one, unless calls may be parallel."""
         return [it for it in events if self._parallel or getattr(it, "index", 0) == 0]

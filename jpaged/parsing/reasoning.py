@@ -1,14 +1,15 @@
-"""Reasoning: what a model writes before its answer, separated from the answer as it is written.
+"""Parser of reasoning: the text that a model writes between <think> and </think>.
 
-The families are named as in vLLM. In both, the model writes <think>...</think> and then the answer:
+The reasoning families have the names that vLLM uses:
 
-    qwen3        the answer has reasoning only if it begins with <think>, or the prompt ends with it
-    deepseek_r1  the answer begins with reasoning even without <think>, unless the prompt ends with
-                 </think>
+    qwen3        The answer has reasoning only if it begins with <think>, or if the prompt ends
+                 with <think>.
+    deepseek_r1  The answer begins with reasoning, with or without <think>, unless the prompt ends
+                 with </think>.
 
-Line breaks before the reasoning and before the answer belong to the tags, and so do up to 64
-characters of whitespace after the reasoning: chat templates write them when the conversation is
-sent back.
+The parser drops line breaks after <think> and </think>, and up to 64 characters of whitespace
+before </think>. Chat templates add this whitespace again when the client sends the conversation
+back.
 """
 
 import re
@@ -21,19 +22,21 @@ _CALL, _FUNCTION = "<tool_call>", "<function="
 _LINE_BREAKS = re.compile(r"\n+")
 
 REASONING_FAMILIES = ("deepseek_r1", "qwen3")
-"""The names of the families."""
+"""Names of the reasoning families."""
 
 
 def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]:
-    """Return the tags around the reasoning of an answer, as `StructuredOutputs.behind` takes them.
+    """Return the closing and opening tags of an answer's reasoning.
+
+    The tags are the arguments of `StructuredOutputs.behind`.
 
     Args:
         family: One of `REASONING_FAMILIES`.
         prompt_end: The end of the prompt's text, a few dozen characters.
 
     Returns:
-        The closing tag, or None if the answer has no reasoning; then the opening tag, or None if
-        the answer begins with reasoning.
+        closing_tag: None if the answer has no reasoning.
+        opening_tag: None if the answer has no reasoning, or begins inside the reasoning.
     """
     end = prompt_end.rstrip()
     if end.endswith(_CLOSE):
@@ -43,7 +46,7 @@ def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]
 
 
 class ReasoningParser(StreamParser):
-    """Separate the reasoning of one answer from the rest.
+    """Parser that separates the reasoning of one answer from its content.
 
     Args:
         family: One of `REASONING_FAMILIES`.
@@ -53,7 +56,7 @@ class ReasoningParser(StreamParser):
     def __init__(self, family: str, prompt_end: str = ""):
         super().__init__()
         self._starts_in_reasoning = reasoning_end(family, prompt_end) == (_CLOSE, None)
-        # Newer Qwen3 models call tools in the middle of their reasoning.
+        # Newer Qwen3 models call tools before they close their reasoning.
         self._end_tags = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
 
     def _parse_answer(self) -> ParserCoroutine[None]:
@@ -71,7 +74,7 @@ class ReasoningParser(StreamParser):
             yield
 
     def _parse_reasoning(self) -> ParserCoroutine[bool]:
-        """Emit the reasoning. Return whether a closing tag ended it."""
+        """Emit the reasoning. Return whether </think> ended the reasoning."""
         stream = self._stream
         while True:
             stream.sink = lambda chunk: self._emit(Reasoning, chunk)

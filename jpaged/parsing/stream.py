@@ -1,9 +1,8 @@
-"""Parsing of text that a model is still writing, and the events that parsers emit.
+"""Base classes for parsing an answer while the model writes it, and the parsers' events.
 
-The parsers are generators that `yield` where they need more text, so that their code reads like
-that of a parser of complete text. What they find does not depend on how the text is cut into
-pieces: nothing is decided before the characters that decide it have come. Each character is read
-once.
+Each parser is a generator that yields when it needs more text, so that the code reads like a
+parser of complete text. A parser waits for every character that a decision depends on,
+so the result does not depend on how the answer is split into chunks.
 """
 
 import json
@@ -14,38 +13,44 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ParserCoroutine = Generator[None, None, T]
-"""A part of a parser: it continues with more text whenever it is resumed, and returns a T."""
+"""A generator that parses a part of an answer, yields to wait for more text, and returns a T."""
 
 MAX_BUFFERED_CHARACTERS = 16 * 1024
-"""Maximum number of characters that are held until it is known what they are."""
+"""Maximum number of characters in a parser's buffer while it waits for the end of a tag or call."""
 
 MAX_TAG_WHITESPACE = 64
-"""Maximum number of characters of whitespace next to a tag that belong to the tag."""
+"""Maximum number of whitespace characters next to a tag that count as part of the tag."""
 
 MAX_JSON_DEPTH = 200
-"""Maximum depth of nested arrays and objects: about what JSON parsers of clients accept."""
+"""Maximum nesting depth of JSON arrays and objects, so that clients can parse the arguments."""
 
 _MAX_NUMBER_LENGTH = 400
-"""Maximum number of characters of a number."""
+"""Maximum number of characters in a JSON number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More text of the answer."""
+    """A chunk of content: text of the answer outside reasoning and tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More text of the reasoning before the answer."""
+    """A chunk of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. `index` counts the answer's calls from 0; the model wrote `name`."""
+    """The start of a tool call.
+
+    Attributes:
+        index: Position of the call among the answer's calls, from 0.
+        id: Id of the call, for the message that returns the tool's result.
+        name: Function name as the model wrote it.
+    """
 
     index: int
     id: str
@@ -54,7 +59,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """A chunk of the JSON text of a tool call's arguments."""
 
     index: int
     text: str
@@ -62,7 +67,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call ends. Its arguments are a JSON object, unless the model stopped early or erred."""
+    """The end of a tool call.
+
+    The arguments are a complete JSON object, unless the model stopped early or wrote invalid JSON.
+    """
 
     index: int
 
@@ -71,7 +79,7 @@ ParserEvent = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
 class UnexpectedTextError(Exception):
-    """The text does not fit what the parser expects."""
+    """The text does not match the format that the parser expects."""
 
 
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]+")
@@ -83,13 +91,15 @@ _JSON_LITERALS = ("true", "false", "null")
 
 
 class TextStream:
-    """Text that comes in pieces, and the parser's position in it.
+    """A text that arrives in chunks, and the parser's position in the text.
 
-    Taken text goes to `sink`. Without a sink it is held, so that it can still become content.
+    Methods named `take_...` move the position forward and pass the text that they take to `sink`.
+    Without a sink, the stream buffers the taken text, so that the parser can still emit the text as
+    content.
 
     Attributes:
-        sink: Called with each piece of taken text.
-        ended: Whether the text is complete.
+        sink: Function that receives each chunk of taken text. None: the stream buffers the text.
+        is_complete: Whether all text has arrived.
     """
 
     def __init__(self) -> None:
@@ -100,32 +110,36 @@ class TextStream:
         self._num_buffered = 0
 
     def add(self, text: str) -> None:
-        """Append a piece of text."""
+        """Append the next chunk of text."""
         self._text, self._position = self._text[self._position :] + text, 0
 
     def release(self) -> str:
-        """Return the held text, and hold it no longer."""
+        """Clear the buffer and return its text."""
         held = "".join(self._buffer)
         self._buffer.clear()
         self._num_buffered = 0
         return held
 
     def capture_text(self, coroutine: ParserCoroutine[None]) -> ParserCoroutine[str]:
-        """Do `coroutine`, without a sink. Return the text that they take."""
+        """Run `coroutine` and return the text that it takes. The stream must have no sink."""
         num_held = len(self._buffer)
         yield from coroutine
         return "".join(self._buffer[num_held:])
 
-    # Steps: they take text from the parser's position on.
+    # Coroutines that read text at the parser's position.
 
     def peek(self) -> ParserCoroutine[str]:
-        """Return the next character without taking it, or "" at the end."""
+        """Return the next character without taking it, or "" at the end of the text."""
         while self._position == len(self._text) and not self.is_complete:
             yield
         return self._text[self._position : self._position + 1]
 
     def expect(self, characters: str) -> ParserCoroutine[str]:
-        """Take and return one of `characters`; raise UnexpectedTextError if another one is next."""
+        """Take and return the next character.
+
+        Raises:
+            UnexpectedTextError: The next character is not one of `characters`, or the text ends.
+        """
         char = yield from self.peek()
         if not char or char not in characters:
             raise UnexpectedTextError
@@ -134,7 +148,15 @@ class TextStream:
     def take_matching(
         self, pattern: re.Pattern[str], max_characters: int = MAX_BUFFERED_CHARACTERS
     ) -> ParserCoroutine[str]:
-        """Take and return up to `max_characters` characters that match `pattern`, one repeated class."""
+        """Take and return up to `max_characters` characters that match `pattern`.
+
+        Args:
+            pattern: One repeated character class, so that a match may continue in the next chunk.
+            max_characters: Maximum number of characters to take.
+
+        Raises:
+            UnexpectedTextError: The buffer is full.
+        """
         taken: list[str] = []
         while max_characters:
             room = (
@@ -155,25 +177,27 @@ class TextStream:
         return "".join(taken)
 
     def take_whitespace(self) -> ParserCoroutine[None]:
-        """Take JSON whitespace, if any is next."""
+        """Take all JSON whitespace at the position."""
         while (yield from self.take_matching(_JSON_WHITESPACE)):
             pass
 
     def take_literal(self, *words: str) -> ParserCoroutine[str]:
-        """Take one of `words` and the whitespace before it, and return the word. If none is next,
-        take nothing and return ""."""
+        """Take and return one of `words` if the text continues with that word.
+
+        Whitespace before the word is taken too. Otherwise take nothing and return "".
+        """
         word, size = yield from self._peek_word(words)
         if word:
             self._take(size)
         return word
 
     def is_next(self, *words: str) -> ParserCoroutine[bool]:
-        """Return whether one of `words` is next, after whitespace. Take nothing."""
+        """Return whether the text continues with one of `words`, after optional whitespace."""
         word, _ = yield from self._peek_word(words)
         return bool(word)
 
     def is_over(self) -> ParserCoroutine[bool]:
-        """Return whether only whitespace is left. Take nothing."""
+        """Return whether at most `MAX_TAG_WHITESPACE` characters of whitespace remain."""
         while self._whitespace_end() == len(self._text):
             if self.is_complete:
                 return True
@@ -181,7 +205,7 @@ class TextStream:
         return False
 
     def _peek_word(self, words: Sequence[str]) -> ParserCoroutine[tuple[str, int]]:
-        """Return which of `words` is next, and its size with the whitespace before it."""
+        """Return the word with which the text continues, and its length with leading whitespace."""
         while True:
             start = self._whitespace_end()
             have = self._text[start : start + max(map(len, words))]
@@ -199,10 +223,11 @@ class TextStream:
     def take_until(
         self, *tags: str, max_whitespace: int = MAX_TAG_WHITESPACE
     ) -> ParserCoroutine[str]:
-        """Take the text before the first of `tags`, and return that tag, or "" if the text ends.
+        """Take the text before the first of `tags` and return that tag.
 
-        Up to `max_whitespace` characters of whitespace before the tag are not taken. At the end of the text,
-        whitespace and the beginning of a tag may be left, which `take_rest` takes.
+        Up to `max_whitespace` whitespace characters before the tag are not taken. If the text ends
+        without a tag, return "". Whitespace and an incomplete tag may then remain, which
+        `take_rest` takes.
         """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:
@@ -220,35 +245,40 @@ class TextStream:
             yield
 
     def _safe_end(self, tags: Sequence[str]) -> int:
-        """Return the position up to which the text cannot be part of a tag."""
+        """Return the position of an incomplete tag at the end of the text, or the text's length."""
         text, at = self._text, self._position
         starts = (tag[:i] for tag in tags for i in range(1, len(tag)))
         held = max((len(start) for start in starts if text.endswith(start, at)), default=0)
         return len(text) - held
 
     def take_rest(self) -> str:
-        """Take and return all remaining text, without the sink."""
+        """Take and return all remaining text. Do not pass the text to the sink."""
         rest, self._position = self._text[self._position :], len(self._text)
         return rest
 
-    # JSON.
+    # Coroutines that take JSON.
 
     def take_json_string(self) -> ParserCoroutine[str]:
-        """Take a JSON string, which may have line breaks, and return its value.
+        """Take a JSON string and return its value. The string may contain line breaks.
 
         Raises:
-            UnexpectedTextError: Something else is next, or the value is not Unicode text.
+            UnexpectedTextError: The text is not a JSON string, or the value has a lone surrogate.
         """
         text = yield from self.capture_text(self._take_string())
         value: str = json.loads(text, strict=False)
         try:
             value.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair
+        except UnicodeEncodeError:  # a lone surrogate
             raise UnexpectedTextError from None
         return value
 
     def take_json_value(self) -> ParserCoroutine[None]:
-        """Take a JSON value; raise UnexpectedTextError at the first character that does not fit."""
+        """Take a JSON value.
+
+        Raises:
+            UnexpectedTextError: The text is not valid JSON, or is nested too deeply. The characters
+                before the invalid one are taken.
+        """
         closers: list[str] = []
         while True:
             char = yield from self.peek()
@@ -270,8 +300,15 @@ class TextStream:
                 return
 
     def _take_separator(self, closers: list[str]) -> ParserCoroutine[bool]:
-        """Take what is between a value, or an empty array or object, and the next value. Return
-        whether there is a next value."""
+        """Take the commas, keys and closing brackets that follow a value.
+
+        Args:
+            closers: Closing brackets of the open arrays and objects, innermost last. The method
+                removes each bracket that it takes.
+
+        Returns:
+            Whether another value follows.
+        """
         while closers:
             yield from self.take_whitespace()
             if (yield from self.expect("," + closers[-1])) != ",":
@@ -319,8 +356,10 @@ class TextStream:
 
 
 class StreamParser:
-    """A parser of one answer. A subclass defines `_parse_answer`, which takes text from `_stream` and
-    appends to `_events`."""
+    """Base class of parsers, each for one answer.
+
+    A subclass defines `_parse_answer`, which takes text from `_stream` and appends to `_events`.
+    """
 
     def __init__(self) -> None:
         self._stream = TextStream()
@@ -328,20 +367,22 @@ class StreamParser:
         self._coroutine = self._parse_answer()
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Return the events of more text."""
+        """Parse the next chunk of the answer and return its events."""
         self._stream.add(text)
         next(self._coroutine)
         return self._take_events()
 
     def end(self) -> list[ParserEvent]:
-        """Return the last events, those of held text. Feed nothing afterwards."""
+        """End the answer and return the events of the buffered text.
+
+        Do not call `feed` afterwards.
+        """
         self._stream.is_complete = True
         for _ in self._coroutine:
             pass
         return self._take_events()
 
     def _parse_answer(self) -> ParserCoroutine[None]:
-        """Parse the whole answer."""
         raise NotImplementedError
 
     def _take_events(self) -> list[ParserEvent]:

@@ -1,13 +1,17 @@
-"""Tool calls in an answer, found while the model writes it: what the parsers of all families share.
+"""Base parser of tool calls, which finds calls while the model writes the answer.
 
-A call begins once its name and the first character of its arguments have come. Until then, text
-that does not fit the format makes all of it content: a missing tag, broken JSON, or a name that
-does not have 1 to 256 characters. The event has the name that the model wrote, whether or not there
-is such a tool. Arguments are the JSON text of an object as the model wrote it; `qwen3_xml` makes
-that text from its values. Broken arguments are emitted unchanged up to the call's closing tag: the
-call has begun, and the client sees the mistake. Other keys of a call, such as "id", are dropped.
-All other text is content. Up to 64 characters of whitespace next to a call's tags belong to the
-tags.
+The parsers of all families follow these rules:
+
+* A call begins when its name and the first character of its arguments have arrived. If the text
+  breaks the format before that point, all of the text becomes content. Examples are a missing tag,
+  invalid JSON, or a name that is empty or longer than 256 characters.
+* `CallStart` has the name that the model wrote, even if no tool has this name.
+* The arguments are a JSON object as the model wrote it. Only `qwen3_xml` builds the JSON from its
+  values.
+* Invalid arguments are emitted unchanged up to the call's closing tag, because the call has already
+  begun. The client sees the mistake.
+* Other keys of a call, such as "id", are dropped.
+* Up to 64 characters of whitespace next to a call's tags are dropped. All other text is content.
 """
 
 import secrets
@@ -30,25 +34,25 @@ ToolDefinition = Mapping[str, Any]
 """A tool in OpenAI's format: {"type": "function", "function": {"name": ..., ...}}."""
 
 MAX_NAME_LENGTH = 256
-"""Maximum number of characters of a function's or a parameter's name."""
+"""Maximum number of characters in the name of a function or a parameter."""
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class ToolCallParser(StreamParser):
-    """Find the calls in one answer; everything else is content.
+    """Parser that splits one answer into tool calls and content.
 
-    A family's subclass defines `opening_tags` and `_parse_calls`.
+    Each family has a subclass, which defines `opening_tags` and `_parse_calls`.
 
     Args:
-        tools: The tools in the prompt. A family that writes values without quotes takes their types
-            from the tools' schemas.
+        tools: The tools in the prompt. A family that writes values without quotes looks up the
+            values' types in the tools' schemas.
 
     Attributes:
-        opening_tags: The tags with which a call may begin.
-        id_prefix: The beginning of the ids that the parser gives to calls.
-        id_size: Number of random characters of an id.
+        opening_tags: Tags with which a call may begin.
+        id_prefix: First characters of every call id that the parser generates.
+        id_size: Number of random characters in a call id.
     """
 
     opening_tags: ClassVar[tuple[str, ...]]
@@ -59,14 +63,17 @@ class ToolCallParser(StreamParser):
         super().__init__()
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        self._chunks: list[str] = []  # of the open call's arguments, else of content
+        self._chunks: list[str] = []  # arguments while a call is open, otherwise content
         self._num_calls = 0
-        self._is_in_call = False  # whether a call has begun and has not ended
-        self._has_text_since_call = True  # since the last call
+        self._is_in_call = False
+        self._has_text_since_call = True  # True before the first call
 
     def _parse_calls(self) -> ParserCoroutine[None]:
-        """Take one or more calls, the opening tag first. Raise UnexpectedTextError where the text
-        does not fit the format."""
+        """Take one or more calls, from the opening tag on.
+
+        Raises:
+            UnexpectedTextError: The text does not match the family's format.
+        """
         raise NotImplementedError
 
     def _parse_answer(self) -> ParserCoroutine[None]:
@@ -81,10 +88,9 @@ class ToolCallParser(StreamParser):
                 yield from self._try_parse_calls()
 
     def _try_parse_calls(self) -> ParserCoroutine[None]:
-        """Take calls, or emit as content what turns out to be none.
+        """Take calls, and emit text that does not match the format as content.
 
-        If the answer ends after a call and before that call's closing tags, the tags' beginning is
-        dropped.
+        If the answer ends before the closing tags of a call, the incomplete tag is dropped.
         """
         num_before = self._num_calls
         try:
@@ -95,14 +101,14 @@ class ToolCallParser(StreamParser):
                 self._emit_unless_blank(text)
         self._stream.release()
 
-    # Events.
+    # Methods that emit events.
 
     def _take_events(self) -> list[ParserEvent]:
         self._emit_chunks()
         return super()._take_events()
 
     def _emit_chunks(self) -> None:
-        """Emit the pieces of text as one event."""
+        """Emit the collected chunks as one event."""
         text = "".join(self._chunks)
         self._chunks.clear()
         if text:
@@ -115,7 +121,7 @@ class ToolCallParser(StreamParser):
             self._chunks.append(text)
 
     def _emit_unless_blank(self, text: str) -> None:
-        """Emit text, unless it is whitespace directly after a call."""
+        """Emit text as content, but drop whitespace that directly follows a call."""
         if self._has_text_since_call or text.strip():
             self._emit_text(text)
 
@@ -135,7 +141,7 @@ class ToolCallParser(StreamParser):
         self._num_calls += 1
         self._is_in_call = self._has_text_since_call = False
 
-    # Calls as JSON.
+    # Coroutines that take calls in JSON.
 
     def _parse_json_call(
         self, closing_tag: str, keys: frozenset[str] | None = None
@@ -143,12 +149,12 @@ class ToolCallParser(StreamParser):
         """Take one call that is a JSON object.
 
         Args:
-            closing_tag: The tag that ends the call if its arguments are broken.
-            keys: The keys that the object may have, arguments among them. None: any keys, and
-                arguments may be missing.
+            closing_tag: Tag that ends the call if the arguments are not valid JSON.
+            keys: Allowed keys of the object, which must then have arguments. None: all keys are
+                allowed, and the arguments may be missing.
 
         Raises:
-            UnexpectedTextError: The text is no such call; what the stream holds is content.
+            UnexpectedTextError: The text is not a valid call. The stream's buffer is content.
         """
         stream, name, arguments = self._stream, "", ""
         is_emitted = is_over = False
@@ -190,7 +196,10 @@ class ToolCallParser(StreamParser):
     def _parse_arguments(
         self, name: str, closing_tag: str, call_id: str = ""
     ) -> ParserCoroutine[None]:
-        """Begin a call, and take and emit its arguments; broken ones end at `closing_tag`."""
+        """Emit the events of one call while its arguments are taken.
+
+        Invalid arguments end at `closing_tag`, or at the end of the answer.
+        """
         stream = self._stream
         self._begin_call(name, call_id)
         stream.sink = self._emit_arguments
@@ -205,7 +214,9 @@ class ToolCallParser(StreamParser):
     def _parse_object_end(self, closing_tag: str) -> ParserCoroutine[bool]:
         """Take the comma or the brace after a value of an object. Return whether the object ends.
 
-        If there is a `closing_tag`, that tag and the end of the answer end the object too.
+        Args:
+            closing_tag: Tag that also ends the object, as does the end of the answer. If empty,
+                only a brace ends the object.
         """
         stream = self._stream
         yield from stream.take_whitespace()
@@ -220,7 +231,11 @@ class ToolCallParser(StreamParser):
 
 
 def validate_name(name: str) -> str:
-    """Return a function's name; raise UnexpectedTextError if it is empty or too long."""
+    """Return the function name `name` unchanged.
+
+    Raises:
+        UnexpectedTextError: `name` is empty, or longer than `MAX_NAME_LENGTH` characters.
+    """
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise UnexpectedTextError
     return name

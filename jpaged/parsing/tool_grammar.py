@@ -1,4 +1,4 @@
-"""Grammars of answers that must or may call a tool: what the grammars of all families share."""
+"""Grammars of answers that must or may call a tool, and the base class of each family's grammar."""
 
 import json
 import re
@@ -33,27 +33,27 @@ def call_grammar(
     or_text: bool = False,
     or_form: StructuredOutputs | None = None,
 ) -> StructuredOutputs:
-    """Return the grammar of answers that call tools with arguments that obey the tools' schemas.
+    """Return a grammar for answers that call tools, with arguments that match the tools' schemas.
 
-    If the answer may be something else (`or_text`, `or_form`), only the arguments of `strict`
-    functions must obey their schema. Arguments of other functions are any JSON object, or in
-    `qwen3_xml` any parameters.
+    If a call is optional (`or_text` or `or_form`), the grammar enforces only the schemas of
+    functions with `strict`. It accepts any JSON object as the arguments of other functions, or any
+    parameters in `qwen3_xml`.
 
     Args:
         family: One of `TOOL_CALL_FAMILIES`.
         tools: The tools, in OpenAI's format.
-        name: The only function that may be called. None: any of the tools.
+        name: The only function that may be called. None: the answer may call any of `tools`.
         parallel: Whether the answer may have several calls.
-        special_ids: Ids of the tokenizer's special tokens by their text.
+        special_ids: Mapping from the text of each special token of the tokenizer to the token's id.
         or_text: Whether the answer may have text before, between and after calls, or no calls. An
             opening tag in the text always begins a call.
-        or_form: Structured outputs of kind `json` or `json_object` that the answer may obey
-            instead of calling a tool.
+        or_form: Specification of kind `json` or `json_object` that the answer may match instead of
+            calling a tool.
 
     Raises:
-        TypeError, ValueError: There is no such family or function; a schema cannot be enforced,
-            with its path from `tools[i].function.parameters` on; the schemas are too large
-            together; or calls are indistinguishable from what `or_form` asks for (`llama3_json`).
+        TypeError, ValueError: `family` or `name` is unknown; a schema cannot be enforced (the path
+            begins with `tools[i].function.parameters`); the schemas are too large together; or
+            `or_form` is given although the family writes calls as bare JSON (`llama3_json`).
     """
     module = load_family(family)
     functions = [
@@ -62,13 +62,13 @@ def call_grammar(
         if name in (None, tool["function"]["name"])
     ]
     if not functions:
-        raise RequestError("name", "must be that of one of the tools", value=repr(name))
+        raise RequestError("name", "must be the name of one of the tools", value=repr(name))
     if or_form is not None and module.Grammar.is_bare_json:
         raise RequestError(
             "tools",
-            f"cannot be called in an answer that may be JSON instead, for {family} writes calls as "
+            f"cannot be combined with a JSON response format, because {family} writes calls as "
             "JSON too",
-            remedy="let tool_choice be 'none' or 'required', or ask for no form",
+            remedy="set tool_choice to 'none' or 'required', or omit the response format",
             kind=ErrorKind.UNSUPPORTED,
         )
     grammar: CallGrammar = module.Grammar(
@@ -79,20 +79,21 @@ def call_grammar(
 
 @dataclass
 class CallGrammar:
-    """The rules of answers with calls, in llguidance's variant of Lark's syntax.
+    """Builder of a grammar for answers with calls, in llguidance's variant of the Lark syntax.
 
-    A family's subclass defines `_call_rules`. `parallel` and `special_ids` are as in
-    `call_grammar`.
+    Each family has a subclass, which defines `_call_rules`.
 
     Attributes:
-        opening_tags: Texts that the family's parser takes for the beginning of a call. A generated
-            call begins with the first one.
-        functions: Pairs (path, function) for the functions that may be called. The path is that of
-            the function's parameters, for errors.
+        opening_tags: Tags with which the family's calls may begin. Generated calls begin with the
+            first tag.
+        functions: Pairs (path, function) of the functions that may be called. Errors about the
+            function's parameters begin with the path.
+        parallel: Whether the answer may have several calls.
+        special_ids: Mapping from the text of each special token of the tokenizer to the token's id.
         has_text: Whether the answer may have text next to calls, or text without calls.
-        alternative: Specification that the answer may obey instead of calling a function.
-        is_bare_json: Whether a generated call is a JSON object without a tag. Text in the answer
-            then must not begin with a brace.
+        alternative: Specification that the answer may match instead of calling a function.
+        is_bare_json: Whether a call is a JSON object without a tag. Text in the answer then must
+            not begin with a brace.
     """
 
     opening_tags: Sequence[str]
@@ -104,13 +105,17 @@ class CallGrammar:
     is_bare_json: ClassVar[bool] = False
 
     def build(self) -> StructuredOutputs:
-        """Return the grammar; raise TypeError or ValueError if a schema cannot be enforced."""
+        """Return the grammar.
+
+        Raises:
+            TypeError, ValueError: A schema cannot be enforced.
+        """
         enforced = [
             (path, tool_parameters(function))
             for path, function in self.functions
             if self._is_enforced(function)
         ]
-        self._check_sizes(enforced)  # before the schemas are checked, which takes longer
+        self._check_sizes(enforced)  # first, because checking large schemas takes long
         for path, schema in enforced:
             _check_parameters(path, schema)
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
@@ -120,19 +125,19 @@ class CallGrammar:
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
-        """Yield the rules of calls: those of `_sequence_rules`, and `call_i` of each function."""
+        """Yield the rules of `_sequence_rules`, and one rule `call_i` for each function."""
         raise NotImplementedError
 
     @property
     def _is_one_list(self) -> bool:
-        """Whether all calls of an answer are one list, which text cannot interrupt."""
+        """Whether all calls of an answer form one list, without text between the calls."""
         return False
 
     def _min_rules_size(self, schema: Any, num_characters: int) -> int:
-        """Return a lower bound of the number of characters of a schema's rules.
+        """Return a lower bound for the number of characters in a schema's grammar rules.
 
         Args:
-            schema: A function's parameters, not checked yet.
+            schema: Schema of a function's parameters, which may be invalid.
             num_characters: Length of the schema as JSON.
         """
         return num_characters
@@ -143,38 +148,40 @@ class CallGrammar:
         return is_forced or bool(function.get("strict"))
 
     def _is_special(self, text: str) -> bool:
-        """Return whether the tokenizer has a special token of this text."""
         return text in self.special_ids
 
     def _tag_rule(self, text: str) -> str:
-        """Return a tag as its special token, or as text if the tokenizer has no such token."""
+        """Return the tag as its special token, or as text if the tokenizer has no such token."""
         return f"<[{self.special_ids[text]}]>" if self._is_special(text) else literal(text)
 
     def _opening_rule(self) -> str:
-        """Return the tag that begins a call, or nothing if the text before the call includes it."""
+        """Return the tag that begins a call, or "" if the rule `lead` already ends with the tag."""
         tag = self.opening_tags[0]
         return "" if self.has_text and not self._is_special(tag) else self._tag_rule(tag)
 
     def _arguments_rule(self, function: Mapping[str, Any]) -> str:
-        """Return the body of the rule of a function's arguments as JSON."""
+        """Return the body of the grammar rule for a function's arguments as JSON."""
         return json_rule(_closed_schema(function) if self._is_enforced(function) else _ANY_OBJECT)
 
     def _sequence_rules(self, start: str, separator: str, end: str) -> Iterator[str]:
-        """Yield the rules `calls` (calls in sequence, without text between them) and `call`."""
+        """Yield the rules `calls` (one or more calls without text between them) and `call`.
+
+        Args:
+            start, separator, end: Rule text before, between and after the calls.
+        """
         repeats = self.parallel and (self._is_one_list or not self.has_text)
         again = f"({separator} call)*" if repeats else ""
         yield " ".join(f"calls: {start} call {again} {end}".split())
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self.functions)))}"
 
     def _json_call_rules(self, opening: str, key: str, closing: str) -> Iterator[str]:
-        """Yield the rules of calls that are JSON objects, with their arguments under `key`."""
+        """Yield the rules of calls that are JSON objects with the arguments under `key`."""
         for i, (_, function) in enumerate(self.functions):
             head = literal(f'{{"name": "{function["name"]}", "{key}": ')
             yield f"call_{i}: {opening} {head} arguments_{i} {literal('}')} {closing}".rstrip()
             yield f"arguments_{i}: {self._arguments_rule(function)}"
 
     def _answer_rules(self) -> Iterator[str]:
-        """Yield the rules of the whole answer."""
         cases = ["said" if self.has_text else "calls"]
         if self.alternative is not None:
             cases.append("form")
@@ -185,49 +192,46 @@ class CallGrammar:
             yield from self._text_rules()
 
     def _text_rules(self) -> Iterator[str]:
-        """Yield the rules of an answer with text, in which an opening tag always begins a call."""
+        """Yield the rules of an answer with text, where each opening tag begins a call."""
         tag, *other_tags = self.opening_tags
         text = r"/[^\s\{](?s:.*)/" if self.is_bare_json else "/(?s:.+)/"
         again = "*" if self.parallel and not self._is_one_list else "?"
-        yield f"TEXT: {text} & {_excluding_texts(self.opening_tags)}"
+        yield f"TEXT: {text} & {_exclude_texts(self.opening_tags)}"
         if self.is_bare_json:
             yield "said: calls | TEXT?"
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
-        else:  # text is greedy, and so must include the tag
+        else:
+            # TEXT is greedy and could match a part of the tag. `lead` is lazy and includes the tag.
             yield f"said: (lead calls){again} TEXT?"
-            but = f" & {_excluding_texts(other_tags)}" if other_tags else ""
+            but = f" & {_exclude_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
 
     def _check_sizes(self, schemas: Sequence[tuple[str, Any]]) -> None:
-        """Raise ValueError if a schema, or all of them together, are certainly too large."""
+        """Raise ValueError if a schema, or all schemas together, are certainly too large."""
         total = 0
         for path, schema in schemas:
             try:
                 size = len(_compact_json(schema))
-            except (
-                TypeError,
-                ValueError,
-                RecursionError,
-            ):  # `_check_parameters` raises a better one
-                continue
+            except (TypeError, ValueError, RecursionError):
+                continue  # `_check_parameters` raises a clearer error for such a schema
             bounds.SOURCE_LENGTH.check(path, size)
             total += self._min_rules_size(schema, size)
         bounds.SOURCE_LENGTH.check("tools", total)
 
 
 def tool_parameters(function: Mapping[str, Any]) -> Any:
-    """Return the schema of a function's parameters; without one it has no parameters."""
+    """Return the schema of a function's parameters. Without a schema, forbid all parameters."""
     return _NO_ARGUMENTS if function.get("parameters") is None else function["parameters"]
 
 
 def json_rule(schema: Any) -> str:
-    """Return the body of a rule that matches JSON that obeys a schema."""
+    """Return the body of a grammar rule for JSON that matches a schema."""
     return f"%json {_compact_json(schema)}"
 
 
 def literal(text: str) -> str:
-    """Return a text as a rule refers to it."""
+    """Return a text as a quoted string for a grammar rule."""
     return json.dumps(text)
 
 
@@ -235,7 +239,7 @@ LINE_BREAK = literal("\n")
 
 
 def _check_parameters(path: str, schema: Any) -> None:
-    """Raise unless a schema can be enforced; errors call it `path`."""
+    """Raise an error that begins with `path` if the schema of parameters cannot be enforced."""
     try:
         StructuredOutputs(json=schema)
     except RequestError as error:
@@ -245,10 +249,10 @@ def _check_parameters(path: str, schema: Any) -> None:
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments.
+    """Return the schema of a function's arguments, which forbids unnamed arguments if possible.
 
-    Add `additionalProperties: false` if `properties` is not empty and has all required names, and
-    no keyword may allow other names.
+    `additionalProperties: false` is added if `properties` names at least one argument and all
+    required arguments, and no keyword could allow other names.
     """
     schema = {"type": "object", **tool_parameters(function)}
     named = schema.get("properties")
@@ -265,6 +269,6 @@ def _compact_json(schema: Any) -> str:
     return json.dumps(schema, separators=(",", ":"))
 
 
-def _excluding_texts(texts: Sequence[str]) -> str:
-    """Return a terminal that matches everything that contains none of the texts."""
+def _exclude_texts(texts: Sequence[str]) -> str:
+    """Return a grammar terminal for all texts that contain none of `texts`."""
     return f"~/(?s:.*)({'|'.join(map(re.escape, sorted(texts)))})(?s:.*)/"

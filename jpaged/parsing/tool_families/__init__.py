@@ -1,11 +1,11 @@
-"""Tool-call families: one file for each way in which models write tool calls, named as in vLLM.
+"""Tool-call families: the formats in which models write tool calls.
 
-A family's file describes the format and defines two classes:
+Each family has one file, with the name that vLLM uses. The file defines two classes:
 
-    Parser   a `ToolCallParser`, which finds the calls in an answer
-    Grammar  a `CallGrammar`, whose rules the parser can read back
+    Parser   a `ToolCallParser` that finds the calls in an answer
+    Grammar  a `CallGrammar` that generates calls which the parser can read
 
-A new file in this folder is a new family: the server's flag and its errors list it.
+To add a family, add a file to this folder. The server's flag and its errors then list the family.
 """
 
 import pkgutil
@@ -15,11 +15,15 @@ from types import ModuleType
 from jpaged.errors import RequestError
 
 TOOL_CALL_FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-"""The names of the families."""
+"""Names of the tool-call families."""
 
 
 def load_family(name: str) -> ModuleType:
-    """Return the module of a family, which defines `Parser` and `Grammar`."""
+    """Return the module of a tool-call family, which defines `Parser` and `Grammar`.
+
+    Raises:
+        ValueError: No family has this name.
+    """
     if name not in TOOL_CALL_FAMILIES:
         problem = f"must be one of {', '.join(TOOL_CALL_FAMILIES)}"
         raise RequestError("family", problem, value=repr(name))

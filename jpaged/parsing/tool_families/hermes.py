@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Parser(ToolCallParser):
-    """Parse the JSON object between two tags."""
+    """Parser of calls that are JSON objects between <tool_call> and </tool_call>."""
 
     opening_tags = (_OPEN,)
 
@@ -25,7 +25,7 @@ class Parser(ToolCallParser):
 
 
 class Grammar(CallGrammar):
-    """Generate each call between two tags, one call after the other."""
+    """Grammar of calls that are JSON objects between <tool_call> and </tool_call>."""
 
     def _call_rules(self) -> Iterator[str]:
         yield from self._sequence_rules("", LINE_BREAK, "")

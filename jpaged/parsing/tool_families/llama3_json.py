@@ -1,5 +1,6 @@
-"""Tool calls of Llama 3.1, 3.2 and 3.3: JSON objects without tags, at the start of the answer or
-after <|python_tag|>.
+"""Tool calls of Llama 3.1, 3.2 and 3.3: JSON objects, optionally after <|python_tag|>.
+
+Without the tag, the JSON objects must be at the start of the answer.
 
     {"name": "f", "parameters": {...}}; {...}
 """
@@ -15,7 +16,7 @@ _CALL_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 
 
 class Parser(ToolCallParser):
-    """Parse JSON objects that are separated by semicolons or by whitespace."""
+    """Parser of calls that are JSON objects, separated by semicolons or whitespace."""
 
     opening_tags = (_PYTHON_TAG,)
 
@@ -34,7 +35,7 @@ class Parser(ToolCallParser):
 
 
 class Grammar(CallGrammar):
-    """Generate calls at the start of the answer, separated by semicolons."""
+    """Grammar of calls at the start of the answer, separated by semicolons."""
 
     is_bare_json = True
 

@@ -19,11 +19,11 @@ _ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
 
 
 class Parser(ToolCallParser):
-    """Parse the list of calls, or the one call, after each tag."""
+    """Parser of the list of calls, or the single call, after each [TOOL_CALLS]."""
 
     opening_tags = (_TOOL_CALLS,)
     id_prefix = ""
-    id_size = 9  # the models' chat templates accept no other size
+    id_size = 9  # the models' chat templates accept only this size
 
     def _parse_calls(self) -> ParserCoroutine[None]:
         yield from self._stream.take_literal(_TOOL_CALLS)
@@ -57,7 +57,10 @@ class Parser(ToolCallParser):
 
 
 class Grammar(CallGrammar):
-    """Generate one list of calls, or the newer format where the tokenizer has [ARGS]."""
+    """Grammar of calls after [TOOL_CALLS].
+
+    The grammar uses the newer format if the tokenizer has [ARGS], and a JSON list otherwise.
+    """
 
     @property
     def _is_one_list(self) -> bool:

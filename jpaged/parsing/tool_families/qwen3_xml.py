@@ -2,9 +2,9 @@
 
     <tool_call><function=f><parameter=key>value</parameter></function></tool_call>
 
-The outer tags may be missing. Values have no quotes. A value is JSON of a type that the tool's
-schema gives the parameter, or a string if the value has none of these types. One line break on
-either side of it belongs to the tags.
+The outer tags may be missing. Values have no quotes. The parser reads a value as JSON if the text
+is valid for a type that the tool's schema allows, and as a string otherwise. One line break before
+and one after a value belong to the tags.
 """
 
 import json
@@ -45,11 +45,11 @@ _DEFINITION_KEYWORDS = ("$defs", "definitions")
 _UNENFORCED_KEYWORDS = {"patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 _UNENFORCED_KEYWORDS |= {"minProperties", "maxProperties"}
 _MIN_PARAMETER_SIZE = 64
-"""Minimum number of characters of a parameter's rules."""
+"""Minimum number of characters in the grammar rules of one parameter."""
 
 
 class Parser(ToolCallParser):
-    """Parse the tags, and make JSON of the values."""
+    """Parser of calls with one tag for each parameter, whose values become JSON."""
 
     opening_tags = (_OPEN, _FUNCTION)
 
@@ -69,7 +69,7 @@ class Parser(ToolCallParser):
         yield from stream.take_literal(_CLOSE)
 
     def _parse_parameters(self, function: str) -> ParserCoroutine[None]:
-        """Emit the arguments as JSON, without the last brace if the answer ends here."""
+        """Emit the arguments as JSON, without the last brace if the answer ends after them."""
         stream, before = self._stream, "{"
         while (yield from stream.take_literal(_PARAMETER)):
             key = yield from stream.take_matching(_NAME_PATTERN, MAX_NAME_LENGTH)
@@ -84,8 +84,11 @@ class Parser(ToolCallParser):
             self._emit_arguments("}")
 
     def _parse_value(self, types: frozenset[str]) -> ParserCoroutine[None]:
-        """Emit a value. Its closing tag is followed by another tag or the end of the answer; any
-        other </parameter> is part of the value."""
+        """Take a parameter's value and emit the value as JSON.
+
+        A value may contain </parameter>. The value ends at a </parameter> that another tag or the
+        end of the answer follows.
+        """
         stream, value = self._stream, _ValueWriter(self._emit_arguments, types)
         if (yield from stream.peek()) == "\n":
             yield from stream.expect("\n")
@@ -106,7 +109,7 @@ class Parser(ToolCallParser):
             value.add(stream.release())
 
     def _parameter_types(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the names of a parameter's JSON types: string if there is no such parameter."""
+        """Return the JSON types that the schema allows for a parameter; string if it is unknown."""
         schema = self._schemas.get(function, {})
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or parameter not in properties:
@@ -115,14 +118,14 @@ class Parser(ToolCallParser):
 
 
 class _ValueWriter:
-    """Convert a value to JSON while it is read.
+    """Converter of one parameter value to JSON while the value arrives.
 
-    A string is emitted as it is read. A value that may have another type is held until it ends, or
-    has more than `MAX_BUFFERED_CHARACTERS` characters, which makes it a string.
+    If the value can only be a string, each chunk is emitted immediately. Otherwise the value is
+    buffered up to its end. A value longer than `MAX_BUFFERED_CHARACTERS` becomes a string.
 
     Args:
-        emit: Takes the JSON text.
-        types: The names of the JSON types that the value may have.
+        emit: Function that receives the JSON text.
+        types: Names of the JSON types that the value may have.
     """
 
     def __init__(self, emit: Callable[[str], None], types: frozenset[str]):
@@ -131,7 +134,7 @@ class _ValueWriter:
         self._buffer: list[str] = []
         self._num_characters = 0
         self._is_string = False
-        self._line_break = ""  # held, because the last one belongs to the tag
+        self._line_break = ""  # a final line break, which may belong to the closing tag
 
     def add(self, text: str) -> None:
         text = self._line_break + text
@@ -142,7 +145,7 @@ class _ValueWriter:
         self._emit('"' if self._is_string else to_json_value("".join(self._buffer), self._types))
 
     def end_early(self, text: str) -> None:
-        """End the value, with `text` as its last part, where the answer ends without a tag."""
+        """Add the last chunk, and end a value whose closing tag is missing."""
         self.add(text)
         self._put(self._line_break)
         self._emit("".join(self._buffer))
@@ -160,7 +163,7 @@ class _ValueWriter:
 
 
 def to_json_value(text: str, types: frozenset[str]) -> str:
-    """Return `text` as a JSON value of one of `types`; if it fits none, as a JSON string."""
+    """Return `text` as a JSON value of one of `types`, or as a JSON string if no type fits."""
     bare = text.strip()
     word = bare.lower()
     if word in ("null", "none") and ("null" in types or "string" not in types):
@@ -195,10 +198,15 @@ def _to_json_string(text: str) -> str:
 def _allowed_types(
     schema: Any, root: Mapping[str, Any], num_references: int = _MAX_REFERENCES
 ) -> frozenset[str]:
-    """Return the names of the JSON types that a schema within `root` allows.
+    """Return the names of the JSON types that a schema allows.
 
-    Only `type`, `enum`, `const`, `anyOf`, `oneOf` and up to `num_references` references are read;
-    a schema without them allows all types.
+    The function reads only `$ref`, `type`, `enum`, `const`, `anyOf` and `oneOf`. A schema without
+    these keywords allows all types.
+
+    Args:
+        schema: A schema inside `root`.
+        root: Schema of all parameters, in which references are looked up.
+        num_references: Maximum depth of references and alternatives.
     """
     if not isinstance(schema, Mapping) or not num_references:
         return _JSON_TYPES
@@ -222,7 +230,7 @@ def _allowed_types(
 
 
 class Grammar(CallGrammar):
-    """Generate a tag for each parameter, in the order of the schema."""
+    """Grammar of calls with one tag for each parameter, in the order of the schema."""
 
     def _min_rules_size(self, schema: Any, num_characters: int) -> int:
         properties = schema.get("properties") if isinstance(schema, dict) else None
@@ -242,7 +250,7 @@ class Grammar(CallGrammar):
             body, required = [head], schema.get("required", ())
             for j, (key, value) in enumerate(schema.get("properties", {}).items()):
                 if not key or set(key) & set("<>\n"):
-                    problem = f"has {key!r}, which no tag can have"
+                    problem = f"has {key!r}: names must not be empty or contain <, > or line breaks"
                     raise RequestError(f"{path}.properties", problem, kind=ErrorKind.UNSUPPORTED)
                 yield from _value_rules(f"{path}.properties.{key}", f"value_{i}_{j}", value, schema)
                 opened = literal(f"{_PARAMETER}{key}>\n")
@@ -253,23 +261,31 @@ class Grammar(CallGrammar):
 
 
 def _check_parameter_names(path: str, schema: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a schema names in `properties` every parameter that it allows."""
+    """Raise ValueError if a schema allows a parameter that is not in `properties`."""
     if unnamed := sorted(schema.keys() & _UNENFORCED_KEYWORDS):
         raise RequestError(
             f"{path}.{unnamed[0]}",
-            "cannot be enforced in this family's calls, which have a tag for each parameter",
-            remedy="name all of them in properties",
+            "cannot be enforced in qwen3_xml tool calls, which have one tag for each parameter",
+            remedy="remove this keyword, and name every parameter in properties",
             kind=ErrorKind.UNSUPPORTED,
         )
     for key in schema.get("required", ()):
         if key not in schema.get("properties", {}):
-            raise RequestError(f"{path}.required", f"names {key!r}, which properties must have")
+            raise RequestError(f"{path}.required", f"names {key!r}: add it to properties")
 
 
 def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the rules of a value and its closing tag: the text of a string, or JSON.
+    """Yield the grammar rules of a parameter's value and its closing tag.
 
-    `root` is the schema of all parameters. Errors call the value `path`.
+    Args:
+        path: Path of the parameter's schema, for errors.
+        rule: Name of the first rule.
+        schema: Schema of the parameter.
+        root: Schema of all parameters, in which references are looked up.
+
+    Raises:
+        RequestError: The value may be a string, and the schema restricts the string in a way that
+            cannot be enforced without quotes.
     """
     types, end = _allowed_types(schema, root), literal(f"\n{_END_PARAMETER}")
     if "string" not in types:
@@ -278,7 +294,7 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
     keywords = _resolve_keywords(schema, root)
-    if keywords.keys() == {"anyOf"}:  # null or one other schema: the parser reads "null" as null
+    if keywords.keys() == {"anyOf"}:  # supported only for null and one other schema
         cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
         keywords = next((case for case in cases if case != {"type": "null"}), {})
         keywords = keywords if len(cases) <= 2 else {}
@@ -289,8 +305,8 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
     if not (keywords and is_plain and types <= {"string", "null"}):
         raise RequestError(
             path,
-            "cannot be enforced in this family's calls",
-            remedy="let it be a plain string, a string of an enum, or of other types than a string",
+            "cannot be enforced in qwen3_xml tool calls, which write strings without quotes",
+            remedy="use a plain string, an enum of strings, or only types other than string",
             kind=ErrorKind.UNSUPPORTED,
         )
     if choices:
@@ -300,7 +316,7 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
 
 
 def _resolve_keywords(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a schema, or of the schema it refers to, without annotations."""
+    """Follow the references of a schema. Return the final schema's keywords without annotations."""
     for _ in range(_MAX_REFERENCES):
         schema = {} if isinstance(schema, bool) else schema
         keywords = {key: value for key, value in schema.items() if key not in ANNOTATION_KEYWORDS}
