@@ -1,5 +1,8 @@
-"""Special tokens in the text of messages: found, kept apart from the template's own, and written
-as the plain text that they are."""
+"""Protection against special tokens in the text of chat messages.
+
+A user could write a special token such as `<|im_end|>` in a message, and so forge the end of the
+message. `SpecialTokenEscaper` makes the tokenizer read such text as plain text.
+"""
 
 import itertools
 import re
@@ -9,18 +12,24 @@ from typing import Any, NamedTuple
 
 TemplateMessages = list[dict[str, Any]]
 RenderTemplate = Callable[[TemplateMessages, dict[str, Any]], str]
-"""Writes messages and more variables out by a template."""
+"""A function (messages, variables) -> text that applies a chat template."""
 
 _PRIVATE_USE_AREA = range(0xF0000, 0x10FFFE)
-"""Code points that no text has a meaning for."""
+"""Code points of Unicode's private-use planes, which have no assigned meaning."""
 
 _OBJECT_KEY = "(key)"
 _TEMPLATE_KEYS = ("role", "type", _OBJECT_KEY)
-"""Keys of strings that templates look for by their names."""
+"""Keys whose string values a template may compare with names, such as "user"."""
 
 
 class SpecialToken(NamedTuple):
-    """A special token, and the blanks next to it that it takes in."""
+    """The text of a special token.
+
+    Attributes:
+        text: Text of the token.
+        lstrip: Whether the token includes whitespace before the text.
+        rstrip: Whether the token includes whitespace after the text.
+    """
 
     text: str
     lstrip: bool = False
@@ -29,13 +38,13 @@ class SpecialToken(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation written out.
+    """The text of a conversation, as the chat template wrote it.
 
     Attributes:
-        text: All of it.
-        pieces: None if `text` is tokenised as it is. Otherwise text between special tokens of the
-            template's own, in which nothing is special, and those tokens, by turns; it begins and
-            ends with text.
+        text: The whole text.
+        chunks: None if the tokenizer may encode `text` as a whole. Otherwise `text` in alternating
+            chunks of plain text and special tokens of the template. The first and the last chunk
+            are plain text. No plain text may be encoded as a special token.
     """
 
     text: str
@@ -43,15 +52,15 @@ class RenderedChat:
 
 
 class SpecialTokenEscaper:
-    """Tells what messages say from what their template says.
+    """Renderer of chat templates that keeps message text from becoming special tokens.
 
-    Marked in messages is what could become a special token: its text as a whole; and at a message's
-    ends the beginning or end of one, which the template's text or another message might complete.
-    The template sees a character of no meaning instead. So the special tokens in what it writes are
-    its own.
+    The escaper replaces special tokens in the messages by private-use characters before it renders
+    the template. Every special token in the rendered text then belongs to the template. A part of a
+    special token at either end of a message is replaced too, because the template or another
+    message could complete the token.
 
     Args:
-        specials: The special tokens.
+        specials: The tokenizer's special tokens.
     """
 
     def __init__(self, specials: Iterable[SpecialToken]):
@@ -74,32 +83,33 @@ class SpecialTokenEscaper:
         *,
         becomes_special: Callable[[str], bool] | None = None,
     ) -> RenderedChat:
-        """What a template makes of messages, in which none of their text is special.
+        """Render a chat template so that no text of the messages becomes a special token.
 
         Args:
-            render: Applies the template.
-            messages: The conversation. Roles, and keys of objects, may be part of the template's
-                tokens; a whole special token is none in them either.
-            variables: More of the template's variables, such as `tools`.
-            is_disguised: Whether a text that is not known here for one becomes a special token.
+            render: Function that applies the template.
+            messages: The conversation. In roles, types and keys of objects, only complete special
+                tokens are escaped, because templates may build a special token from a role.
+            variables: Other variables of the template, such as `tools`, which are escaped too.
+            becomes_special: Function that returns whether the tokenizer turns a string into special
+                tokens, although the string does not contain the text of any special token.
         """
         marks = _Marks([messages, variables])
-        num_wholes = 0
+        num_complete_tokens = 0
 
         def mark(text: str, key: str) -> str:
-            nonlocal num_wholes
+            nonlocal num_complete_tokens
             if becomes_special is not None and becomes_special(text):
-                num_wholes += 1
+                num_complete_tokens += 1
                 return marks.mark(text)
             marked, found = self._token_pattern.subn(lambda match: marks.mark(match[0]), text)
-            num_wholes += found
+            num_complete_tokens += found
             return marked if key in _TEMPLATE_KEYS else self._mark_edges(marked, marks)
 
         marked = _map_strings(messages, mark), _map_strings(variables, mark)
         if not marks.marked_texts:
             return RenderedChat(render(messages, variables))
         escaped = render(*marked)
-        if not num_wholes:
+        if not num_complete_tokens:
             text = render(messages, variables)
             if self._token_pattern.findall(text) == self._token_pattern.findall(escaped):
                 return RenderedChat(text)
@@ -107,18 +117,21 @@ class SpecialTokenEscaper:
         return RenderedChat("".join(chunks), chunks)
 
     def count_special_tokens(self, text: str) -> int:
-        """How many special tokens a text has."""
+        """Return the number of special tokens in `text`."""
         return sum(1 for _ in self._token_pattern.finditer(text))
 
     def _mark_edges(self, text: str, marks: "_Marks") -> str:
-        """Mark the end of a special token that a text begins with, and the beginning of one that it
-        ends with; blanks, which templates strip, aside."""
+        """Mark parts of special tokens at the start and at the end of `text`.
+
+        The method marks the end of a special token if `text` starts with it, and the beginning of a
+        special token if `text` ends with it. Outer whitespace is ignored: templates may strip it.
+        """
         inner = text.strip()
         if not inner:
             return text
-        most, size = min(self._max_token_length - 1, len(inner)), len(inner)
-        tail = next((i for i in range(most, 0, -1) if inner[:i] in self._suffixes), 0)
-        head = next((i for i in range(most, 0, -1) if inner[size - i :] in self._prefixes), 0)
+        max_size, size = min(self._max_token_length - 1, len(inner)), len(inner)
+        tail = next((i for i in range(max_size, 0, -1) if inner[:i] in self._suffixes), 0)
+        head = next((i for i in range(max_size, 0, -1) if inner[size - i :] in self._prefixes), 0)
         if tail + head > size or any(inner in special for special in self._texts):
             tail, head = size, 0
         start = len(text) - len(text.lstrip())
@@ -129,10 +142,12 @@ class SpecialTokenEscaper:
 
 
 class _Marks:
-    """Characters that stand for texts; none of them is in the conversation itself.
+    """Private-use characters that replace texts of a conversation during rendering.
+
+    Each mark is a character that the conversation does not contain.
 
     Attributes:
-        text_of: What they stand for, by their code points.
+        marked_texts: Mapping from a mark's code point to the text that the mark replaces.
     """
 
     def __init__(self, conversation: object):
@@ -142,7 +157,7 @@ class _Marks:
         self._marks_by_text: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """The character that stands for a text, in which others may be restored."""
+        """Return the mark of `text`. Marks inside `text` are restored first."""
         if text not in self._marks_by_text:
             if self._unused_points is None:
                 taken = set[str]()
@@ -152,17 +167,20 @@ class _Marks:
                 )
             point = next(self._unused_points, None)
             if point is None:
-                raise ValueError("the messages have more special tokens than can be told apart")
+                raise ValueError("the messages have too many different special tokens: remove some")
             self.marked_texts[point], self._marks_by_text[text] = self.restore(text), chr(point)
         return self._marks_by_text[text]
 
     def restore(self, text: str) -> str:
-        """A text with what the marks in it stand for."""
+        """Return `text` with each mark replaced by the text that the mark stands for."""
         return text.translate(self.marked_texts)
 
 
 def _compile_alternatives(patterns: Iterable[str]) -> re.Pattern[str]:
-    """One group, so that splitting keeps what it finds; of nothing: one that never matches."""
+    """Return a pattern that matches any of `patterns`, or nothing if there are none.
+
+    The pattern has one group, so that `split` keeps the matches.
+    """
     return re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
 
@@ -172,13 +190,20 @@ def _padded_pattern(special: SpecialToken) -> str:
 
 
 def _map_strings(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
-    """The value with all its strings changed; `change` is told the key of a string, of a key that
-    it is one."""
+    """Return a copy of a JSON-like value with `change` applied to every string.
+
+    Args:
+        value: Strings, mappings, lists and tuples, nested to any depth. Other values stay the same.
+        change: Function (text, key) that returns the new string. The key is `_OBJECT_KEY` if the
+            text is a mapping's key, the mapping's key if the text is its value, and otherwise "".
+        key: The key for `change` if `value` is a string.
+    """
     if isinstance(value, str):
         return change(value, key)
     if isinstance(value, Mapping):
         return {
-            change(own, _OBJECT_KEY): _map_strings(item, change, own) for own, item in value.items()
+            change(item_key, _OBJECT_KEY): _map_strings(item, change, item_key)
+            for item_key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]

@@ -1,10 +1,10 @@
-"""Token ids to text as they come, and stop strings found on the way.
+"""Incremental conversion of token ids to text, and detection of stop strings.
 
-Text can not be made token by token: a character may take several tokens, and some tokenizers
-write a word's leading space only if something stands before it. So the new tokens are decoded
-together with a few before them, and the text of those is cut off (the technique of Hugging Face's
-text-generation-inference). The cost of a token is that of decoding some twenty. Tokens of
-byte-level tokenizers are bytes, whatever stands before them: their text is made of these.
+Tokens cannot be decoded separately. A character may consist of several tokens, and some tokenizers
+write the leading space of a word only after another token. `WindowDecoder` therefore decodes new
+tokens together with a few earlier tokens and cuts off the text of the earlier tokens, as Hugging
+Face's text-generation-inference does. In byte-level tokenizers each token stands for fixed bytes,
+and `ByteDecoder` decodes these bytes.
 """
 
 import codecs
@@ -13,30 +13,32 @@ from collections.abc import Callable, Sequence
 from jpaged.text.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet a whole one."""
+"""The character that decoders write for invalid bytes and for an incomplete character."""
 
 PROMPT_TAIL_TOKENS = 64
-"""Tokens of a prompt that matter to the text after it: the last of them that are not special. Some
-specials may sit between those; more than this is no text anyway."""
+"""Number of tokens at the end of a prompt that a decoder uses as context for the output.
+
+The number exceeds the context of a `WindowDecoder`, because special tokens are removed afterwards.
+"""
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-_MIN_CONTEXT = 4
-_MAX_CONTEXT = 16
-_MAX_WINDOW = 24
+_MIN_CONTEXT_TOKENS = 4
+_MAX_CONTEXT_TOKENS = 16
+_MAX_WINDOW_TOKENS = 24
 _MAX_INCOMPLETE_CALLS = 32
 _MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and a token at least one
 
 
 class WindowDecoder:
-    """Turns a growing list of tokens to text, piece by piece.
+    """Incremental decoder for tokenizers where the text of a token depends on earlier tokens.
 
-    The pieces, joined, are the text of all tokens as it reads after the prompt: decoding prompt
-    and output together gives the prompt's text and then this.
+    The returned chunks, joined, are the text that the output has after the prompt: decoding the
+    prompt and the output together gives the prompt's text followed by the joined chunks.
 
     Args:
-        decode: The text of tokens.
-        prompt_token_ids: May end within a character.
-        skipped: Tokens that are no text.
+        decode: Function that returns the text of a list of token ids.
+        prompt_token_ids: The tokens before the output, which may end inside a character.
+        skipped_ids: Ids of tokens that have no text.
     """
 
     def __init__(
@@ -47,26 +49,26 @@ class WindowDecoder:
     ):
         self._decode, self._skipped_ids = decode, skipped_ids
         tail = prompt_token_ids[-PROMPT_TAIL_TOKENS:]
-        # The last tokens, enough of them to decode what comes next rightly, and how many characters
-        # of their text were returned before (of the prompt's: all whole ones).
+        # The window holds the last tokens, as context for the next ones. `_num_returned` counts the
+        # characters of the window's text that belong to the prompt or were returned already.
         self._window, self._num_returned = self._prompt_window(
             [i for i in tail if i not in skipped_ids]
         )
         self._num_incomplete_calls = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens and return the text that is certain now.
+        """Add new tokens and return the text that later tokens cannot change.
 
-        An incomplete character at the end stays back until it is complete. No character takes
-        `_MAX_INCOMPLETE_CALLS` calls, so after them the bytes are taken to be none.
+        An incomplete character at the end is held back until it is complete. After
+        `_MAX_INCOMPLETE_CALLS` calls the bytes count as invalid, and are returned as replacement
+        characters.
         """
         new = [token_id for token_id in token_ids if token_id not in self._skipped_ids]
         if not new:
             return ""
-        if (
-            not self._num_incomplete_calls and len(self._window) > _MAX_WINDOW
-        ):  # all text was returned
-            self._window = self._find_context(self._window) or self._window[-_MAX_CONTEXT:]
+        # The window may shrink only after all of its text was returned.
+        if not self._num_incomplete_calls and len(self._window) > _MAX_WINDOW_TOKENS:
+            self._window = self._find_context(self._window) or self._window[-_MAX_CONTEXT_TOKENS:]
             self._num_returned = len(self._decode(self._window))
         self._window += new
         text = self._decode(self._window)
@@ -78,7 +80,7 @@ class WindowDecoder:
         return self._take_new_text(text)
 
     def flush(self) -> str:
-        """Return the text held back: no token will complete it."""
+        """End the text. Return an incomplete character at the end as a replacement character."""
         return self._take_new_text(self._decode(self._window)) if self._num_incomplete_calls else ""
 
     def _take_new_text(self, text: str) -> str:
@@ -86,17 +88,24 @@ class WindowDecoder:
         return text[start:]
 
     def _find_context(self, token_ids: list[int]) -> list[int] | None:
-        """The shortest tail that starts with a whole character and has more than spaces."""
-        most = min(_MAX_CONTEXT, len(token_ids))
-        for size in range(min(_MIN_CONTEXT, most), most + 1):
+        """Return the shortest tail of `token_ids` that can serve as context, or None.
+
+        The text of the tail has complete characters only, and at least one is not whitespace.
+        """
+        max_size = min(_MAX_CONTEXT_TOKENS, len(token_ids))
+        for size in range(min(_MIN_CONTEXT_TOKENS, max_size), max_size + 1):
             text = self._decode(token_ids[-size:])
             if REPLACEMENT_CHARACTER not in text and text.strip():
                 return token_ids[-size:]
         return None
 
     def _prompt_window(self, prompt: list[int]) -> tuple[list[int], int]:
-        """The window and its whole characters, for a prompt that may end within a character."""
-        window, num_sent = prompt[-_MAX_CONTEXT:], 0
+        """Return the first window, and the number of complete characters in the window's text.
+
+        Args:
+            prompt: The last tokens of the prompt, which may end inside a character.
+        """
+        window, num_sent = prompt[-_MAX_CONTEXT_TOKENS:], 0
         for end in range(len(prompt), max(len(prompt) - _MAX_CHARACTER_TOKENS, 0), -1):
             if context := self._find_context(prompt[:end]):
                 window, num_sent = context + prompt[end:], len(self._decode(context))
@@ -105,7 +114,13 @@ class WindowDecoder:
 
 
 class ByteDecoder:
-    """A `WindowDecoder` for tokenizers whose tokens are bytes: a token costs its own bytes."""
+    """Incremental decoder for byte-level tokenizers, with the interface of `WindowDecoder`.
+
+    Args:
+        token_bytes: Function that returns the bytes of a token id.
+        prompt_token_ids: The tokens before the output, which may end inside a character.
+        skipped_ids: Ids of tokens that have no text.
+    """
 
     def __init__(
         self,
@@ -118,21 +133,27 @@ class ByteDecoder:
         self.push(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens and return the text that is certain now."""
+        """Add new tokens and return their text, without an incomplete character at the end."""
         token_bytes, skipped_ids = self._token_bytes, self._skipped_ids
         return self._utf8.decode(
             b"".join([token_bytes(i) for i in token_ids if i not in skipped_ids])
         )
 
     def flush(self) -> str:
-        """Return the text held back: no token will complete it."""
+        """End the text. Return an incomplete character at the end as a replacement character."""
         return self._utf8.decode(b"", final=True)
 
 
 def make_decoder(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> WindowDecoder | ByteDecoder:
-    """The cheapest one that gives the tokenizer's text after the prompt's."""
+    """Return an incremental decoder for the output after a prompt.
+
+    Args:
+        tokenizer: The tokenizer. Byte-level tokenizers get the cheaper `ByteDecoder`.
+        prompt_token_ids: The tokens before the output.
+        skip_special_tokens: Whether special tokens have no text.
+    """
     skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.token_bytes is None:
         return WindowDecoder(tokenizer.decode, prompt_token_ids, skipped_ids)
@@ -140,10 +161,15 @@ def make_decoder(
 
 
 class StopChecker:
-    """Looks for stop strings in growing text and keeps back what may be the start of one.
+    """Detector of stop strings in a text that arrives in chunks.
 
-    The stop string whose end comes first wins (of several, the longest), so that the outcome does
-    not depend on how the text was split.
+    The checker holds back text that may be the start of a stop string. If several stop strings
+    match, the one that ends first wins, and the longest wins a tie. The result therefore does not
+    depend on how the text is split into chunks.
+
+    Args:
+        stops: The stop strings.
+        include_stop: Whether the returned text includes the stop string.
 
     Attributes:
         matched: The stop string that was found, or None.
@@ -154,15 +180,14 @@ class StopChecker:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._max_stop_length = max(map(len, stops), default=1)
-        self._possible_start = (
-            ""  # the last characters seen, if they may be the start of a stop string
-        )
+        self._possible_start = ""  # end of the text that may be the start of a stop string
 
     def push(self, text: str, *, check: bool = True) -> str:
-        """Take new text and return what is released.
+        """Add a chunk of text and return the text that cannot be part of a stop string.
 
-        With `check` False a stop string that ends in this text does not count.
-        After a match everything further is dropped.
+        Args:
+            text: The next chunk. After a match, the chunk is dropped.
+            check: If False, ignore stop strings that end in this chunk.
         """
         if self.matched is not None:
             return ""
@@ -178,12 +203,12 @@ class StopChecker:
         ]
 
     def flush(self) -> str:
-        """Return the text held back: no stop string will come of it."""
+        """End the text and return the characters that were held back as a possible stop string."""
         held, self._possible_start = self._possible_start, ""
         return "" if self._include_stop or self.matched is not None else held
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, str] | None:
-        """Where the stop string that ends first, after the first `seen` characters, ends."""
+        """Return the end and text of the first stop string that ends after `seen` characters."""
         found = []
         for stop in self._stops:
             begin = buffer.find(stop, max(0, seen - len(stop) + 1))
@@ -192,7 +217,7 @@ class StopChecker:
         return (min(found)[0], min(found)[2]) if found else None
 
     def _longest_start(self, buffer: str) -> str:
-        """The longest end of the text that may be the start of a stop string."""
+        """Return the longest suffix of `buffer` that may be the start of a stop string."""
         for begin in range(max(0, len(buffer) - self._max_stop_length + 1), len(buffer)):
             tail = buffer[begin:]
             if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
@@ -201,17 +226,17 @@ class StopChecker:
 
 
 class Detokenizer:
-    """The text of one sequence as its tokens come.
+    """The output text of one sequence, decoded while the tokens arrive.
 
-    Nothing is decoded until someone asks for text, and then all new tokens at once (with stop
-    strings each as it comes): a request that only wants the final text costs nothing while it waits
-    and runs.
+    Without stop strings, tokens are decoded only when the caller reads the text, all new tokens in
+    one call. A request that needs only the final text therefore costs nothing while it runs. With
+    stop strings, each token is decoded when it arrives.
 
     Args:
-        tokenizer: None makes all text empty.
+        tokenizer: The tokenizer. None: all text is empty.
         prompt_token_ids: The tokens before the first output token.
-        stop: Stop strings.
-        min_tokens: Number of output tokens that complete no stop string.
+        stop: Strings that end the text.
+        min_tokens: Number of output tokens at the start that cannot complete a stop string.
         include_stop: Whether the text includes the stop string or stop token that ends it.
         skip_special_tokens: Whether special tokens have no text.
     """
@@ -232,21 +257,20 @@ class Detokenizer:
         self._skips_special_tokens = skip_special_tokens
         self._stop_checker = StopChecker(stop, include_stop=include_stop) if stop else None
         self._num_tokens = 0
-        self._pending: list[int] = []  # tokens that are not decoded yet
+        self._pending: list[int] = []  # tokens to decode
         self._decoder: WindowDecoder | ByteDecoder | None = None
-        self._chunks: list[str] = []  # the text so far
-        self._num_returned_chunks = 0  # pieces that take_delta returned
+        self._chunks: list[str] = []
+        self._num_returned_chunks = 0
 
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str | None:
-        """Take new output tokens; return the stop string that their text completes, if any.
+        """Add new output tokens. Return the stop string that their text completes, or None.
 
-        The text then ends before the stop string (or after it, with
-        `include_stop`), and further tokens change nothing. A stop string does not
-        count if one of the first `min_tokens` tokens completes it.
+        After a match the text ends before the stop string, or after it with `include_stop`. Later
+        tokens then change nothing. The first `min_tokens` tokens cannot complete a stop string.
 
         Args:
             token_ids: The tokens sampled since the last call.
-            ended_by_token: The last of them is a stop token: it gets no text, unless
+            ended_by_token: Whether the last token is a stop token, which has text only with
                 `include_stop`.
         """
         if self._tokenizer is None:
@@ -263,14 +287,14 @@ class Detokenizer:
         return self._stop_checker.matched
 
     def take_delta(self) -> str:
-        """Return the text that is new and final since the last call."""
+        """Return the final text that was added since the last call."""
         self._decode_pending()
         new = self._chunks[self._num_returned_chunks :]
         self._num_returned_chunks = len(self._chunks)
         return "".join(new)
 
     def finish(self) -> None:
-        """No token will follow: text that was held back is released. May be called again."""
+        """End the text and release the characters that were held back. Further calls do nothing."""
         self._decode_pending()
         rest = "" if self._decoder is None else self._decoder.flush()
         if self._stop_checker is not None:
@@ -279,7 +303,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text so far, without what is held back; the whole text after `finish`."""
+        """The text so far, without characters that are held back until `finish`."""
         if self._pending:
             self._decode_pending()
         whole = "".join(self._chunks)
@@ -293,7 +317,7 @@ class Detokenizer:
             self._pending.clear()
 
     def _decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
-        if self._decoder is None:  # not before: to begin a text is to decode the prompt's end
+        if self._decoder is None:  # created late, because the constructor decodes the prompt's end
             tail, skips = self._prompt_tail, self._skips_special_tokens
             self._decoder = make_decoder(tokenizer, tail, skip_special_tokens=skips)
         return self._decoder.push(token_ids)

@@ -1,7 +1,7 @@
-"""Text to token ids and back: a thin layer over the tokenizers of `transformers`.
+"""Conversion between text and token ids: a thin layer over the tokenizers of `transformers`.
 
-What the layer adds: no code from a checkpoint is ever run, mistakes in text and messages get an
-error that names them, and decoding skips the wrappers that cost more than the decoding.
+The layer never runs code from a checkpoint. It raises errors that name the invalid text or message,
+and it calls the Rust decoder directly, because the Python wrappers are slower than the decoding.
 """
 
 import contextlib
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 EncodeText = Callable[[str], list[int]]
 
 _SERIALIZED_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Tokenizer classes that mean: `tokenizer.json` just as it is."""
+"""Tokenizer classes that `tokenizer.json` describes completely."""
 
 _BYTES_PER_TOKEN = 8
-"""More than tokens of any language have on average."""
+"""Number of bytes per token, above the average of any language."""
 
 _SIZE_SLACK = 4096
-"""Characters or bytes that cost nothing."""
+"""Number of characters or bytes that are added to an estimate, because encoding them is cheap."""
 
 
 class Tokenizer:
     """A model's tokenizer.
 
     Attributes:
-        hf_tokenizer: The tokenizer of `transformers` underneath.
-        special_token_ids: The tokens that are not text (end of text, roles of a chat ...).
-        vocab_size: How many tokens it knows; the model's logits may be wider.
-        eos_token_id, bos_token_id: None if the tokenizer has none.
-        bytes_of: The bytes of a token, where the text of tokens is that of their bytes in a row
-            (byte-level tokenizers); None where a token's text depends on those before it.
+        hf_tokenizer: The wrapped tokenizer of `transformers`.
+        special_token_ids: Ids of the special tokens, such as the end of the text or chat roles.
+        vocab_size: Number of tokens in the vocabulary. The model's logits may be wider.
+        eos_token_id: Id of the end-of-sequence token, or None.
+        bos_token_id: Id of the beginning-of-sequence token, or None.
+        token_bytes: Function that returns the bytes of a token id, for byte-level tokenizers. None
+            if the text of a token depends on earlier tokens.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerBase"):
@@ -55,11 +56,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Load the tokenizer of the checkpoint in a local folder; never runs code from it.
+        """Load the tokenizer from a checkpoint's local folder, without running code from there.
 
         Raises:
-            ValueError: the folder has no tokenizer that `transformers` can load without running
-                code from the checkpoint.
+            ValueError: `transformers` cannot load the tokenizer, or would need to run code from the
+                checkpoint.
         """
         folder = Path(folder)
         try:
@@ -69,7 +70,7 @@ class Tokenizer:
                     str(folder), local_files_only=True, trust_remote_code=False, verbose=False
                 )
             )
-        except Exception as error:  # transformers raises every kind, from OSError to KeyError
+        except Exception as error:  # transformers raises many types, such as KeyError
             cause = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise ValueError(
                 f"no tokenizer could be loaded from {folder}: put the checkpoint's tokenizer.json "
@@ -83,26 +84,27 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, last: int | None = None
     ) -> list[int]:
-        """The token ids of a text, with the special tokens that the tokenizer adds to a prompt.
+        """Return the token ids of a text.
 
         Args:
-            text: Any.
-            add_special_tokens: Such as the one that begins a text.
-            last: Only so many at the end. What is far before them is not looked at. They are the
-                whole text's where words are: if before them, within some thousand characters,
-                there are places between two words at which the tokenizer splits. In a text without
-                any (one run of digits, or of a letter) they may be cut otherwise than in the whole.
+            text: The text.
+            add_special_tokens: Whether to add the tokenizer's special tokens for a prompt, such as
+                the beginning-of-sequence token.
+            last: Return only the last `last` token ids, and read only the end of a long text. The
+                ids are the last ids of the whole text if the text has words. In a text without word
+                boundaries, such as a long run of digits, the ids may differ.
 
         Raises:
-            ValueError: the text has a lone surrogate, which no encoding can represent.
+            ValueError: The text has a lone surrogate, which UTF-8 cannot represent.
         """
         _check_encodable(text, "prompt")
         return self._encode_last(lambda part: self._encode(part, add_special_tokens), text, last)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether a text certainly has more tokens, as its beginning shows.
+        """Return whether a prefix of the text already has more than `num_tokens` tokens.
 
-        Not looked at are texts so short that they can as well be tokenised.
+        The result is False for short texts, which are cheap to encode. A text for which the result
+        is False may still have more than `num_tokens` tokens.
         """
         data = text.encode(errors="replace")
         if len(data) <= _BYTES_PER_TOKEN * num_tokens + _SIZE_SLACK:
@@ -110,13 +112,14 @@ class Tokenizer:
         size = 2 * num_tokens + _SIZE_SLACK
         while size < len(data):
             beginning = data[:size].decode(errors="ignore")
-            if len(self._encode(beginning, False)) > num_tokens + 64:  # where it is cut may differ
+            # The cut may change the last tokens, so 64 more tokens are required.
+            if len(self._encode(beginning, False)) > num_tokens + 64:
                 return True
             size *= 4
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of the tokens, spaces as the tokens have them; unknown ids are no text."""
+        """Return the text of the tokens, with all their spaces. Unknown ids have no text."""
         return self._decode(list(token_ids), skip_special_tokens)
 
     @property
@@ -127,7 +130,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """The token ids of a conversation; options, errors and the rest as of `write_chat`."""
+        """Return the token ids of a conversation. See `write_chat` for the options and errors."""
         return self.encode_chat(self.write_chat(messages, **options))
 
     def write_chat(
@@ -141,25 +144,26 @@ class Tokenizer:
         max_characters: int | None = None,
         **template_variables: Any,
     ) -> RenderedChat:
-        """A conversation as its template writes it.
+        """Render a conversation with the model's chat template.
 
         Args:
-            messages: Dicts with a `role` and a `content`, both strings; other keys are handed to
-                the template. Only a message with `tool_calls` may leave the content out; templates
-                take a call's `arguments` as a dict.
-            add_generation_prompt: End with the tokens that open the assistant's answer.
-            continue_final_message: End in the middle of the last message, for an answer to go on.
+            messages: Dicts with the strings `role` and `content`. Only a message with `tool_calls`
+                may omit `content`. The template receives all other keys too. Most templates expect
+                the `arguments` of a call as a dict.
+            add_generation_prompt: Whether to end with the tokens that begin the assistant's answer.
+            continue_final_message: Whether to leave the last message open, so that the model
+                continues this message.
             chat_template: A Jinja template to use instead of the model's.
-            allow_special_tokens: Let text of messages and variables, such as `<|im_end|>`, become
-                special tokens. Otherwise it is tokenised as the text that it is, so that no user
-                who writes a message's text can end the message.
-            max_characters: Of what the template may write.
-            template_variables: More variables of the template, such as `tools`, dicts as OpenAI
-                writes them, or `enable_thinking`.
+            allow_special_tokens: Whether text of messages and variables, such as `<|im_end|>`, may
+                become special tokens. If False, such text is encoded as plain text, so that a user
+                cannot forge the end of a message.
+            max_characters: Maximum number of characters that the template may write.
+            template_variables: Other variables of the template, such as `enable_thinking`, or
+                `tools` in OpenAI's format.
 
         Raises:
-            TypeError, ValueError: a malformed message, no chat template, or a template that
-                fails, refuses the messages or writes too much.
+            TypeError, ValueError: A message is malformed; there is no chat template; or the
+                template fails, refuses the messages, or writes more than `max_characters`.
         """
         if chat_template is None and not self.has_chat_template:
             raise ValueError(
@@ -194,7 +198,12 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def encode_chat(self, chat: RenderedChat, *, last: int | None = None) -> list[int]:
-        """The token ids of a conversation that was written out; `last` as of `encode`."""
+        """Return the token ids of a rendered conversation.
+
+        Args:
+            chat: The conversation, as `write_chat` returned it.
+            last: Return only the last `last` token ids; see `encode`.
+        """
         if chat.chunks is None:
             return self.encode(chat.text, add_special_tokens=False, last=last)
         found: list[list[int]] = []
@@ -211,7 +220,11 @@ class Tokenizer:
         return [token_id for ids in reversed(found) for token_id in ids]
 
     def _encode_last(self, encode: EncodeText, text: str, last: int | None) -> list[int]:
-        """What `encode` makes of a text: all of it, or the last tokens, as of `encode`."""
+        """Return the token ids that the function `encode` returns for the whole text.
+
+        If `last` is an integer, return only the last `last` ids, and encode only the end of `text`
+        if that is enough.
+        """
         if last is None:
             return encode(text)
         size = _BYTES_PER_TOKEN * last + _SIZE_SLACK
@@ -228,11 +241,12 @@ class Tokenizer:
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def _encode_as_text(self, text: str, is_inside: bool) -> list[int]:
-        """The ids of text in which nothing is special.
+        """Return the token ids of a text, without special tokens.
 
         Args:
-            text: Any.
-            is_inside: It does not begin the prompt, where some tokenizers put a blank.
+            text: The text, which may contain the text of special tokens.
+            is_inside: Whether other text precedes `text`. Some tokenizers add a blank at the start
+                of a prompt only.
         """
         if not text:
             return []
@@ -244,17 +258,20 @@ class Tokenizer:
 
         ids = encode(text)
         if is_inside and self._has_start_marker:
-            line, behind = encode("\n"), encode("\n" + text)
-            ids = behind[len(line) :] if behind[: len(line)] == line else ids
-        if len(text) > 1 and not self._control_ids.isdisjoint(ids):  # the model itself has it
+            line, prefixed = encode("\n"), encode("\n" + text)
+            ids = prefixed[len(line) :] if prefixed[: len(line)] == line else ids
+        # The vocabulary itself may contain a special token's text, so cut the text into halves.
+        if len(text) > 1 and not self._control_ids.isdisjoint(ids):
             middle = len(text) // 2
             first, second = text[:middle], text[middle:]
             return self._encode_as_text(first, is_inside) + self._encode_as_text(second, True)
         return ids
 
     def _has_hidden_specials(self, text: str) -> bool:
-        """Whether a text has special tokens that its characters do not show, as where a tokenizer
-        turns other characters into theirs first."""
+        """Return whether encoding a text gives special tokens whose text `text` does not contain.
+
+        This happens if the tokenizer's normalizer changes other characters into a special token.
+        """
         if not self._normalizes_specials:
             return False
         num_special = sum(map(self._control_ids.__contains__, self._encode(text, False)))
@@ -266,28 +283,28 @@ class Tokenizer:
         return _compile_jinja_template(self.hf_tokenizer.get_chat_template(chat_template, tools))
 
     def prepare(self) -> None:
-        """Look through the vocabulary now, not with the first text: forks then share it."""
+        """Compute all properties that read the vocabulary, so that forked processes share them."""
         _ = self._escaper, self._control_ids, self._splits_at_words
 
     @functools.cached_property
     def _escaper(self) -> SpecialTokenEscaper:
         added = self.hf_tokenizer.added_tokens_decoder.items()
         flagged = {i: SpecialToken(it.content, it.lstrip, it.rstrip) for i, it in added}
-        text_of = self.hf_tokenizer.convert_ids_to_tokens
+        token_text = self.hf_tokenizer.convert_ids_to_tokens
         return SpecialTokenEscaper(
-            flagged.get(i) or SpecialToken(text_of(i)) for i in self.special_token_ids
+            flagged.get(i) or SpecialToken(token_text(i)) for i in self.special_token_ids
         )
 
     @functools.cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Special tokens that tell a model something: all but the one for unknown characters."""
+        """Ids of all special tokens except the token for unknown characters."""
         hf = self.hf_tokenizer
         others = {hf.bos_token_id, hf.eos_token_id, hf.pad_token_id}
         return self.special_token_ids - ({hf.unk_token_id} - others)
 
     @functools.cached_property
     def _normalizes_specials(self) -> bool:
-        """Whether special tokens are looked for after characters were changed."""
+        """Whether the tokenizer searches for special tokens in normalized text."""
         backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if backend is not None and backend.normalizer is None:
             return False
@@ -296,10 +313,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _has_start_marker(self) -> bool:
-        """Whether text that begins a prompt is tokenised otherwise than behind a special token."""
-        text_of = self.hf_tokenizer.convert_ids_to_tokens
-        behind = [self._encode(f"{text_of(i)}a", False) for i in sorted(self._control_ids)[:1]]
-        return any(ids[1:] != self._encode("a", False) for ids in behind)
+        """Whether a text has other tokens at the start of a prompt than after a special token."""
+        token_text = self.hf_tokenizer.convert_ids_to_tokens
+        prefixed = [self._encode(f"{token_text(i)}a", False) for i in sorted(self._control_ids)[:1]]
+        return any(ids[1:] != self._encode("a", False) for ids in prefixed)
 
     @functools.cached_property
     def _splits_at_words(self) -> bool:
@@ -307,10 +324,10 @@ class Tokenizer:
 
 
 def check_messages(messages: object) -> None:
-    """Check the form of a conversation.
+    """Check that a conversation is a list of messages, each with a role and content.
 
     Raises:
-        TypeError, ValueError: naming the message and what is wrong with it.
+        TypeError, ValueError: A message is malformed. The error names the message and the key.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(
@@ -318,7 +335,7 @@ def check_messages(messages: object) -> None:
             f"got {type(messages).__name__}"
         )
     if not messages:
-        raise ValueError("messages is empty: give at least one message")
+        raise ValueError("messages is empty: pass at least one message")
     for i, message in enumerate(messages):
         _check_message(message, f"messages[{i}]")
 
@@ -337,7 +354,7 @@ def _check_message(message: object, name: str) -> None:
             raise TypeError(f"{name}[{key!r}] must be a string, got {type(value).__name__}")
         _check_encodable(value, f"{name}[{key!r}]")
     if not message["role"]:
-        raise ValueError(f"{name}['role'] is empty")
+        raise ValueError(f"{name}['role'] is empty: pass a role such as 'user'")
 
 
 def _check_encodable(text: str, name: str) -> None:
@@ -346,15 +363,19 @@ def _check_encodable(text: str, name: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{name} has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
-            f"{error.start}, which is no text: remove it, or decode the bytes it came from anew"
+            f"{error.start}: remove it, or decode the original bytes again as UTF-8"
         ) from None
 
 
 @contextlib.contextmanager
 def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iterator[None]:
-    """Raise from a template, also from its macros, that writes more than so many characters."""
+    """Limit the output of a template and of its macros while the context is active.
+
+    Raises:
+        ValueError: The template or a macro writes more than `max_characters` characters.
+    """
     environment: Any = template.environment
-    before = environment.concat
+    original_concat = environment.concat
 
     def concat(pieces: Iterable[str]) -> str:
         kept, left = list[str](), max_characters or 0
@@ -370,11 +391,15 @@ def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iter
     try:
         yield
     finally:
-        environment.concat = before
+        environment.concat = original_concat
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """AutoTokenizer, or the class it would pick where that is plain: importing it takes half."""
+    """Return the class of `transformers` that loads the tokenizer of a checkpoint.
+
+    If `tokenizer.json` describes the tokenizer completely, return the class that `AutoTokenizer`
+    would choose, because importing this class is faster.
+    """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     is_plain = config.get("tokenizer_class") in _SERIALIZED_CLASSES and "auto_map" not in config
@@ -388,7 +413,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _hide_torch_warning() -> Iterator[None]:
-    """Importing transformers without PyTorch warns that models will not work; none is wanted."""
+    """Hide the warning that `transformers` logs without PyTorch, which jpaged does not need."""
     logger = logging.getLogger("transformers")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -408,7 +433,10 @@ def _special_token_ids(hf_tokenizer: Any) -> frozenset[int]:
 
 
 def _decode_function(hf_tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """The Rust decoder where there is one: the method around it takes five times as long."""
+    """Return a function (token ids, skip_special_tokens) -> text.
+
+    The function calls the Rust decoder directly if possible, because the Python method is slower.
+    """
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return lambda ids, skip: backend.decode(ids, skip_special_tokens=skip)
@@ -418,60 +446,72 @@ def _decode_function(hf_tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
-    """Each token's bytes as the `ByteLevel` decoder has them; None with any other decoder.
+    """Return a function from a token id to bytes, or None if the decoder is not `ByteLevel`.
 
-    A token of its alphabet stands for a byte a character; one with any other character, such as an
-    added token with a space, for its own text. Ids that the tokenizer does not know are no text.
+    Each character of the `ByteLevel` alphabet stands for one byte. A token with another character,
+    such as an added token with a space, stands for its text in UTF-8. Unknown ids have no bytes.
     """
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
+    bytes_by_letter = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 
     @functools.cache
     def token_bytes(token_id: int) -> bytes:
         token = backend.id_to_token(token_id) or ""
-        own = [byte_of.get(character) for character in token]
-        return token.encode() if None in own else b"".join(own)  # type: ignore[arg-type]
+        parts = [bytes_by_letter.get(character) for character in token]
+        return token.encode() if None in parts else b"".join(parts)  # type: ignore[arg-type]
 
     return token_bytes
 
 
-_CUT_SEARCH_SIZE = 16384
-"""Characters in which a place to cut is looked for."""
+_CUT_SEARCH_CHARACTERS = 16384
+"""Number of characters before the target position in which `text_tail` searches for a cut."""
 
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\n)(?=[^\W\d_])")
-"""Before a blank between two letters, and after a line break before a letter. Pre-tokenizers split
-there whatever comes before: those of GPT-2, Llama 3, Qwen and DeepSeek do."""
+"""Positions before a space between two letters, and between a line break and a letter.
+
+The pre-tokenizers of GPT-2, Llama 3, Qwen and DeepSeek always split at these positions.
+"""
 
 _ACROSS_WORDS = re.compile(r"[A-Za-z][ Ġ▁]|[\nĊ][^\sĠĉĊč▁]")
-"""In a token: one that lies across such a place."""
+"""Characters in a vocabulary token that contains a position of `_BETWEEN_WORDS`."""
 
 _MAX_UNSURE_TOKENS = 1024
-"""Tokens after which a text cut anywhere is taken to be tokenised as the whole."""
+"""Number of first tokens that may differ if a text is cut between arbitrary characters.
+
+Later tokens are assumed to equal the tokens of the whole text.
+"""
 
 
 def splits_at_words(vocabulary: Iterable[str]) -> bool:
-    """Whether no token lies across a place between words. Then no merge does either, also where
-    there is no pre-tokenizer, as in Llama 2."""
+    """Return whether no token of a vocabulary contains a boundary between two words.
+
+    The tokenizer then always splits at these boundaries, even without a pre-tokenizer (Llama 2).
+    """
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 
 
 def text_tail(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
-    """About so many characters of a text's end, and at its beginning some more.
+    """Return the end of a text, for encoding without the rest of the text.
+
+    Args:
+        text: The text.
+        num_characters: Minimum number of characters to return.
+        at_words: Whether to cut between two words. See `splits_at_words`.
 
     Returns:
-        The part, and how many of its first tokens may differ from the whole text's: those of the
-        words up to the second place at which it can be cut, as tokenizers treat a first word in
-        ways of their own. Where there are no such places, a generous number of tokens.
+        tail: The last `num_characters` characters or more, up to `_CUT_SEARCH_CHARACTERS` more.
+        num_unsure: Upper bound for the number of first tokens that may differ from the tokens of
+            the whole text. Tokenizers may treat the first word of a text differently.
     """
     end = max(len(text) - num_characters, 0)
-    start = max(end - _CUT_SEARCH_SIZE, 0)
+    start = max(end - _CUT_SEARCH_CHARACTERS, 0)
     if at_words:
-        places = [match.start() for match in _BETWEEN_WORDS.finditer(text, start, end)][-2:]
-        if len(places) == 2:
-            begin, first_end = places
+        cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, start, end)][-2:]
+        if len(cuts) == 2:
+            begin, first_end = cuts
             return text[begin:], 4 * len(text[begin:first_end].encode()) + 16
     return text[start:], _MAX_UNSURE_TOKENS
