@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP: `python -m jpaged.serve`. Knows only jpaged's public names."""
+"""The HTTP server for OpenAI's and Anthropic's APIs: `python -m jpaged.serve`."""

@@ -1,7 +1,7 @@
-"""`python -m jpaged.serve`: serve a model over OpenAI's HTTP API.
+"""The command `python -m jpaged.serve`, which serves a model over HTTP.
 
-Exit codes: 0 after a signal that let requests in flight end, 1 for an error, 2 for a mistake in the
-command line, 130 or 143 after a second signal.
+The exit code is 0 if a signal ended the server and requests in flight could finish. It is 1 for an
+error, 2 for a mistake in the command line, and 130 or 143 after a second signal.
 """
 
 import os
@@ -12,10 +12,10 @@ from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return the exit code."""
+    """Run the server with the arguments `argv` (default: `sys.argv`) and return the exit code."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_on_signal)
-    # Loading these takes a while, in which a signal may come already.
+    # Imports take a while, so install the signal handlers before.
     from jpaged.serve.errors import log_line
     from jpaged.serve.options import read_flags
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
-    """What a signal does until the server knows better: nothing is in flight, nothing to end."""
+    """Exit with code 0: no request is in flight before the server has started."""
     os._exit(0)
 
 

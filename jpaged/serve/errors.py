@@ -1,4 +1,4 @@
-"""Errors as HTTP answers."""
+"""Errors that the server sends to clients as HTTP responses."""
 
 import sys
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ _STATUS_BY_KIND = {errors.ErrorKind.UNAVAILABLE: 503, errors.ErrorKind.INTERNAL:
 
 
 class ApiError(Exception):
-    """An error with which the server answers a request.
+    """An error that the server sends as the response to a request.
 
     Args:
         status: The HTTP status.
-        info: What is wrong. It must not show file paths of the server.
-        code: OpenAI's `code`, an identifier for programs, such as "context_length_exceeded".
-        headers: HTTP headers of the answer, such as Retry-After.
+        info: The parts of the error, or its message. Must not contain file paths of the server.
+        code: OpenAI's error code for programs, such as "context_length_exceeded".
+        headers: Additional HTTP headers of the response, such as Retry-After.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class ApiError(Exception):
 
     @property
     def param(self) -> str | None:
-        """The path of the field at fault, if one is."""
+        """Path of the invalid request field. None if no field is invalid, or the status is 5xx."""
         return self.info.path or None if self.status < 500 else None
 
     def with_renamed_fields(self, names: Mapping[str, str]) -> "ApiError":
-        """Return the same error with other names of fields; see `errors.rename_path`."""
+        """Return the same error with field paths renamed by `errors.rename_path`."""
         info = self.info.with_renamed_fields(names)
         return ApiError(self.status, info, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON in OpenAI's form."""
+        """The error as a JSON object in OpenAI's format."""
         return {
             "error": {
                 "message": str(self),
@@ -57,18 +57,18 @@ class ApiError(Exception):
 
 
 def field_error(path: str, *problem: str, code: str | None = None, **info: Any) -> ApiError:
-    """Return the error of a field that cannot be accepted.
+    """Return a 400 error for an invalid request field.
 
     Args:
-        path, problem: As of `errors.RequestError`.
-        code: A word for programs.
-        **info: The other arguments of `errors.RequestError`.
+        path, problem: See `errors.RequestError`.
+        code: OpenAI's error code for programs.
+        **info: Other arguments of `errors.RequestError`.
     """
     return ApiError(400, errors.RequestError(path, *problem, **info).info, code=code)
 
 
 def context_length_error(path: str, *problem: str, **info: Any) -> ApiError:
-    """Return the error of a prompt that is too long, by itself or with its answer."""
+    """Return a 400 error for a prompt that exceeds the context, alone or with its answer."""
     info["kind"] = errors.ErrorKind.TOO_LARGE
     return field_error(path, *problem, code="context_length_exceeded", **info)
 
@@ -76,7 +76,7 @@ def context_length_error(path: str, *problem: str, **info: Any) -> ApiError:
 def error_from_info(info: errors.ErrorInfo) -> ApiError:
     """Return the HTTP error for an error of the engine or the tokenizer.
 
-    The client does not see the text of an internal error.
+    For an internal error, the HTTP error does not contain the error's text.
     """
     status = _STATUS_BY_KIND.get(info.kind, 400)
     if status == 500:
@@ -85,17 +85,17 @@ def error_from_info(info: errors.ErrorInfo) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """Return the error of a server that failed; the log has the cause."""
-    return ApiError(500, "the request failed on the server, whose log says why")
+    """Return a 500 error that refers to the log. The caller must log the cause."""
+    return ApiError(500, "the request failed on the server: see the server's log")
 
 
 def unavailable_error(message: str, retry_after: int = 5) -> ApiError:
-    """Return the error of a server that cannot take or finish a request now."""
+    """Return a 503 error that asks the client to retry after `retry_after` seconds."""
     info = errors.ErrorInfo("", (message,), kind=errors.ErrorKind.UNAVAILABLE)
     return ApiError(503, info, headers={"Retry-After": str(retry_after)})
 
 
 def log_line(text: str) -> None:
-    """Write a line to the log; a closed log does not end the server."""
+    """Write a line to the log, which is stderr. Do nothing if stderr is closed."""
     with suppress(OSError):
         print(f"jpaged: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The server's options and its command line, whose flags have the names of `vllm serve`'s."""
+"""Options of the server and its command line. Flags are named as in `vllm serve`."""
 
 import argparse
 import re
@@ -11,10 +11,11 @@ from jpaged import REASONING_FAMILIES, TOOL_CALL_FAMILIES, EngineConfig, __versi
 from jpaged.errors import RequestError, error_info
 
 _DESCRIPTION = """\
-Serve a language model over OpenAI's HTTP API, its KV cache paged.
+Serve a language model with a paged KV cache over OpenAI's and Anthropic's HTTP APIs.
 
-With no argument: the small model that comes with jpaged, on http://127.0.0.1:8000, for this machine
-only. Look at http://127.0.0.1:8000/ to see the blocks, or ask:
+Without arguments, the server runs the small model that comes with jpaged. It listens on
+http://127.0.0.1:8000, which only this machine can reach. Open http://127.0.0.1:8000/ to see the
+dashboard, or send a request:
 
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
        -d '{"prompt": "Count from 1 to 20", "max_tokens": 100, "temperature": 0}'
@@ -25,8 +26,8 @@ examples:
   python -m jpaged.serve --model ./llama --served-model-name llama --host 0.0.0.0 --api-key SECRET
   python -m jpaged.serve --preemption-mode auto --swap-space 16 --scheduling-policy priority
 
-SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeout; a second signal
-ends the server at once.
+After SIGTERM or Ctrl-C the server refuses new requests, and requests in flight have
+--shutdown-timeout to finish. A second signal ends the server immediately.
 """
 _EMBEDDED_MODEL_NAME = "jpaged-tiny"
 _EMBEDDED_MODEL_OPTIONS: dict[str, Any] = {
@@ -34,13 +35,15 @@ _EMBEDDED_MODEL_OPTIONS: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }
-"""How the embedded model writes calls and reasoning, unless flags or a template say otherwise."""
+"""Parser options for the embedded model. Flags override them; --chat-template disables them."""
 _MIB = 2**20
 _HOST_PORT_PATTERN = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
 
 def _count_option(default: int | None, help: str, *, low: int = 1) -> Any:
-    requirement = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
+    requirement = (
+        "an integer, 1 or more, such as 100" if low else "an integer, 0 or more, such as 100"
+    )
     return options.integer(default, low=low, high=10**9, requirement=requirement, help=help)
 
 
@@ -58,34 +61,34 @@ def _seconds_option(default: float, help: str) -> Any:
 
 def _check_host(name: str, host: str) -> None:
     if not host.strip():
-        remedy = "give the address to listen at, 127.0.0.1 for this machine or 0.0.0.0 for others"
+        remedy = "use 127.0.0.1 to accept this machine only, or 0.0.0.0 to accept all machines"
         raise RequestError(name, "is empty", value="", remedy=remedy)
 
 
 def _check_api_keys(name: str, keys: Sequence[str]) -> None:
-    """Raise ValueError unless a header can bring each key; words name it by its number alone."""
+    """Raise RequestError for a key that no header can contain. Errors never show the key."""
     for number, key in enumerate(keys, 1):
         if not key:
-            remedy = "give a key, or leave it out"
-            raise RequestError("api_key", "is empty, and so is no secret", value="", remedy=remedy)
+            remedy = "pass a key, or omit --api-key"
+            raise RequestError("api_key", "is empty", value="", remedy=remedy)
         if key != key.strip() or not (key.isascii() and key.isprintable()):
             raise RequestError(
                 "api_key",
-                f"(number {number}) could never match",
+                f"(number {number}) can never match the key of a request",
                 value="",
-                remedy="a key has printable ASCII characters, and no space before or after them",
+                remedy="use printable ASCII characters, with no space at the start or end",
             )
 
 
 def _check_model_names(name: str, names: Sequence[str]) -> None:
-    """Raise ValueError unless clients can write, and logs and metrics show, each name."""
+    """Raise RequestError for an empty or unprintable name, or one with outer spaces."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
             raise RequestError(
                 "served_model_name",
                 f"(number {number}) is {each!r}",
                 value="",
-                remedy="give a name of printable characters, with no space before or after it",
+                remedy="use printable characters, with no space at the start or end",
             )
 
 
@@ -93,7 +96,7 @@ def _read_host(text: str) -> str:
     name = normalize_host(text)
     if not name or not text.isprintable() or any(char in text for char in "/@ "):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a host name, such as llm.example.com, or * for any"
+            f"{text!r} is not a host name: pass a name such as llm.example.com, or * for any"
         )
     return name
 
@@ -102,78 +105,82 @@ def _read_template(path_text: str) -> str:
     path = Path(path_text)
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        message = f"{path_text} cannot be read ({why}): give a file with a Jinja template"
+        message = f"{path_text} cannot be read ({why}): pass a file with a Jinja template"
         raise argparse.ArgumentTypeError(message) from error
 
 
 @dataclass(frozen=True)
-class Limits(options.Options, group="limits (what is refused, and when)"):
-    """Bounds on what clients may send and ask, and for how long, as the help of each says.
+class Limits(options.Options, group="limits on requests"):
+    """Limits on the number, size and duration of requests. The help texts describe the flags.
 
-    Without a flag are `max_header_bytes`, of a request's line and headers, and `body_timeout`, the
-    seconds for a body to arrive from the end of its headers on.
+    Attributes:
+        max_header_bytes: Maximum size of a request's first line and headers together. No flag.
+        body_timeout: Maximum time from the end of the headers to the end of the body, in seconds.
+            No flag.
     """
 
     max_num_queued_reqs: int = _count_option(
-        1024, "503 for a request that would wait behind so many sequences", low=0
+        1024, "maximum number of sequences that wait in the queue; 503 above it", low=0
     )
     max_num_client_reqs: int | None = _count_option(
-        None, "429 for a client (an API key; without keys an address) with so many in flight"
+        None,
+        "maximum number of requests in flight per client (API key, or address if the server has no "
+        "keys); 429 above it",
     )
-    max_body_bytes: int = _bytes_option(8 * _MIB, "413 for a larger body")
+    max_body_bytes: int = _bytes_option(8 * _MIB, "maximum size of a body; 413 above it")
     max_body_values: int = _count_option(
         256 * 1024,
-        "400 for a body of more JSON values; strings, fractions, arrays and objects are four, long "
-        "numbers one more for about every eight digits; "
-        "a prompt of --max-model-len token ids is always taken",
+        "maximum number of JSON values in a body; 400 above it. A string, fraction, array or "
+        "object counts as four, and a long number as one more for about every eight digits. A "
+        "prompt of --max-model-len token ids is always accepted",
         low=0,
     )
     max_total_body_bytes: int = _bytes_option(
-        1024 * _MIB, "503 when the bodies of all requests in flight would be larger together"
+        1024 * _MIB, "maximum total size of the bodies of all requests in flight; 503 above it"
     )
     max_header_bytes: int = options.integer(32 * 1024, low=1)
-    max_prompts: int = _count_option(256, "prompts in a request")
-    max_n: int = _count_option(64, "answers to a prompt: n, best_of, beams")
-    max_connections: int = _count_option(4096, "open connections")
+    max_prompts: int = _count_option(256, "maximum number of prompts per request")
+    max_n: int = _count_option(64, "maximum number of answers per prompt: n, best_of, beams")
+    max_connections: int = _count_option(4096, "maximum number of open connections")
     body_timeout: float = options.number(30.0, "of seconds above 0", above=0)
-    queue_timeout: float = _seconds_option(600.0, "longest wait for the first token")
-    request_timeout: float = _seconds_option(3600.0, "longest time that a request takes in all")
+    queue_timeout: float = _seconds_option(600.0, "maximum wait for the first token")
+    request_timeout: float = _seconds_option(3600.0, "maximum duration of a request")
     stall_timeout: float = _seconds_option(
-        60.0, "longest time that a client leaves an answer unread"
+        60.0, "maximum time that a client may leave an answer unread"
     )
     text_timeout: float = _seconds_option(
-        10.0, "longest time to tokenise a prompt, its chat template included"
+        10.0, "maximum time to apply the chat template and tokenise the prompt"
     )
     health_timeout: float = _seconds_option(
-        30.0, "time without a turn of the loop after which /health is red"
+        30.0, "time without a turn of the engine loop after which /health returns 503"
     )
     hang_timeout: float = _seconds_option(
-        300.0, "time without a turn of the loop after which the engine is ended"
+        300.0, "time without a turn of the engine loop after which the engine is killed"
     )
     start_timeout: float = _seconds_option(
-        3600.0, "longest start of the engine, which is ended then"
+        3600.0, "maximum time for the engine to start, after which the engine is killed"
     )
 
 
 @dataclass(frozen=True)
 class ServeConfig(options.Options, group="the server"):
-    """How the server presents itself, as the help of each option says.
+    """Options of the HTTP server. The help texts describe the flags.
 
     Attributes:
-        model_names: What clients may call the model; the first is what the server calls it.
-        template_variables: Variables of a template that clients may set.
-        limits: What clients may ask for.
+        model_names: Names that clients may use for the model. The first name is the default.
+        template_variables: Names of the chat-template variables that clients may set.
+        limits: Limits on requests.
     """
 
     host: str = options.option(
         "127.0.0.1",
         _check_host,
         metavar="HOST",
-        help="address to listen at; 127.0.0.1: this machine only",
+        help="address to listen on; with 127.0.0.1, only this machine can connect",
     )
     port: int = options.integer(
         8000,
@@ -181,7 +188,7 @@ class ServeConfig(options.Options, group="the server"):
         high=2**16 - 1,
         requirement="a port, 0 to 65535",
         metavar="PORT",
-        help="port to listen at; 0: a free one",
+        help="port to listen on; 0 selects a free port",
     )
     api_keys: tuple[str, ...] = options.option(
         (),
@@ -190,10 +197,11 @@ class ServeConfig(options.Options, group="the server"):
         nargs="+",
         action="extend",
         metavar="KEY",
-        help="requests need one of these",
+        help="accepted API keys; each request must have one of the keys",
     )
     share_prefix_cache_across_keys: bool = options.switch(
-        False, help="let keys find each other's cached prefixes, and so tell what the others asked"
+        False,
+        help="share cached prefixes between API keys; clients can then detect others' prompts",
     )
     allowed_hosts: tuple[str, ...] | None = options.option(
         None,
@@ -201,8 +209,8 @@ class ServeConfig(options.Options, group="the server"):
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="names besides this machine's own by which it may be asked, * for any; unset: any "
-        "with --api-key or where others can reach the --host, else none",
+        help="host names that requests may use in addition to this machine's own names; * accepts "
+        "any name; unset: any name with --api-key or if other machines can reach --host, else none",
     )
     model_names: tuple[str, ...] = options.option(
         (_EMBEDDED_MODEL_NAME,),
@@ -211,7 +219,7 @@ class ServeConfig(options.Options, group="the server"):
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="what clients may call the model; one or several; unset: as --model",
+        help="one or more names that clients may use for the model; unset: taken from --model",
         default_text="",
     )
     shutdown_timeout: float = options.number(
@@ -221,38 +229,43 @@ class ServeConfig(options.Options, group="the server"):
         high=1e9,
         unit="s",
         metavar="S",
-        help="longest time to drain",
+        help="maximum time for requests in flight to finish at shutdown",
     )
     chat_template: str | None = options.option(
-        None, parse=_read_template, metavar="FILE", help="a Jinja template instead of the model's"
+        None,
+        parse=_read_template,
+        metavar="FILE",
+        help="file with a Jinja template that replaces the model's chat template",
     )
     enable_auto_tool_choice: bool = options.switch(
         False, help="let the model call the tools that requests offer; needs --tool-call-parser"
     )
     tool_call_parser: str | None = options.choice(
-        None, TOOL_CALL_FAMILIES, help="how the model writes tool calls"
+        None, TOOL_CALL_FAMILIES, help="format in which the model writes tool calls"
     )
     reasoning_parser: str | None = options.choice(
-        None, REASONING_FAMILIES, help="how the model writes reasoning; unset: it is content"
+        None,
+        REASONING_FAMILIES,
+        help="format in which the model writes reasoning; unset: reasoning is part of the content",
     )
     template_variables: tuple[str, ...] = options.option(
         ("enable_thinking", "thinking"),
         flags=("--allowed-chat-template-kwargs",),
         nargs="*",
         metavar="NAME",
-        help="what clients may set of the template",
+        help="names of the chat-template variables that clients may set",
         default_text="enable_thinking thinking",
     )
     allow_special_tokens: bool = options.switch(
         False,
         flags=("--allow-special-tokens-in-messages",),
-        help="text such as <|im_end|> in a message is the token, as which it can end the message",
+        help="turn text such as <|im_end|> in messages into special tokens that can end a message",
     )
-    dashboard: bool = options.switch(True, help="a picture of the memory at /")
+    dashboard: bool = options.switch(True, help="serve a dashboard of the block pool at /")
     dashboard_text: bool = options.switch(
-        False, flags=("--dashboard-show-text",), help="prompts and answers in the picture"
+        False, flags=("--dashboard-show-text",), help="show prompts and answers on the dashboard"
     )
-    log_requests: bool = options.switch(True, help="a line in the log for each request")
+    log_requests: bool = options.switch(True, help="log a line for each request")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -260,19 +273,18 @@ class ServeConfig(options.Options, group="the server"):
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise RequestError(
                 "enable_auto_tool_choice",
-                f"needs --tool-call-parser ({', '.join(TOOL_CALL_FAMILIES)}): how the model writes "
-                "tool calls",
+                f"needs --tool-call-parser: choose one of {', '.join(TOOL_CALL_FAMILIES)}",
                 value="True",
             )
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line asks.
+    """The options that the command line sets.
 
     Attributes:
-        engine: Options of `Engine`.
-        serve: How to present it.
+        engine: Keyword arguments of `Engine`.
+        serve: Options of the HTTP server.
     """
 
     engine: dict[str, Any]
@@ -280,7 +292,7 @@ class Flags:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line, with its help."""
+    """Return the argument parser of `python -m jpaged.serve`."""
     parser = options.CommandLine(
         prog="python -m jpaged.serve", description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -292,7 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
-    """The command line `argv` (default: the process's); mistakes end the process with code 2."""
+    """Parse the arguments `argv` (default: `sys.argv`). Exit with code 2 if they are invalid."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -305,10 +317,10 @@ def _build_flags(args: argparse.Namespace) -> Flags:
     engine = options.read_options(args, EngineConfig)
     model = engine.get("model", args.model_tag)
     if args.model_tag not in (None, model):
-        raise ValueError(f"two models are named: {args.model_tag} and --model {model}")
+        raise ValueError(f"two models are named: {args.model_tag} and --model {model}; pass one")
     if model is not None:
         if not model.strip():
-            remedy = "give a folder or a hub id, or leave it out for the embedded model"
+            remedy = "pass a folder or a hub id, or omit it for the embedded model"
             raise RequestError("model", "is empty", value="", remedy=remedy)
         engine["model"] = model
     EngineConfig(**engine)
@@ -316,9 +328,9 @@ def _build_flags(args: argparse.Namespace) -> Flags:
     if limits.max_total_body_bytes < limits.max_body_bytes:
         raise RequestError(
             "max_total_body_bytes",
-            f"is less than --max-body-bytes {limits.max_body_bytes}, which one body may have",
+            f"is less than --max-body-bytes {limits.max_body_bytes}",
             value=f"{limits.max_total_body_bytes}",
-            remedy="raise it",
+            remedy="raise it to at least that size",
         )
     given = options.read_options(args, ServeConfig)
     serve_options: dict[str, Any] = {
@@ -331,7 +343,7 @@ def _build_flags(args: argparse.Namespace) -> Flags:
 
 
 def _default_model_name(model: str | None) -> str:
-    """What clients call a model: a hub id as it is, of a folder the last part of its path."""
+    """Return the hub id of a model, or the last part of the path if the model is a folder."""
     if model is None:
         return _EMBEDDED_MODEL_NAME
     path = Path(model)
@@ -339,7 +351,7 @@ def _default_model_name(model: str | None) -> str:
 
 
 def normalize_host(host: str) -> str:
-    """A Host without its port, as it is compared: 'Example.com:80' is 'example.com'."""
+    """Return a Host header in lower case without port: 'Example.com:80' gives 'example.com'."""
     host = host.strip().lower()
     match = _HOST_PORT_PATTERN.fullmatch(host)
     return (match[1] or match[2] if match else host).removesuffix(".")

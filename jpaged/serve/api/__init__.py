@@ -1,1 +1,1 @@
-"""The APIs of OpenAI and Anthropic: fields, answers, errors."""
+"""Request fields and response formats of OpenAI's and Anthropic's APIs."""

@@ -1,18 +1,21 @@
-"""`/v1/chat/completions`: chat events as OpenAI's messages and the deltas of its chunks."""
+"""`/v1/chat/completions`: render chat events as OpenAI's messages and stream chunks."""
+
+from typing_extensions import override
 
 from jpaged import CallStart, TextDelta
 from jpaged.serve.api.chat_events import ChatEvent
 from jpaged.serve.api.generation import ChatGeneration, ChoicesGeneration, JsonObject, clamp_logprob
 
 _NO_TOKEN_FIELDS: JsonObject = {"logprobs": None, "finish_reason": None}
-"""Fields of the chunks that have no tokens of their own."""
+"""Last fields of a stream chunk that carries no tokens."""
 
 
 class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
-    """One request of `/v1/chat/completions`."""
+    """Runs one request of `/v1/chat/completions` and renders the answer."""
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    @override
     def _extra_body_fields(self) -> JsonObject:
         body: JsonObject = {}
         if self._api_request.return_token_ids:
@@ -21,12 +24,13 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
             body["prompt_logprobs"] = self._format_prompt_logprobs(0)
         return body
 
+    @override
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
-        """Return one choice per event. The last one has what belongs to the tokens."""
+        """Return one choice per chat event. The last choice has the tokens' log-probabilities."""
         answer = self._answer_events(number)
         deltas = list(filter(None, map(_event_delta, answer.add(delta))))
         if deltas and delta.finished and "tool_calls" in deltas[-1]:
-            deltas.append({})  # OpenAI sends the finish reason of calls in a chunk without a delta
+            deltas.append({})  # like OpenAI, finish tool calls with a chunk whose delta is empty
         if not deltas and (not self._is_parsed or self._has_more_than_text(delta)):
             deltas = [{}]
         chunks: list[JsonObject] = []
@@ -45,6 +49,7 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
     def _has_more_than_text(self, delta: TextDelta) -> bool:
         return delta.finished or bool(delta.logprobs) or self._api_request.return_token_ids
 
+    @override
     def _choice(self, number: int, answer: TextDelta) -> JsonObject:
         items = self._answer_events(number).items
         content = "".join(item.text for item in items if item.kind == "content")
@@ -77,7 +82,7 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
         return {"content": content, "refusal": None}
 
     def _format_logprob(self, token_id: int, logprob: float) -> JsonObject:
-        """Return a token and its log-probability. A part of a character has bytes but no text."""
+        """Return a token's text, log-probability and bytes as a JSON object."""
         own = list(self._tokenizing.token_bytes(token_id))
         return {
             "token": self._format_token(token_id),
@@ -87,7 +92,7 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
 
 
 def _event_delta(event: ChatEvent) -> JsonObject | None:
-    """Return the delta that OpenAI's stream has for an event; None if it has none."""
+    """Return the delta that OpenAI's stream sends for a chat event; None if it sends no delta."""
     event_kind, item, text = event
     if event_kind == "text":
         if item.call is None:

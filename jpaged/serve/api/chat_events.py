@@ -1,7 +1,7 @@
-"""One stream of chat events, which Chat, Responses and Messages render in their own formats.
+"""Chat events, which the Chat, Responses and Messages APIs render in different formats.
 
-An answer is a sequence of items: reasoning, content and tool calls. An item starts, grows by text
-and ends. `AnswerEvents` makes these events from the engine's deltas of one answer.
+An answer is a sequence of items: reasoning, content and tool calls. Each item has a start event,
+text events and an end event. `AnswerEvents` makes the events from the engine's deltas of an answer.
 """
 
 from dataclasses import dataclass, field
@@ -14,14 +14,15 @@ ItemKind = Literal["reasoning", "content", "tool_call"]
 
 @dataclass(eq=False, slots=True)
 class AnswerItem:
-    """One part of an answer.
+    """One item of an answer: reasoning, content or a tool call.
 
     Attributes:
-        kind: The kind of part.
-        index: Position among the answer's items.
-        call: The number, id and function name of a tool call; None for another kind.
-        is_complete: Whether the item ended by itself. If the answer was cut, its last item did not.
-        pieces: The text so far, or a tool call's arguments as JSON text; empty if not kept.
+        kind: The kind of the item.
+        index: Position of the item in the answer.
+        call: Index, id and function name of a tool call. None for other kinds.
+        is_complete: Whether the item has ended. Stays False if the answer was cut short here.
+        chunks: Parts of the text, or of a tool call's arguments as JSON text. Empty if
+            `AnswerEvents` does not keep text.
     """
 
     kind: ItemKind
@@ -32,30 +33,30 @@ class AnswerItem:
 
     @property
     def text(self) -> str:
-        """The pieces joined."""
+        """The text of the item: all of `chunks`, joined."""
         return "".join(self.chunks)
 
 
 ChatEvent = tuple[Literal["start", "text", "end"], AnswerItem, str]
-"""The kind of event, the item, and the new text, which is empty unless the kind is "text".
+"""An event: its kind, the item, and the new text. The text is empty unless the kind is "text".
 
-The text of a tool call is a part of its arguments. An item ends when the next item starts or the
-answer ends. Events are plain tuples because every token creates one.
+For a tool call, the text is a part of the arguments. An item ends when the next item starts or the
+answer ends. Events are plain tuples for speed, because every token creates one.
 """
 
 
 class AnswerEvents:
-    """Makes the events of one answer.
+    """Makes the chat events of one answer.
 
     Args:
-        parser: Splits the text into reasoning, content and tool calls; None: all text is content.
-        keeps_text: Whether items keep their text.
+        parser: Splits the text into reasoning, content and tool calls. None: all text is content.
+        keeps_text: Whether items keep their text in `chunks`.
 
     Attributes:
         items: All items so far.
-        finish_reason: OpenAI's reason why the answer is over, "tool_calls" included; None before.
-        stop_string: The stop string that ended the answer; None for another reason.
-        num_reasoning_tokens: Tokens of deltas that had reasoning and nothing else.
+        finish_reason: OpenAI's finish reason, such as "tool_calls". None until the answer ends.
+        stop_string: The stop string that ended the answer. None if no stop string ended it.
+        num_reasoning_tokens: Number of tokens in deltas that contain only reasoning.
     """
 
     def __init__(self, parser: AnswerParser | None, *, keeps_text: bool):
@@ -67,7 +68,7 @@ class AnswerEvents:
         self._events: list[ChatEvent] = []
 
     def add(self, delta: TextDelta) -> list[ChatEvent]:
-        """Return the events of the answer's next delta."""
+        """Return the chat events of the answer's next delta."""
         if self._parser is None:
             if delta.text:
                 self._add_text("content", delta.text)
@@ -91,7 +92,8 @@ class AnswerEvents:
                     self._start_item("tool_call", part)
                 case CallArguments():
                     self._add_text("tool_call", part.text)
-        if parts and isinstance(parts[-1], Reasoning):  # nothing precedes reasoning
+        # Reasoning comes first in an answer, so no other kind of part precedes reasoning.
+        if parts and isinstance(parts[-1], Reasoning):
             self.num_reasoning_tokens += len(delta.token_ids)
 
     def _finish(self, delta: TextDelta) -> None:

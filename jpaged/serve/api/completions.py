@@ -1,8 +1,10 @@
-"""`/v1/completions`: prompts in, OpenAI's text completions out."""
+"""`/v1/completions`: complete prompts in the format of OpenAI's text completions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+
+from typing_extensions import override
 
 from jpaged import TextDelta
 from jpaged.serve.api import generation
@@ -20,18 +22,19 @@ from jpaged.serve.engine.tokenizing_process import TokenizeJob
 
 
 class CompletionsGeneration(ChoicesGeneration):
-    """One request of `/v1/completions`."""
+    """Runs one request of `/v1/completions` and renders the answers."""
 
     whole_object = chunk_object = "text_completion"
     _api_request: CompletionRequest
 
+    @override
     async def _make_engine_requests(self) -> list[EngineRequest]:
         api_request, tokenizing = self._api_request, self._tokenizing
         num_prompt_logprobs = api_request.logprobs if api_request.echo else None
         num_prompt_logprobs = (
             api_request.prompt_logprobs if num_prompt_logprobs is None else num_prompt_logprobs
         )
-        # The engine scores a prompt only together with the first token after it.
+        # The engine scores a prompt only if it also generates a token: do so for max_tokens=0.
         params = api_request.sampling_params(
             max(api_request.max_tokens, 1),
             logprobs=api_request.logprobs,
@@ -56,11 +59,13 @@ class CompletionsGeneration(ChoicesGeneration):
                 else await tokenizing.decode(each.prompt_token_ids)
                 for prompt, each in zip(api_request.prompts, requests, strict=True)
             ]
-        self._num_characters = [0] * (len(requests) * api_request.n)  # already covered by logprobs
+        # For each answer, the offset of the next token in the text.
+        self._num_characters = [0] * (len(requests) * api_request.n)
         return requests
 
+    @override
     def _visible_delta(self, delta: TextDelta) -> TextDelta:
-        """Hide the token that was generated only to score the prompt (`max_tokens=0`)."""
+        """If `max_tokens` is 0, hide the one token that was generated to score the prompt."""
         if self._api_request.max_tokens:
             return delta
         reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
@@ -69,8 +74,9 @@ class CompletionsGeneration(ChoicesGeneration):
             delta, text="", token_ids=(), logprobs=scores, finish_reason=reason, stop_reason=None
         )
 
+    @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Whether many tokens arrived, or an answer begins by echoing a long prompt's scores."""
+        """Return whether many tokens arrived, or the log-probabilities of a long echoed prompt."""
         api_request = self._api_request
         if super()._is_large(updates):
             return True
@@ -85,6 +91,7 @@ class CompletionsGeneration(ChoicesGeneration):
             for index, delta in updates
         )
 
+    @override
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
         index, with_prompt = number // self._api_request.n, is_first and self._api_request.echo
         choice = {
@@ -97,6 +104,7 @@ class CompletionsGeneration(ChoicesGeneration):
             choice["prompt_token_ids"] = self._prompts[index]
         return [choice]
 
+    @override
     def _choice(self, number: int, answer: TextDelta) -> JsonObject:
         (choice,) = self._chunks(number, answer, is_first=True)
         if self._api_request.prompt_logprobs is not None:
@@ -105,9 +113,10 @@ class CompletionsGeneration(ChoicesGeneration):
         return choice
 
     def _logprobs(self, number: int, delta: TextDelta, *, with_prompt: bool) -> JsonObject | None:
-        """Return the log-probabilities of new tokens, after those of the prompt if it is echoed.
+        """Return the `logprobs` of a choice: the tokens of a delta with their log-probabilities.
 
-        The first token of a prompt has no candidates.
+        If `with_prompt` is set, the tokens of the prompt come first. The first token of a prompt
+        has no log-probability.
         """
         if self._api_request.logprobs is None:
             return None
@@ -117,10 +126,10 @@ class CompletionsGeneration(ChoicesGeneration):
         if with_prompt:
             index = number // self._api_request.n
             prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
-            # A request that was cut short may lack the scores of its last tokens.
+            # If the request was cut short, the last tokens may have no log-probabilities.
             scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
-            # A token that the tokenizer puts before a prompt is not part of the prompt's text.
+            # The tokenizer may add tokens before the text. Their offsets are negative here.
             length = len(self._prompt_texts[index])
             before = min(length - sum(map(width, prompt)), 0)
             *starts, _ = accumulate(map(width, prompt), initial=before)
@@ -139,7 +148,7 @@ class CompletionsGeneration(ChoicesGeneration):
         }
 
     def _top_logprobs(self, candidates: LogprobsByToken) -> dict[str, float]:
-        """Return candidates by text; of several tokens with one text, the likeliest."""
+        """Return log-probabilities by text. For tokens with the same text, take the highest."""
         top: dict[str, float] = {}
         for token_id, found in candidates.items():
             text, logprob = self._format_token(token_id), clamp_logprob(found.logprob)

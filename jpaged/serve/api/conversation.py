@@ -1,5 +1,4 @@
-"""What requests may say of a conversation: its messages, the tools that the model is told of, and
-how a template writes both out."""
+"""Request fields of conversations: messages, tools and options of the chat template."""
 
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,19 +13,19 @@ from jpaged.serve.http.exchange import encode_large_json
 from jpaged.serve.options import ServeConfig
 
 MAX_TOOLS = 128
-"""Tools that a request may offer, and calls that a message may have, as OpenAI has it."""
+"""Maximum number of tools per request, and of tool calls per message, as in OpenAI's API."""
 
 MAX_TOOLS_BYTES = 1024 * 1024
-"""Of the JSON of all tools."""
+"""Maximum size of the JSON text of all tools of a request, in bytes."""
 
 _MAX_ARGUMENTS_VALUES = 64 * 1024
-"""Values in a call's arguments, as `parse_json` counts them."""
+"""Maximum number of JSON values in a tool call's arguments, as `parse_json` counts them."""
 
-TEXT_ONLY = "text is all that goes in and out"
-_CONTENT_ONLY = "messages have their content alone"
-_DEPRECATED_FUNCTION_CALL = "send tool_calls, which took its place"
-_FUNCTION_NAME_RULE = "letters, digits, _ and -, at most 64"
-_STRICT_DESCRIPTION = "arguments obey the schema also where the model chooses to call"
+TEXT_ONLY = "only text is supported"
+_CONTENT_ONLY = "only content is supported"
+_DEPRECATED_FUNCTION_CALL = "deprecated: send tool_calls instead"
+_FUNCTION_NAME_RULE = "1 to 64 letters, digits, _ and -"
+_STRICT_DESCRIPTION = "true: arguments match the schema even if tool_choice does not force a call"
 
 Identifier = Annotated[str, Meta(max_length=1000)]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
@@ -38,10 +37,10 @@ CalledFunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON object. A default that is not null stands for null too."""
+    """Base class of JSON objects in request bodies. A field that is null takes its default."""
 
     drops_unknown_nulls: ClassVar[bool] = False
-    """Whether a field that it does not have may be null, which asks for nothing."""
+    """Whether unknown fields are accepted if their value is null."""
 
 
 class FunctionDefinition(Body, frozen=True, kw_only=True):
@@ -54,28 +53,28 @@ class FunctionDefinition(Body, frozen=True, kw_only=True):
 
 
 class ChatTool(Body, frozen=True, kw_only=True):
-    """A tool that the model is told of."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """As templates take it: without what was not given."""
+        """The tool as chat templates take it. Fields that are None are left out."""
         own = self.function
         kept = {"name": own.name, "description": own.description, "parameters": own.parameters}
         return {"type": "function", "function": {k: v for k, v in kept.items() if v is not None}}
 
     @property
     def grammar_dict(self) -> dict[str, Any]:
-        """As a grammar takes it."""
+        """The tool as `call_grammar` takes it."""
         own = self.function
         kept = {"name": own.name, "parameters": own.parameters, "strict": own.strict}
         return {"type": "function", "function": kept}
 
 
 class ChosenFunction(Body, frozen=True, kw_only=True):
-    """The name of a function."""
+    """The name of the function that the model must call."""
 
     name: FunctionName
 
@@ -92,7 +91,7 @@ ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
 class FunctionCall(Body, frozen=True, kw_only=True):
-    """What was called."""
+    """The function and the arguments of a tool call."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     name: CalledFunctionName
@@ -100,7 +99,7 @@ class FunctionCall(Body, frozen=True, kw_only=True):
 
 
 class ToolCall(Body, frozen=True, kw_only=True):
-    """A call that the model made, sent back as it came."""
+    """A tool call in an assistant message, as an earlier answer contained it."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     function: FunctionCall
@@ -109,45 +108,43 @@ class ToolCall(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """As templates take it, but for the arguments, which are JSON text."""
+        """The tool call as chat templates take it, except that arguments are still JSON text."""
         own = {"name": self.function.name, "arguments": self.function.arguments}
         template_dict = {"type": "function", "function": own}
         return template_dict if self.id is None else {"id": self.id, **template_dict}
 
 
 class TextPart(Body, frozen=True, kw_only=True):
-    """A piece of a message."""
+    """A text part of a message."""
 
-    type: Annotated[
-        Literal["text"], Meta(description=f"{TEXT_ONLY}, and nothing is fetched from anywhere")
-    ]
+    type: Annotated[Literal["text"], Meta(description=f"{TEXT_ONLY}; the server fetches no URLs")]
     text: str
 
 
 class ChatMessage(Body, frozen=True, kw_only=True):
-    """One message of a conversation, such as an answer that is sent back as it came."""
+    """One message of a conversation. A message of an earlier answer may be sent unchanged."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Annotated[None, Meta(description=_DEPRECATED_FUNCTION_CALL)] = None
-    tool_call_id: Annotated[str, Meta(max_length=1000, description="of role tool")] | None = None
-    name: Annotated[str, Meta(max_length=1000, description="of role tool")] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=1000, description="for role tool")] | None = None
+    name: Annotated[str, Meta(max_length=1000, description="for role tool")] | None = None
     reasoning_content: (
-        Annotated[str, Meta(description="for templates that write what was thought")] | None
+        Annotated[str, Meta(description="for chat templates that include reasoning")] | None
     ) = None
     refusal: Annotated[Literal[""], Meta(description=_CONTENT_ONLY)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ONLY)] | None = None
 
     @property
     def text(self) -> str:
-        """The content; its parts are joined by line breaks."""
+        """The text of the content. Parts are joined by line breaks."""
         return content_text(self.content)
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """As templates take it, but for the arguments of calls, which are JSON text."""
+        """The message as chat templates take it, except that arguments are still JSON text."""
         template_dict: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "assistant":
             if self.reasoning_content is not None:
@@ -165,34 +162,39 @@ ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
 def content_text(content: str | Sequence[Any] | None) -> str:
-    """Return the text of a message's content; its parts are joined by line breaks."""
+    """Return the text of a message's content. Parts are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
 
 
-def to_chat_tool(own: Any, parameters: dict[str, Any] | None) -> ChatTool:
-    """Return a function as a tool of a chat, given a tool that has the other fields itself."""
+def to_chat_tool(tool: Any, parameters: dict[str, Any] | None) -> ChatTool:
+    """Return the `ChatTool` for a tool of another API.
+
+    Args:
+        tool: An object with the fields `name`, `description` and `strict`.
+        parameters: The JSON schema of the arguments.
+    """
     function = FunctionDefinition(
-        name=own.name, description=own.description, parameters=parameters, strict=own.strict
+        name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict
     )
     return ChatTool(type="function", function=function)
 
 
 def check_required_fields(item: Any, path: str, *names: str) -> None:
-    """Raise ApiError unless an item of several kinds has the fields that its `type` needs."""
+    """Raise ApiError if `item` lacks one of the fields `names`, which `item.type` requires."""
     for name in names:
         if getattr(item, name) is None:
             own = f"{path}.{name}"
-            raise field_error(own, "is missing", remedy=f"it is required of type {item.type!r}")
+            raise field_error(own, "is missing", remedy=f"it is required for type {item.type!r}")
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Check what the fields of messages do not tell one by one.
+    """Check messages for fields that are valid alone but not together.
 
     Raises:
-        ApiError: a message without content; calls that are not the assistant's; arguments that are
-            no JSON object.
+        ApiError: A message has neither content nor tool calls, a message that is not from the
+            assistant has tool calls, or the arguments of a call are not a JSON object.
     """
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
@@ -202,7 +204,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         if calls and message.role != "assistant":
             path = f"{path}.tool_calls"
             raise field_error(
-                path, ": only an assistant's message has calls", value=format_value(calls)
+                path,
+                ": only a message with role 'assistant' may have tool calls",
+                value=format_value(calls),
             )
         for j, call in enumerate(calls):
             own = f"{path}.tool_calls[{j}].function.arguments"
@@ -214,23 +218,24 @@ def _check_arguments(path: str, arguments: str) -> None:
     try:
         value = parse_json(arguments.encode(), _MAX_ARGUMENTS_VALUES) if arguments else {}
     except ApiError as error:
-        value, why = None, f" ({str(error.with_renamed_fields({BODY_NAME: 'it'}))[:200]})"
+        value, why = None, f" ({str(error.with_renamed_fields({BODY_NAME: 'the text'}))[:200]})"
     if not isinstance(value, dict):
-        must = "must be the JSON text of an object: mend it, or leave the call out"
+        must = "must be the JSON text of an object: correct it, or omit the call"
         raise field_error(path, f"{must}{why}", value=format_value(arguments))
 
 
 def check_tools(tools: Sequence[ChatTool] | None, choice: str | ChosenTool | None = None) -> None:
-    """Check what the fields of tools do not tell one by one.
+    """Check tools for fields that are valid alone but not together.
 
     Raises:
-        ApiError: too many bytes, a name twice, or a choice that cannot be had.
+        ApiError: The JSON text of the tools is larger than `MAX_TOOLS_BYTES`, two tools have the
+            same name, or `choice` needs a tool that is not in `tools`.
     """
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         repeated_name = next(name for i, name in enumerate(names) if name in names[:i])
         raise field_error(
-            "tools", f"names the function {repeated_name!r} twice", remedy="each needs its own"
+            "tools", f"has the function {repeated_name!r} twice", remedy="use different names"
         )
     size = len(encode_large_json([tool.template_dict for tool in tools])) if tools else 0
     if size > MAX_TOOLS_BYTES:
@@ -249,16 +254,16 @@ def check_tools(tools: Sequence[ChatTool] | None, choice: str | ChosenTool | Non
 
 
 def check_tools_enabled(tools: Sequence[ChatTool], config: ServeConfig) -> None:
-    """Raise ApiError for tools, if the server does not look for calls in answers."""
+    """Raise ApiError if a request has tools but the server does not parse tool calls."""
     if tools and not (config.enable_auto_tool_choice and config.tool_call_parser):
         families = "|".join(TOOL_CALL_FAMILIES)
         need = f"--enable-auto-tool-choice --tool-call-parser {families}"
-        problem = f"needs a server started with {need}; or tool_choice='none'"
+        problem = f"needs a server started with {need}, or tool_choice='none'"
         raise field_error("tools", problem, value=format_value(tools))
 
 
 class TemplateFields:
-    """How a conversation is written out: what bodies with messages have in common."""
+    """Fields for the chat template, which all bodies with messages have in common."""
 
     __slots__ = ()
     messages: list[ChatMessage] | None
@@ -268,11 +273,11 @@ class TemplateFields:
     chat_template_kwargs: dict[str, Any] | None
 
     def check_template(self, allowed: Collection[str]) -> None:
-        """Raise ApiError for variables that are not `allowed`, and for contradictions."""
+        """Raise ApiError for a variable that is not in `allowed`, or for contradictory fields."""
         for name in self.chat_template_kwargs or {}:
             if name not in allowed:
                 known = ", ".join(sorted(allowed)) or "none"
-                problem = f"has {name[:60]!r}; allowed here: {known}"
+                problem = f"has {name[:60]!r}, but this server only allows: {known}"
                 raise field_error("chat_template_kwargs", problem)
         if self.continue_final_message and self.add_generation_prompt:
             problem = "needs add_generation_prompt=false"
@@ -280,17 +285,17 @@ class TemplateFields:
 
     @property
     def offered_tools(self) -> list[ChatTool]:
-        """The tools that the model is told of."""
+        """The tools that the prompt describes to the model."""
         return self.tools or []
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates take them, but for calls' arguments, which are JSON text."""
+        """The messages as chat templates take them, except that arguments are still JSON text."""
         return [each.template_dict for each in self.messages or ()]
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """For the template."""
+        """The variables of the chat template, including tools."""
         tools = [each.template_dict for each in self.offered_tools]
         return {
             **(self.chat_template_kwargs or {}),
@@ -301,7 +306,7 @@ class TemplateFields:
 
 
 def format_value(value: Any) -> str:
-    """A JSON value in an error, shortened."""
+    """Return a JSON value for an error message, shortened to at most 60 characters."""
     if isinstance(value, (dict, list)):
         return f"({'object' if isinstance(value, dict) else 'array'} of {len(value)})"
     if value is None or isinstance(value, bool):

@@ -1,9 +1,9 @@
-"""What requests may ask: OpenAI's fields, and vLLM's for what OpenAI does not have.
+"""Request fields of OpenAI's APIs, with vLLM's extensions.
 
-Each body is a `msgspec.Struct` whose annotations hold the types and bounds of its fields; msgspec
-checks them, and writes the published JSON schema. `read` adds what msgspec does not have: null and
-a missing field mean the default, an unknown field is refused with the name it is near to, and
-errors name the field's path, its value and what it must be.
+Each request body is a `msgspec.Struct`. Annotations declare the types and bounds of the fields.
+msgspec checks the fields and writes the published JSON schema. `parse_body` adds three rules: a
+field that is null takes its default, an unknown field is an error that suggests a similar name, and
+errors contain the field's path, its value and the accepted values.
 """
 
 import difflib
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, g
 
 import msgspec
 from msgspec import Meta
+from typing_extensions import override
 
 from jpaged import SamplingParams, StructuredOutputs, options
 from jpaged.errors import error_info
@@ -49,18 +50,18 @@ PromptInput = str | list[int]
 MAX_TOKEN_IDS = 4096
 _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
 _MAX_FLOAT = 1e6
-"""The largest number with a fraction, where `SamplingParams` has no bound."""
+"""Maximum of float parameters for which `SamplingParams` declares no maximum."""
 
 _SAMPLING_OPTIONS = options.declared_options(SamplingParams)
 
 
 def _bounds(parameter: str, description: str | None = None) -> Meta:
-    """The bounds that `SamplingParams` declares, and where it has none, those of a server."""
+    """Return the bounds of a `SamplingParams` parameter, or the server's if none are declared."""
     own: Any = _SAMPLING_OPTIONS[parameter][1]
     if own.value_type is bool:
         return Meta(description=description)
     if own.value_type is int:
-        # `seed` alone goes beyond 63 bits; msgspec takes no bound that does.
+        # msgspec accepts no bound above 63 bits. Only the bounds of `seed` are larger.
         high = min(own.high or own.server_max or _MAX_INT32, _MAX_INT64)
         return Meta(ge=own.low, le=high, description=description)
     high = _MAX_FLOAT if own.high is None else own.high
@@ -69,10 +70,10 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
     return Meta(ge=-_MAX_FLOAT if own.low is None else own.low, le=high, description=description)
 
 
-_MODEL_DESCRIPTION = "one of /v1/models; nothing means the first"
-_BEAM_SEARCH_DESCRIPTION = "search with beam_width (else best_of, n) beams"
-_CACHE_SALT_DESCRIPTION = "prompts share cached prefixes only with others of their salt"
-_TRUNCATION_DESCRIPTION = "keep the last so many; -1: as many as the model takes"
+_MODEL_DESCRIPTION = "a name from /v1/models; default: the first"
+_BEAM_SEARCH_DESCRIPTION = "beam search with beam_width beams, else best_of, else n"
+_CACHE_SALT_DESCRIPTION = "prompts share cached prefixes only if their salts are equal"
+_TRUNCATION_DESCRIPTION = "keep only this many tokens at the end; -1: as many as fit the model"
 
 TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
@@ -82,12 +83,12 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 LogitBias = Annotated[float, _bounds("logit_bias")]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1000, description=_CACHE_SALT_DESCRIPTION)]
 TruncationLength = Annotated[int, Meta(ge=-1, le=_MAX_INT32, description=_TRUNCATION_DESCRIPTION)]
-TokensAsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
+TokensAsIds = Annotated[bool, Meta(description='write tokens in logprobs as "token_id:17"')]
 TokenIdText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 
-_NO_EFFECT = "accepted, and without effect here"
+_NO_EFFECT = "accepted but ignored"
 EchoedValue = Annotated[Any, Meta(description=_NO_EFFECT)]
-"""A field without effect that an answer repeats as it was sent."""
+"""A field that has no effect. The answer repeats its value."""
 
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     # Completions and Chat
@@ -116,33 +117,37 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "ThinkingConfig": ("budget_tokens", "display"),
     "OutputConfig": ("effort",),
 }
-"""Fields that `read` accepts and drops, by the class of the body. Subclasses accept them too."""
+"""Fields that `parse_body` accepts and drops, by class name. They apply to subclasses too."""
 
-NoTemplate = Annotated[Literal[""], Meta(description="templates come from the server alone")]
+NoTemplate = Annotated[Literal[""], Meta(description="only the server sets the template")]
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
-    """What a stream has in addition to the answer."""
+    """Options for the token counts in a stream."""
 
-    include_usage: Annotated[bool, Meta(description="a last chunk with the token counts")] = False
-    continuous_usage_stats: Annotated[bool, Meta(description="token counts in every chunk")] = False
+    include_usage: Annotated[bool, Meta(description="send a last chunk with the token counts")] = (
+        False
+    )
+    continuous_usage_stats: Annotated[
+        bool, Meta(description="send the token counts in every chunk")
+    ] = False
 
 
 _EXCLUDED_PARAMETERS = {"max_tokens", "logprobs", "detokenize", "structured_outputs"}
-"""Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
+"""Parameters of `SamplingParams` that endpoints define differently or do not have."""
 
 _DESCRIPTIONS = {
-    "n": "answers to each prompt",
-    "best_of": "sample so many, return the n likeliest",
-    "temperature": "0 takes the likeliest token",
-    "top_k": "0 or -1 keep all tokens",
-    "ignore_eos": "go on past the model's own end token",
-    "length_penalty": "of beams",
+    "n": "number of answers per prompt",
+    "best_of": "number of samples, of which the n likeliest are returned",
+    "temperature": "0: always take the likeliest token",
+    "top_k": "0 or -1: keep all tokens",
+    "ignore_eos": "continue after the model's end token",
+    "length_penalty": "for beam search",
 }
 
 
 def _sampling_param_fields() -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, type and default of each parameter that HTTP has as `SamplingParams` has it."""
+    """Yield name, type and default of each request field taken from `SamplingParams`."""
     for name, (default, own) in _SAMPLING_OPTIONS.items():
         if own.value_type is not None and name not in _EXCLUDED_PARAMETERS:
             hint: Any = Annotated[own.value_type, _bounds(name, _DESCRIPTIONS.get(name))]
@@ -155,8 +160,10 @@ _SamplingParamFields: Any = msgspec.defstruct(
 
 
 class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict=True):
-    """The fields that completions and chats have in common: parameters of the sampler, of which
-    numbers and switches are as `SamplingParams` declares them, and what else is asked."""
+    """Fields that completion and chat requests have in common.
+
+    Most numbers and switches come from `SamplingParams`, with the bounds declared there.
+    """
 
     model: Annotated[Identifier, Meta(description=_MODEL_DESCRIPTION)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -180,55 +187,61 @@ class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict
     ) = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for a form of answers that cannot be had; here, since bodies are read in
-        a thread."""
+        """Raise ApiError for an invalid structured-output spec.
+
+        The check is slow. It runs here because a thread builds bodies that contain a spec.
+        """
         _ = self.spec
 
     @cached_property
     def spec(self) -> StructuredOutputs | None:
-        """What each answer must obey."""
+        """The structured-output spec of each answer. None if answers are free text."""
         return requested_spec(self.response_format, self.structured_outputs)
 
     @property
     def spec_path(self) -> str:
-        """Where that was asked."""
+        """Path of the field that contains the structured-output spec."""
         if self.structured_outputs is None or self.spec is None:
             return "response_format.json_schema.schema"
         return f"structured_outputs.{self.spec.kind}"
 
     @property
     def effective_stream_options(self) -> StreamOptions:
-        """What a stream has in addition to the answer."""
+        """`stream_options`, or the defaults if the request has none."""
         return self.stream_options or StreamOptions()
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that may run for it at a time."""
+        """Maximum number of sequences that run at the same time for the request."""
         return max(self.n, self.best_of or 0, self.beam_width or 0)
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "is for stream=true")
+            raise field_error("stream_options", "needs stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise field_error("prompt_logprobs", "cannot be streamed")
+            raise field_error("prompt_logprobs", "cannot be streamed: set stream=false")
         if self.truncate_prompt_tokens == 0:
-            raise field_error("truncate_prompt_tokens", "leaves no prompt", value="0")
+            raise field_error(
+                "truncate_prompt_tokens", "leaves an empty prompt: use 1 or more", value="0"
+            )
         for name in ("n", "best_of", "beam_width"):
             if (getattr(self, name) or 1) > limits.max_n:
                 raise field_error(
-                    name, f": at most {limits.max_n} here", value=f"{getattr(self, name)}"
+                    name,
+                    f"exceeds this server's maximum of {limits.max_n}",
+                    value=f"{getattr(self, name)}",
                 )
 
     def sampling_params(self, max_tokens: int | None, **others: Any) -> SamplingParams:
-        """What is asked of the sampler.
+        """Return the request's `SamplingParams`.
 
         Args:
-            max_tokens: As the engine shall take it.
-            **others: Parameters that the endpoints write differently.
+            max_tokens: Maximum number of tokens that the engine generates per sequence.
+            **others: Parameters that override the request's parameters.
 
         Raises:
-            ApiError: parameters that do not go together.
+            ApiError: The parameters are invalid or contradict each other.
         """
         width = self.beam_width
         if self.use_beam_search:
@@ -252,11 +265,11 @@ class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict
 _SHARED_PARAMETERS = sorted(
     {*SamplingFields.__struct_fields__} & {*_SAMPLING_OPTIONS} - {"structured_outputs"}
 )
-"""Parameters that all requests have under their own names."""
+"""Names of `SamplingParams` fields that are copied from a request."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """The fields of `/v1/completions`."""
+    """The request body of `/v1/completions`."""
 
     prompt: (
         NonEmptyText
@@ -265,16 +278,16 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             Meta(min_length=1),
         ]
     )
-    max_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32, description="0 only with echo")] = 16
-    echo: Annotated[bool, Meta(description="the prompt comes before the answer")] = False
+    max_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32, description="0 needs echo=true")] = 16
+    echo: Annotated[bool, Meta(description="return the prompt before the answer")] = False
     logprobs: NumLogprobs | None = None
     add_special_tokens: Annotated[
-        bool, Meta(description="such as the token that begins a text")
+        bool, Meta(description="add special tokens, such as the one that begins a text")
     ] = True
-    suffix: Annotated[Literal[""], Meta(description="this model fills no gaps")] | None = None
+    suffix: Annotated[Literal[""], Meta(description="infilling is not supported")] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for a mixed list; here, since bodies are read in a thread."""
+        """Raise ApiError if `prompt` is a list that mixes token ids with other prompts."""
         super().__post_init__()
         if not isinstance(self.prompt, str):
             is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
@@ -286,38 +299,40 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 _raise_bad_value(
                     f"prompt[{mismatch_index}]",
                     self.prompt[mismatch_index],
-                    f"must be {what}, like those before it",
+                    f"must be {what}, like the items before it",
                 )
 
     @property
     def prompts(self) -> list[PromptInput]:
-        """The prompts, in a list also if it is one."""
+        """The prompts as a list, even if there is only one."""
         is_one = isinstance(self.prompt, str) or type(self.prompt[0]) is int
         return cast(list[PromptInput], [self.prompt] if is_one else self.prompt)
 
     @property
+    @override
     def num_sequences(self) -> int:
-        """Sequences that may run for it at a time."""
         return super().num_sequences * len(self.prompts)
 
+    @override
     def check(self, limits: Limits) -> None:
-        """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
         if len(self.prompts) > limits.max_prompts:
             most = f"at most {limits.max_prompts} are allowed"
-            raise field_error("prompt", f"has {len(self.prompts)} entries", remedy=most)
+            raise field_error("prompt", f"contains {len(self.prompts)} prompts", remedy=most)
         if not self.max_tokens and not self.echo:
             raise field_error(
-                "max_tokens", "makes no answer", value="0", remedy="only echo=true allows it"
+                "max_tokens", "gives no answer", value="0", remedy="use 1 or more, or set echo=true"
             )
 
 
-AddGenerationPrompt = Annotated[bool, Meta(description="open the assistant's answer")]
-ContinueFinalMessage = Annotated[bool, Meta(description="go on with the last message")]
+AddGenerationPrompt = Annotated[
+    bool, Meta(description="end with the start of an assistant message")
+]
+ContinueFinalMessage = Annotated[bool, Meta(description="continue the last message")]
 
 
 class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
-    """The fields of `/v1/chat/completions`."""
+    """The request body of `/v1/chat/completions`."""
 
     messages: ChatMessages
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
@@ -331,43 +346,48 @@ class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
     ) = None
     tools: ChatTools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: Annotated[bool, Meta(description="false: one call at most")] = True
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call")] = True
     add_generation_prompt: AddGenerationPrompt = True
     continue_final_message: ContinueFinalMessage = False
     chat_template_kwargs: TemplateVariables | None = None
     chat_template: NoTemplate | None = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for messages and tools that are none; here, in the bodies' thread."""
+        """Raise ApiError for invalid messages, tools or structured-output specs."""
         super().__post_init__()
         check_messages(self.messages)
         check_tools(self.tools, self.tool_choice)
         if self.must_call and self.structured_outputs is not None:
-            what = "asks for calls, and structured_outputs for another form"
-            raise field_error("tool_choice", what, remedy="leave one of them out")
+            what = "requires tool calls, which structured_outputs excludes"
+            raise field_error("tool_choice", what, remedy="omit one of the two fields")
 
+    @override
     def check(self, limits: Limits) -> None:
-        """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs=true")
         for name in ("beam_width", "use_beam_search"):
             if self.has_call_grammar and getattr(self, name):
-                what = "tools that must be called or are strict, or come with a form of the answer"
-                raise field_error(name, f"cannot go with {what}", remedy="sample instead")
+                what = "required tools, strict tools, or tools and response_format"
+                raise field_error(
+                    name, f"cannot be combined with {what}", remedy="use sampling instead"
+                )
         if self.add_special_tokens:
-            remedy = "the template writes its own"
+            remedy = "the chat template adds special tokens"
             raise field_error("add_special_tokens", "must be false", value="true", remedy=remedy)
 
     @property
     def must_call(self) -> bool:
-        """Whether an answer is nothing but calls."""
+        """Whether the answer must consist of tool calls alone."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def has_call_grammar(self) -> bool:
-        """Whether a grammar says how tools are called: if they must be, if arguments must obey
-        their schema, or if an answer without calls must obey one."""
+        """Whether a grammar constrains the tool calls of the answer.
+
+        This is so if the model must call a tool, if a tool is strict, or if `response_format`
+        constrains an answer without calls.
+        """
         tools = self.offered_tools
         if not tools or self.structured_outputs is not None:
             return False
@@ -375,7 +395,7 @@ class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
         return self.must_call or is_strict or self.spec is not None
 
     def part_specs(self) -> Iterator[tuple[str, StructuredOutputs]]:
-        """What parts of an answer that may call obey, each with its path."""
+        """Yield the path and the spec of each schema that the grammar of tool calls contains."""
         if self.spec is not None and not self.must_call:
             yield self.spec_path, self.spec
         chosen = self.tool_choice
@@ -390,31 +410,32 @@ class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
                 yield path, StructuredOutputs(json=own.parameters)
 
     @property
+    @override
     def offered_tools(self) -> list[ChatTool]:
-        """The tools that the model is told of: none, if it shall not call any."""
+        """The tools that the prompt describes to the model; [] if `tool_choice` is "none"."""
         return [] if self.tool_choice == "none" else super().offered_tools
 
     @property
     def num_logprobs(self) -> int | None:
-        """Candidates told of for each token."""
+        """Number of candidates returned per token. None: return no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Tokens of an answer at most; None for as many as fit."""
+        """Maximum number of tokens per answer. None: as many as fit the context."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
 
 class TokenizeRequest(Body, TemplateFields, frozen=True, kw_only=True):
-    """The fields of `/tokenize`: a prompt or messages."""
+    """The request body of `/tokenize`: a prompt or messages."""
 
     model: Identifier | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
     tools: ChatTools | None = None
-    add_special_tokens: Annotated[bool, Meta(description="of a prompt")] = True
+    add_special_tokens: Annotated[bool, Meta(description="for prompt only")] = True
     return_token_strs: bool = False
     add_generation_prompt: AddGenerationPrompt = True
     continue_final_message: ContinueFinalMessage = False
@@ -422,31 +443,31 @@ class TokenizeRequest(Body, TemplateFields, frozen=True, kw_only=True):
     chat_template: NoTemplate | None = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for messages and tools that are none; here, in the bodies' thread."""
+        """Raise ApiError for invalid messages or tools."""
         check_messages(self.messages or ())
         check_tools(self.tools)
 
     def check(self) -> None:
-        """Raise ApiError unless there is just one thing to tokenise."""
+        """Raise ApiError unless exactly one of `prompt` and `messages` is given."""
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "give either prompt or messages", shows_path=False)
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
-    """The fields of `/detokenize`."""
+    """The request body of `/detokenize`."""
 
     model: Identifier | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
 
 
-# From JSON to a body.
+# Conversion of JSON values to request bodies.
 
 
 def parse_body(body: type[T], value: Any) -> T:
-    """A `body` of a JSON value.
+    """Convert a JSON value to an instance of the request body class `body`.
 
     Raises:
-        ApiError: 400: it is no object, or a field is missing, unknown or not acceptable.
+        ApiError: 400: The value is not an object, or a field is missing, unknown or invalid.
     """
     try:
         return msgspec.convert(_drop_ignored_fields(body, value, ""), body)
@@ -455,10 +476,10 @@ def parse_body(body: type[T], value: Any) -> T:
 
 
 def _drop_ignored_fields(body: type[Body], value: Any, path: str) -> Any:
-    """Return the value without ignored fields and without nulls, which stand for a default.
+    """Return the value without ignored fields and without fields that are null.
 
     Raises:
-        ApiError: a field is unknown.
+        ApiError: A field is unknown.
     """
     if not isinstance(value, dict):
         return value
@@ -492,7 +513,10 @@ def _ignored_fields(body: type[Body]) -> frozenset[str]:
 
 
 def _truncate_strings(item: Any) -> Any:
-    """What should be a word: msgspec would quote it whole, holding the interpreter meanwhile."""
+    """Shorten a string, or the strings of a list, for a field that has a few allowed values.
+
+    In an error, msgspec would quote the whole string, and hold the GIL for as long.
+    """
     if isinstance(item, list):
         return [_truncate_strings(it) for it in item[:_MAX_QUOTED_CHARACTERS]]
     return item[:_MAX_QUOTED_CHARACTERS] if isinstance(item, str) else item
@@ -500,8 +524,12 @@ def _truncate_strings(item: Any) -> Any:
 
 @cache
 def _field_types(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]:
-    """By field: the body that its value is, or that its items are; which of the two; whether it is
-    one of some words."""
+    """Return the types of the fields of a body.
+
+    Returns:
+        By field: the body class of its value or of its items, or None; whether the value is a list
+        of that body; whether the field is one of a few allowed values.
+    """
 
     def leaves(hint: Any, in_list: bool = False) -> Iterator[tuple[Any, bool]]:
         kind, inner = get_origin(hint), get_args(hint)
@@ -529,7 +557,7 @@ def _raise_unknown_field(name: str, path: str, known: list[str]) -> NoReturn:
     raise field_error(start + name[:60], problem, shows_path=False)
 
 
-# What an error says: msgspec tells where, the schema what must be there.
+# Errors: msgspec reports the path of an invalid field, the schema describes the accepted values.
 
 _ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
 _MAX_QUOTED_CHARACTERS = 500
@@ -538,10 +566,9 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
-    """The error for what msgspec says of a value."""
-    found = _ERROR_PATH.search(
-        message[-_MAX_QUOTED_CHARACTERS:]
-    )  # it may begin with the value, of megabytes
+    """Return the error for a value that msgspec rejects with `message`."""
+    # Search only the end: the message may quote a value of several megabytes.
+    found = _ERROR_PATH.search(message[-_MAX_QUOTED_CHARACTERS:])
     path, schema = "", component_schemas(body)[body.__name__]
     for name, index, _ in _PATH_STEP.findall(found["path"] if found else ""):
         if name:
@@ -550,7 +577,7 @@ def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
         elif index:
             value, schema = value[int(index)], _schema_part(schema, "items")
             path += f"[{index}]"
-        else:  # msgspec does not say which item of an object it is
+        else:  # msgspec does not report the key: find an item that it rejects
             schema = _schema_part(schema, "additionalProperties")
             key = next(key for key, item in value.items() if not _is_accepted(schema, item))
             value = value[key]
@@ -560,7 +587,7 @@ def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
         return field_error(path, "is missing", remedy="it is required")
     if found and found["key"]:
         key = next(key for key in value if not re.fullmatch(get_args(TokenIdText)[1].pattern, key))
-        return field_error(path, f"has the key {format_value(key)}, which is no token id")
+        return field_error(path, f"has the key {format_value(key)}, which is not a token id")
     what = _describe_schema(_resolve_ref(schema))
     if not path:
         return field_error("", f"the body={format_value(value)} must be {what}")
@@ -568,7 +595,7 @@ def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
 
 
 def _is_accepted(schema: OpenApiSchema, item: Any) -> bool:
-    """Whether an item of one of the two fields that are objects of scalars is acceptable."""
+    """Return whether an item of `logit_bias` or of `chat_template_kwargs` is valid."""
     try:
         msgspec.convert(item, LogitBias if schema.get("type") == "number" else Scalar)
     except msgspec.ValidationError:
@@ -578,7 +605,7 @@ def _is_accepted(schema: OpenApiSchema, item: Any) -> bool:
 
 @cache
 def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
-    """The JSON schemas of bodies, and of those within them, by name."""
+    """Return the JSON schemas of the bodies and of the bodies nested in them, by class name."""
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
     for name, schema in schemas.items():
@@ -588,7 +615,7 @@ def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
         for field in sorted(_ignored_fields(body)):
             fields[field] = {"description": _NO_EFFECT, "default": None}
         for field, own in fields.items():
-            if own.get("default") is not None:  # null stands for it
+            if own.get("default") is not None:  # a field with a default also accepts null
                 outer_keywords = {
                     key: own.pop(key) for key in ("default", "description") if key in own
                 }
@@ -597,7 +624,7 @@ def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
 
 
 def _resolve_ref(schema: OpenApiSchema) -> OpenApiSchema:
-    """The schema itself, where it refers to a body's."""
+    """Return the schema that a `$ref` points to, or the schema itself if it has no `$ref`."""
     if "$ref" not in schema:
         return schema
     name = schema["$ref"].rpartition("/")[2]
@@ -615,14 +642,14 @@ def _find_body(name: str) -> type[Body]:
 
 
 def _schema_part(schema: OpenApiSchema, part: str) -> OpenApiSchema:
-    """A part of that alternative of a schema which has it."""
+    """Return the value of the keyword `part` in the first alternative that has the keyword."""
     kinds = map(_resolve_ref, schema.get("anyOf", [schema]))
     return next(each[part] for each in kinds if part in each)
 
 
 def _describe_schema(schema: OpenApiSchema) -> str:
-    """In words what a schema accepts."""
-    # A body's own description says what it is, not what it must be.
+    """Describe in words which values a schema accepts."""
+    # Leave out the description of a body: it does not describe the accepted values.
     has_note = "description" in schema and "properties" not in schema
     note = f" ({schema['description']})" if has_note else ""
     if "anyOf" in schema:
@@ -635,7 +662,7 @@ def _describe_schema(schema: OpenApiSchema) -> str:
     if "enum" in schema:
         return " or ".join(map(format_value, schema["enum"])) + note
     words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
-    if "maximum" in schema:  # as all numbers here
+    if "maximum" in schema:  # every number field has a maximum
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"

@@ -1,4 +1,4 @@
-"""Generation: one request, from its prompts to the answer that is sent, whole or as a stream."""
+"""Run one request in the engine and render its answer, whole or as a stream."""
 
 import asyncio
 import time
@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from typing_extensions import override
 
 from jpaged import (
     AnswerParser,
@@ -33,13 +35,13 @@ LogprobsByToken = Mapping[int, Logprob]
 JsonEncoder = Callable[[Any], bytes]
 
 MIN_LOGPROB = -9999.0
-"""Written for the logarithm of 0, which JSON has no number for."""
+"""Value that replaces a log-probability of minus infinity, which JSON cannot represent."""
 
 MAX_INLINE_LOGPROBS = 128
-"""Maximum number of tokens with up to 20 candidates each that the event loop encodes itself."""
+"""Maximum number of tokens with log-probabilities that the event loop encodes itself."""
 
 _MAX_INLINE_TOKENS = 64 * 1024
-"""Maximum number of tokens without candidates that the event loop encodes itself."""
+"""Maximum number of tokens without log-probabilities that the event loop encodes itself."""
 
 
 class Generation(ABC):
@@ -49,11 +51,11 @@ class Generation(ABC):
     `number` belongs to prompt `number // n`.
 
     Args:
-        serving: The server.
-        asked: The fields that every API has.
-        request_id: The id of the answer. The engine's requests derive their ids from it.
-        model: The model's name as the client wrote it.
-        client: The client's API key or address.
+        serving: The state of the server.
+        api_request: The fields of the request.
+        request_id: Id of the answer. The ids of the engine's requests begin with this id.
+        model: Name of the model in the answer.
+        client: Identifier of the client, as `client_id` returns it.
     """
 
     def __init__(
@@ -68,23 +70,23 @@ class Generation(ABC):
         self._api_request, self._client = api_request, client
         self._id, self._model, self._created = request_id, model, int(time.time())
         self._prompts: list[list[int]] = []
-        # By prompt. All log-probabilities of a prompt arrive before its answers begin.
+        # By the prompt's index. A prompt's log-probabilities arrive before its answers.
         self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
-        self._num_cached_tokens: dict[int, int] = {}  # by prompt
+        self._num_cached_tokens: dict[int, int] = {}  # by the prompt's index
         self._num_output_tokens = 0
-        self._finished_answers: set[int] = set()  # numbers of answers
+        self._finished_answers: set[int] = set()  # numbers of the finished answers
 
     @abstractmethod
     async def _make_engine_requests(self) -> list[EngineRequest]:
         """Return the engine's requests, one per prompt.
 
         Raises:
-            ApiError: a prompt or a parameter is not acceptable.
+            ApiError: A prompt or a parameter is invalid.
         """
 
     @abstractmethod
     def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
-        """Return the events of a stream for the engine's news."""
+        """Return a stream's events for updates from the engine."""
 
     @abstractmethod
     def _encode_last_events(self) -> bytes:
@@ -95,7 +97,7 @@ class Generation(ABC):
         """Return the body of a whole answer, given the deltas of each answer."""
 
     def _process_delta(self, number: int, delta: TextDelta) -> None:
-        """Process a delta of an answer that is not streamed, as soon as the delta arrives."""
+        """Process a delta as soon as it arrives, if the answer is not streamed."""
         return
 
     def _visible_delta(self, delta: TextDelta) -> TextDelta:
@@ -103,14 +105,14 @@ class Generation(ABC):
         return delta
 
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Whether a thread should encode the events of this news."""
+        """Return whether the updates are so large that a thread should encode their events."""
         return False
 
     async def iter_body(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer: one JSON body, or the events of a stream.
 
         Raises:
-            ApiError: the request is not acceptable, or failed.
+            ApiError: The request is invalid or failed.
         """
         api_request, serving = self._api_request, self._serving
         with serving.admit(self._client, api_request.num_sequences):
@@ -140,28 +142,28 @@ class Generation(ABC):
 
     @property
     def _spec_path(self) -> str:
-        """The path of the request's structured-output specification, for errors."""
+        """Path of the request's structured-output spec in errors."""
         return self._api_request.spec_path
 
     def _with_request_path(self, error: ApiError) -> ApiError:
-        """Replace the engine's path of the structured-output specification by `_spec_path`."""
+        """Replace the engine's path of the structured-output spec by `_spec_path`."""
         names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
         return error.with_renamed_fields(dict.fromkeys(names, self._spec_path))
 
     def _make_engine_request(
         self, index: int, token_ids: list[int], params: SamplingParams
     ) -> EngineRequest:
-        """Return the engine's request for one prompt."""
+        """Return the engine's request for the prompt number `index`."""
         api_request = self._api_request
         salt = self._serving.cache_salt(self._client, api_request.cache_salt)
         return EngineRequest(f"{self._id}-{index}", token_ids, params, api_request.priority, salt)
 
-    def _process_update(self, news: RequestUpdate) -> list[tuple[int, TextDelta]]:
-        """Count the tokens of a request's news; return each delta with its answer's number.
+    def _process_update(self, update: RequestUpdate) -> list[tuple[int, TextDelta]]:
+        """Count the tokens of an update. Return each delta with the number of its answer.
 
         If the request was cut short, add a last delta for each answer that has not finished.
         """
-        index, delta = news
+        index, delta = update
         self._num_cached_tokens[index] = delta.num_cached_tokens or self._num_cached_tokens.get(
             index, 0
         )
@@ -172,14 +174,14 @@ class Generation(ABC):
         self._num_output_tokens += sum(len(each.token_ids) for _, each in deltas)
         finished = {number for number, each in deltas if each.finished}
         self._finished_answers |= finished
-        # Only a request that was cut short finishes without metrics.
+        # Every finished request has metrics, unless it was cut short.
         if delta.finished and (not finished or delta.metrics is None):
             rest = {*range(first, first + self._api_request.n)} - self._finished_answers
             deltas += [(number, TextDelta("", finish_reason="abort")) for number in sorted(rest)]
         return deltas
 
     def _usage(self) -> JsonObject:
-        """Return the token counts under OpenAI's names."""
+        """Return OpenAI's `usage` object, which has the token counts."""
         num_prompt_tokens = sum(map(len, self._prompts))
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -208,7 +210,12 @@ class Generation(ABC):
 
 
 class ChoicesGeneration(Generation):
-    """A generation in OpenAI's older format: `choices` in one body or in the chunks of a stream."""
+    """A generation with `choices`, the format of OpenAI's Completions and Chat APIs.
+
+    Attributes:
+        whole_object: Value of `object` in a whole answer.
+        chunk_object: Value of `object` in a chunk of a stream.
+    """
 
     whole_object: str
     chunk_object: str
@@ -216,25 +223,27 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of answers
+        self._started_answers: set[int] = set()  # numbers of the answers already begun
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
-        """Return the choices that a stream sends for a delta of an answer, one per chunk."""
+        """Return the choices that a stream sends for a delta, each in its own chunk."""
 
     @abstractmethod
     def _choice(self, number: int, answer: TextDelta) -> JsonObject:
-        """Return the choice of a whole answer."""
+        """Return the choice that contains a whole answer."""
 
     def _extra_body_fields(self) -> JsonObject:
-        """Return fields that only the body of a whole answer has, besides its choices."""
+        """Return the additional fields of a body that contains whole answers."""
         return {}
 
+    @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Whether many tokens with candidates arrived together, because the client reads slowly."""
+        """Return whether many log-probabilities arrived, as they do if the client reads slowly."""
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
 
+    @override
     def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
         events, with_usage = [], self._api_request.effective_stream_options.continuous_usage_stats
         for each in updates:
@@ -246,6 +255,7 @@ class ChoicesGeneration(Generation):
                     events.append(self._encode_chunk([choice], encode, usage))
         return b"".join(events)
 
+    @override
     def _encode_last_events(self) -> bytes:
         if not self._api_request.effective_stream_options.include_usage:
             return DONE_EVENT
@@ -254,12 +264,13 @@ class ChoicesGeneration(Generation):
     def _encode_chunk(
         self, choices: list[JsonObject], encode: JsonEncoder, usage: JsonObject | None = None
     ) -> bytes:
-        """Return a chunk as an event. The fields common to all chunks are encoded once."""
+        """Return a chunk as an event. Encode the fields that all chunks share only once."""
         if self._event_start is None:
             self._event_start = b"data: " + encode_json(self._common_fields(self.chunk_object))[:-1]
         tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % encode_json(usage)
         return b'%b,"choices":%b%b' % (self._event_start, encode(choices), tail)
 
+    @override
     def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
         choices = [self._choice(number, join_deltas(own)) for number, own in enumerate(answers)]
         body = self._common_fields(self.whole_object) | self._extra_body_fields()
@@ -269,19 +280,19 @@ class ChoicesGeneration(Generation):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _finish_fields(self, delta: TextDelta) -> JsonObject:
-        """Return the last fields of a choice, which both APIs have."""
+        """Return the finish fields of a choice and, if requested, its token ids."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._api_request.return_token_ids:
             ending["token_ids"] = list(delta.token_ids)
         return ending
 
     def _format_token(self, token_id: int) -> str:
-        """Return a token in log-probabilities: its text, or its id if the request asks for ids."""
+        """Return a token's text for `logprobs`, or its id if the request asks for ids."""
         as_id = self._api_request.return_tokens_as_token_ids
         return f"token_id:{token_id}" if as_id else self._tokenizing.token_text(token_id)
 
     def _format_prompt_logprobs(self, index: int) -> list[Any]:
-        """Return vLLM's `prompt_logprobs`: each token's candidates by id, None for the first."""
+        """Return vLLM's `prompt_logprobs`: for each token its candidates by id, or None."""
         return [
             candidates
             and {
@@ -297,10 +308,10 @@ class ChoicesGeneration(Generation):
 
 
 class ChatGeneration(Generation):
-    """A generation that answers a conversation. Subclasses render its events."""
+    """A generation that answers a conversation. Subclasses render the chat events."""
 
     keeps_streamed_text = False
-    """Whether a stream needs the text of items again after it has sent that text."""
+    """Whether items of a streamed answer keep their text after it has been sent."""
 
     _api_request: ChatRequest
 
@@ -311,9 +322,10 @@ class ChatGeneration(Generation):
         self._is_parsed = self._has_reasoning or bool(tools)
         self._answers: dict[int, AnswerEvents] = {}  # by the answer's number
 
+    @override
     async def _make_engine_requests(self) -> list[EngineRequest]:
         api_request = self._api_request
-        # The tags of reasoning and calls may be special tokens.
+        # Keep special tokens in the text: tags of reasoning and tool calls may be special tokens.
         others = {"skip_special_tokens": False} if self._is_parsed else {}
         params = api_request.sampling_params(
             api_request.max_answer_tokens, logprobs=api_request.num_logprobs, **others
@@ -330,17 +342,18 @@ class ChatGeneration(Generation):
 
     @property
     def _has_call_grammar(self) -> bool:
-        """Whether a grammar constrains the calls of the answer."""
+        """Whether a grammar constrains the tool calls of the answer."""
         return (
             self._api_request.has_call_grammar and self._serving.config.tool_call_parser is not None
         )
 
     @property
+    @override
     def _spec_path(self) -> str:
         return "tools" if self._has_call_grammar else self._api_request.spec_path
 
     async def _make_spec(self, prompt_end: str) -> StructuredOutputs | None:
-        """Return the structured-output specification of what follows the reasoning."""
+        """Return the structured-output spec of the answer without its reasoning, or None."""
         api_request, config = self._api_request, self._serving.config
         spec = api_request.spec
         if self._has_call_grammar and config.tool_call_parser is not None:
@@ -362,10 +375,10 @@ class ChatGeneration(Generation):
         return spec
 
     async def _check_call_grammar(self, spec: StructuredOutputs) -> None:
-        """Raise ApiError unless the grammar of an answer with tool calls compiles.
+        """Raise ApiError if the grammar of an answer with tool calls does not compile.
 
-        If it does not, compile each of its schemas alone, for at most `GrammarTrial.seconds`. The
-        error names the first schema that fails, else `tools`.
+        To find the cause, compile each schema of the grammar alone, for `GrammarTrial.seconds` at
+        most. The error names the first schema that fails, or else `tools`.
         """
         try:
             await self._tokenizing.check_spec(spec, "tools", self._client)
@@ -379,7 +392,7 @@ class ChatGeneration(Generation):
             raise
 
     def _answer_events(self, number: int) -> AnswerEvents:
-        """Return what makes the events of an answer."""
+        """Return the `AnswerEvents` of an answer, and create it if it does not exist yet."""
         found = self._answers.get(number)
         if found is None:
             api_request, config, parser = self._api_request, self._serving.config, None
@@ -395,11 +408,12 @@ class ChatGeneration(Generation):
             found = self._answers[number] = AnswerEvents(parser, keeps_text=keeps_text)
         return found
 
+    @override
     def _process_delta(self, number: int, delta: TextDelta) -> None:
         self._answer_events(number).add(delta)
 
     def _chat_events(self, updates: list[RequestUpdate]) -> list[ChatEvent]:
-        """Return the events of the engine's news."""
+        """Return the chat events for updates from the engine."""
         deltas = [each for update in updates for each in self._process_update(update)]
         return [
             event for number, delta in deltas for event in self._answer_events(number).add(delta)
@@ -407,5 +421,5 @@ class ChatGeneration(Generation):
 
 
 def clamp_logprob(logprob: float) -> float:
-    """Return the logarithm as a number that JSON can write."""
+    """Return the log-probability, or `MIN_LOGPROB` if it is lower."""
     return max(logprob, MIN_LOGPROB)

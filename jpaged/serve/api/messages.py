@@ -1,6 +1,7 @@
-"""`/v1/messages`: Anthropic's Messages API, and its token count.
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API.
 
-A body becomes a `ChatRequest`. Chat events become the content blocks and events of this API.
+A request body is converted to a `ChatRequest`. Chat events are converted to Anthropic's content
+blocks and stream events.
 """
 
 import json
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
+from typing_extensions import override
 
 from jpaged import TextDelta
 from jpaged.serve.api.chat_events import AnswerItem, ChatEvent, ItemKind
@@ -44,7 +46,7 @@ _ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Kinds of errors by status; Anthropic counts any other 4xx as an invalid request."""
+"""Anthropic's error types by HTTP status. Other 4xx errors are invalid_request_error."""
 
 ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -64,7 +66,7 @@ ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
 """The JSON schema of `error_body`."""
 
 THREAD_UNSUPPORTED_CODE = "thread_unsupported_request"
-"""By this code Anthropic's client knows that it must send whole conversations."""
+"""Error code that makes Anthropic's client send whole conversations instead of a thread."""
 
 _FIELD_NAMES = {
     "stop": "stop_sequences",
@@ -72,7 +74,7 @@ _FIELD_NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "structured_outputs.json": "output_config.format.schema",
 }
-"""Names of a chat's fields in this API."""
+"""Mapping from field paths of a `ChatRequest` to Anthropic's field paths, for errors."""
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTA_TYPES: dict[ItemKind, tuple[str, str]] = {
@@ -80,11 +82,11 @@ _DELTA_TYPES: dict[ItemKind, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "tool_call": ("input_json_delta", "partial_json"),
 }
-"""By kind of item: the type of a delta, and the field of its text."""
+"""By item kind: the type of a delta, and the name of the field that has the text."""
 
 
 class TextBlock(Body, frozen=True, kw_only=True):
-    """A piece of text."""
+    """A content block that is text."""
 
     type: Annotated[Literal["text"], Meta(description=TEXT_ONLY)]
     text: str
@@ -94,7 +96,7 @@ TextBlocks = Annotated[list[TextBlock], Meta(max_length=256)]
 
 
 class ContentBlock(Body, frozen=True, kw_only=True):
-    """A piece of a message: text, a call, its result, or a thought; such as one of an answer."""
+    """A content block of a message: text, a tool call, a tool result or reasoning."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     type: Annotated[
@@ -112,7 +114,7 @@ class ContentBlock(Body, frozen=True, kw_only=True):
 
 
 class AnthropicMessage(Body, frozen=True, kw_only=True):
-    """A message."""
+    """A message of the user or of the assistant."""
 
     role: Literal["user", "assistant"]
     content: str | Annotated[list[ContentBlock], Meta(min_length=1, max_length=1024)]
@@ -125,14 +127,12 @@ class CustomTool(Body, frozen=True, kw_only=True):
     name: FunctionName
     input_schema: JsonSchemaDict
     description: str | None = None
-    type: Annotated[Literal["custom"], Meta(description="the server has no tools of its own")] = (
-        "custom"
-    )
+    type: Annotated[Literal["custom"], Meta(description="this server provides no tools")] = "custom"
     strict: bool | None = None
 
 
 class AnthropicToolChoice(Body, frozen=True, kw_only=True):
-    """Whether tools are called."""
+    """Whether the model may or must call tools, and which tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -140,26 +140,26 @@ class AnthropicToolChoice(Body, frozen=True, kw_only=True):
 
 
 class ThinkingConfig(Body, frozen=True, kw_only=True):
-    """Whether the model is to think; it does as its template has it."""
+    """Accepted but ignored: the chat template decides whether the model reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
 class OutputFormat(Body, frozen=True, kw_only=True):
-    """The form of the answer's text."""
+    """The JSON schema that the text of the answer must match."""
 
     type: Literal["json_schema"]
     schema: JsonSchemaDict
 
 
 class OutputConfig(Body, frozen=True, kw_only=True):
-    """What the answer is to be."""
+    """Options for the text of the answer."""
 
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
-    """The fields of `/v1/messages/count_tokens`: those of a conversation."""
+    """The request body of `/v1/messages/count_tokens`: a conversation."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
     model: Identifier | None = None
@@ -171,15 +171,15 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
-        if self.thread is not None:  # clients that know the code go on without one
-            problem = ": this server keeps no conversations: send the whole of it"
+        """Raise ApiError for `thread`, and for everything that a `ChatRequest` rejects."""
+        if self.thread is not None:  # on this error, Anthropic's client continues without threads
+            problem = ": this server keeps no conversations: send the whole conversation"
             raise field_error("thread", problem, code=THREAD_UNSUPPORTED_CODE)
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """What it asks, as a chat."""
+        """The request as a `ChatRequest`. Errors name Anthropic's fields."""
         chat_messages = [message for _, message in self._chat_messages()]
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         try:
@@ -195,7 +195,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
             raise error.with_renamed_fields(self.field_names) from None
 
     def _chat_messages(self) -> Iterator[tuple[str, JsonObject]]:
-        """Yield the chat's messages, each with the path of what it was made of."""
+        """Yield the chat messages, each with the path of the field that it was made from."""
         if self.system:
             yield "system", {"role": "system", "content": content_text(self.system)}
         for i, anthropic_message in enumerate(self.messages):
@@ -204,7 +204,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
 
     @property
     def field_names(self) -> dict[str, str]:
-        """Names of the chat's fields in this API, for errors."""
+        """Mapping from field paths of `chat` to field paths of this request, for errors."""
         field_names = dict(_FIELD_NAMES)
         for i, (path, _) in enumerate(self._chat_messages()):
             field_names[f"messages[{i}]"] = path
@@ -221,12 +221,12 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
         return ResponseFormat(type="json_schema", json_schema=schema)
 
     def _sampling_fields(self) -> JsonObject:
-        """What else a chat has."""
+        """Return the sampling fields of `chat`, which only a `MessagesRequest` sets."""
         return {}
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
-    """The fields of `/v1/messages`."""
+    """The request body of `/v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -235,6 +235,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
 
+    @override
     def _sampling_fields(self) -> JsonObject:
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         asked = {name: getattr(self, name) for name in names}
@@ -246,12 +247,12 @@ def _convert_tool_choice(choice: AnthropicToolChoice) -> Any:
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         path = "tool_choice.name"
-        raise field_error(path, "is missing", remedy="it is required of type 'tool'")
+        raise field_error(path, "is missing", remedy="it is required for type 'tool'")
     return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
 
 
 def _convert_message(anthropic_message: AnthropicMessage, path: str) -> list[JsonObject]:
-    """A chat's messages of one of Anthropic's, whose results of calls are messages there."""
+    """Convert one of Anthropic's messages to chat messages. Each tool result becomes a message."""
     if isinstance(anthropic_message.content, str):
         return [{"role": anthropic_message.role, "content": anthropic_message.content}]
     results: list[JsonObject] = []
@@ -270,7 +271,7 @@ def _add_block(
     by_user = message["role"] == "user"
     if block.type != "text" and by_user != (block.type == "tool_result"):
         whose = "assistant" if by_user else "user"
-        raise field_error(path, f"of type {block.type!r} belongs to a message of {whose}")
+        raise field_error(path, f"of type {block.type!r} belongs in a message with role {whose!r}")
     match block.type:
         case "text":
             check_required_fields(block, path, "text")
@@ -293,7 +294,7 @@ def _add_block(
 
 
 def error_body(error: ApiError) -> JsonObject:
-    """An error as Anthropic's clients know it."""
+    """Return an error as a JSON object in Anthropic's format."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
     own: JsonObject = {"type": kind, "message": str(error)}
     if error.code == THREAD_UNSUPPORTED_CODE:
@@ -302,12 +303,12 @@ def error_body(error: ApiError) -> JsonObject:
 
 
 def anthropic_error_response(error: ApiError) -> Any:
-    """An error as an answer."""
+    """Return an error as an HTTP response in Anthropic's format."""
     return json_response(error_body(error), error.status, error.headers)
 
 
 def failure_event(error: ApiError) -> bytes:
-    """What goes wrong in a stream after it has begun."""
+    """Return the event for an error in a stream that has already started."""
     return _encode_event(error_body(error))
 
 
@@ -316,7 +317,7 @@ def _encode_event(value: JsonObject) -> bytes:
 
 
 def _render_event(event: ChatEvent) -> JsonObject:
-    """Return the event of this API for a chat event."""
+    """Return Anthropic's stream event for a chat event."""
     event_kind, item, text = event
     if event_kind == "start":
         block = _content_block(item, "")
@@ -329,7 +330,7 @@ def _render_event(event: ChatEvent) -> JsonObject:
 
 
 def _content_block(item: AnswerItem, text: str) -> JsonObject:
-    """Return the content block of an item that has come to a text."""
+    """Return an item as a content block that contains `text`."""
     if (call := item.call) is not None:
         return {
             "type": "tool_use",
@@ -343,7 +344,7 @@ def _content_block(item: AnswerItem, text: str) -> JsonObject:
 
 
 def _parse_arguments(text: str) -> JsonObject:
-    """The arguments of a call; none, where the model's text is no object."""
+    """Return the arguments of a tool call, or {} if the text is not a JSON object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -352,25 +353,22 @@ def _parse_arguments(text: str) -> JsonObject:
 
 
 class MessagesGeneration(ChatGeneration):
-    """One request of `/v1/messages`."""
+    """Runs one request of `/v1/messages` and renders the answer."""
 
     def __init__(self, serving: Any, request_body: MessagesRequest, *args: Any):
         super().__init__(serving, request_body.chat, *args)
         self._request_body = request_body
         self._has_started = False
 
+    @override
     async def iter_body(self) -> AsyncGenerator[bytes, None]:
-        """The answer: one piece of JSON, or events.
-
-        Raises:
-            ApiError: the request is not acceptable, or failed.
-        """
         try:
             async for chunk in super().iter_body():
                 yield chunk
         except ApiError as error:
             raise error.with_renamed_fields(self._request_body.field_names) from None
 
+    @override
     def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
         bodies = [_render_event(event) for event in self._chat_events(updates)]
         if not self._has_started:
@@ -380,6 +378,7 @@ class MessagesGeneration(ChatGeneration):
             bodies.insert(0, {"type": "message_start", "message": start})
         return b"".join(map(_encode_event, bodies))
 
+    @override
     def _encode_last_events(self) -> bytes:
         self._check_finished()
         whole = self._message()
@@ -387,17 +386,18 @@ class MessagesGeneration(ChatGeneration):
         last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
         return _encode_event(last) + _encode_event({"type": "message_stop"})
 
+    @override
     def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
         self._check_finished()
         return self._message()
 
     def _check_finished(self) -> None:
-        """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
+        """Raise ApiError if the answer was cut short, which no `stop_reason` expresses."""
         if self._answer_events(0).finish_reason == "abort":
-            raise unavailable_error("the answer was cut short, for the server ends")
+            raise unavailable_error("the answer was cut short because the server is shutting down")
 
     def _message(self) -> JsonObject:
-        """Return the message object. Its content is empty in a stream, which keeps no text."""
+        """Return the message object. If the answer is streamed, the text in `content` is empty."""
         usage, answer = self._usage(), self._answer_events(0)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         reason = answer.finish_reason

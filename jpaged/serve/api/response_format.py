@@ -1,5 +1,7 @@
-"""The forms that requests may ask of an answer: OpenAI's `response_format`, vLLM's
-`structured_outputs`, calls that a model must or may make. All become `StructuredOutputs`."""
+"""Convert request fields that constrain answers to `StructuredOutputs`.
+
+The fields are OpenAI's `response_format`, vLLM's `structured_outputs`, and tools.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -11,8 +13,8 @@ from jpaged.errors import error_info
 from jpaged.serve.api.conversation import Body, ChatTool, ChosenTool
 from jpaged.serve.errors import ApiError, field_error
 
-_STRICT_DESCRIPTION = "an answer obeys its schema also where this is false"
-SPEC_DESCRIPTION = "json, regex, choice, grammar or json_object: just one"
+_STRICT_DESCRIPTION = "ignored: answers always match the schema"
+SPEC_DESCRIPTION = "exactly one of json, regex, choice, grammar and json_object"
 
 JsonSchemaDict = Annotated[dict[str, Any], Meta(description="a JSON schema")]
 SchemaName = Annotated[
@@ -22,7 +24,7 @@ SchemaName = Annotated[
 
 
 class JsonSchema(Body, frozen=True, kw_only=True):
-    """A schema and its name."""
+    """A named JSON schema."""
 
     name: SchemaName
     schema: JsonSchemaDict | None = None
@@ -30,38 +32,38 @@ class JsonSchema(Body, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Body, frozen=True, kw_only=True):
-    """The form of the answer, as OpenAI has it."""
+    """The format of the answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputsFields(Body, frozen=True, kw_only=True):
-    """The form of the answer, as vLLM has it: just one of these."""
+    """The constraint on the answer, as in vLLM: exactly one of the fields."""
 
     json: JsonSchemaDict | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str, Meta(description="in Lark's syntax")] | None = None
+    grammar: Annotated[str, Meta(description="a grammar in Lark syntax")] | None = None
     json_object: bool | None = None
 
 
 def requested_spec(
     format: ResponseFormat | None, spec: StructuredOutputsFields | None
 ) -> StructuredOutputs | None:
-    """What an answer must obey; None for nothing.
+    """Return the structured-output spec that a request asks for, or None for free text.
 
     Raises:
-        ApiError: both are given, or one is not acceptable.
+        ApiError: Both arguments constrain the answer, or an argument is invalid.
     """
     if format is not None and format.type != "json_schema" and format.json_schema is not None:
-        problem = f"is for type 'json_schema', not {format.type!r}"
+        problem = f"needs type 'json_schema', not {format.type!r}"
         raise field_error("response_format.json_schema", problem)
     is_constrained = format is not None and format.type != "text"
     if spec is not None:
         if is_constrained:
-            problem = "and response_format both ask for a form"
-            raise field_error("structured_outputs", problem, remedy="give one of them")
+            problem = "and response_format both constrain the answer"
+            raise field_error("structured_outputs", problem, remedy="send only one")
         own = {name: getattr(spec, name) for name in spec.__struct_fields__}
         return _build_spec({name: it for name, it in own.items() if it is not None}, {})
     if format is None or not is_constrained:
@@ -69,7 +71,7 @@ def requested_spec(
     if format.type == "json_object":
         return _build_spec({"json_object": True}, _RESPONSE_FORMAT_PATHS)
     if format.json_schema is None:
-        remedy = "it is required with type 'json_schema'"
+        remedy = "it is required for type 'json_schema'"
         raise field_error("response_format.json_schema", "is missing", remedy=remedy)
     return _build_spec({"json": format.json_schema.schema or {}}, _RESPONSE_FORMAT_PATHS)
 
@@ -83,19 +85,20 @@ def tool_call_spec(
     parallel: bool,
     special_ids: Mapping[str, int],
 ) -> StructuredOutputs:
-    """What an answer obeys that must or may call tools; it may take some milliseconds.
+    """Return the structured-output spec of an answer that must or may call tools.
+
+    This can take some milliseconds.
 
     Args:
-        family: How the model writes calls.
-        tools: Those that the model is told of.
-        choice: Whether it must call one, and which.
-        form: What an answer without calls obeys; None: it may be any text.
-        parallel: Whether there may be several calls.
-        special_ids: By text the special tokens.
+        family: Format in which the model writes tool calls, one of `TOOL_CALL_FAMILIES`.
+        tools: The tools that the prompt describes to the model.
+        choice: The request's `tool_choice`.
+        spec: The spec of an answer without calls. None: such an answer is free text.
+        parallel: Whether the answer may have several calls.
+        special_ids: Ids of the tokenizer's special tokens by their text.
 
     Raises:
-        ApiError: a grammar cannot hold arguments to the parameters' schema, or not in such an
-            answer.
+        ApiError: The grammar cannot enforce a schema, or cannot combine tool calls with `spec`.
     """
     tool_dicts = [tool.grammar_dict for tool in tools]
     grammar_options: dict[str, Any] = {"parallel": parallel, "special_ids": special_ids}
@@ -113,7 +116,7 @@ _RESPONSE_FORMAT_PATHS = {"structured_outputs.json": "response_format.json_schem
 
 
 def _build_spec(fields: dict[str, Any], names: Mapping[str, str]) -> StructuredOutputs:
-    """Return the specification that some fields ask for; errors call these fields by `names`."""
+    """Return `StructuredOutputs(**fields)`. Errors rename the field paths by `names`."""
     try:
         return StructuredOutputs(**fields)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """`/v1/responses`: OpenAI's Responses API, without stored conversations.
 
-A body becomes a `ChatRequest`. Chat events become the items and events of this API.
+A request body is converted to a `ChatRequest`. Chat events are converted to the output items and
+stream events of the Responses API.
 """
 
 from collections.abc import AsyncGenerator
@@ -9,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
+from typing_extensions import override
 
 from jpaged import TextDelta
 from jpaged.serve.api.chat_events import AnswerItem, ChatEvent, ItemKind
@@ -34,7 +36,7 @@ from jpaged.serve.engine.client import RequestUpdate
 from jpaged.serve.errors import ApiError, field_error
 from jpaged.serve.http.exchange import encode_json
 
-_STATELESS_NOTE = "this server keeps no answers: send the whole conversation"
+_STATELESS_NOTE = "this server keeps no responses: send the whole conversation"
 _FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -42,14 +44,14 @@ _FIELD_NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "structured_outputs.json": "text.format.schema",
 }
-"""Names of a chat's fields in this API."""
+"""Mapping from field paths of a `ChatRequest` to those of the Responses API, for errors."""
 
 _ITEM_TYPES: dict[ItemKind, tuple[str, str]] = {
     "content": ("msg", "message"),
     "reasoning": ("rs", "reasoning"),
     "tool_call": ("fc", "function_call"),
 }
-"""By kind of item: how its id begins, and its type."""
+"""By item kind: the prefix of an output item's id, and the output item's type."""
 
 _TEXT_TYPES: dict[ItemKind, str] = {
     "content": "output_text",
@@ -59,7 +61,7 @@ _TEXT_TYPES: dict[ItemKind, str] = {
 
 
 class ContentPart(Body, frozen=True, kw_only=True):
-    """A piece of an item."""
+    """A text part of an item."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     type: Annotated[
@@ -73,7 +75,7 @@ ContentParts = Annotated[list[ContentPart], Meta(max_length=256)]
 
 
 class InputItem(Body, frozen=True, kw_only=True):
-    """A message, a call, its result or a thought; such as an item of an answer, as it came."""
+    """An input item: a message, a tool call, a tool result or reasoning."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -91,7 +93,7 @@ class FunctionTool(Body, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     drops_unknown_nulls: ClassVar[bool] = True
-    type: Annotated[Literal["function"], Meta(description="this server has no tools of its own")]
+    type: Annotated[Literal["function"], Meta(description="this server provides no tools")]
     name: FunctionName
     description: str | None = None
     parameters: JsonSchemaDict | None = None
@@ -106,7 +108,7 @@ class ChosenFunctionTool(Body, frozen=True, kw_only=True):
 
 
 class TextFormat(Body, frozen=True, kw_only=True):
-    """The form of the answer's text."""
+    """The format of the text of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
@@ -116,13 +118,13 @@ class TextFormat(Body, frozen=True, kw_only=True):
 
 
 class TextOptions(Body, frozen=True, kw_only=True):
-    """What the answer's text is to be."""
+    """Options for the text of the answer."""
 
     format: TextFormat | None = None
 
 
 class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
-    """The fields of `/v1/responses`."""
+    """The request body of `/v1/responses`."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
     model: Identifier | None = None
@@ -135,7 +137,9 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
-    truncation: Annotated[Literal["disabled"], Meta(description="nothing is cut")] = "disabled"
+    truncation: Annotated[Literal["disabled"], Meta(description="the input is never truncated")] = (
+        "disabled"
+    )
     store: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     background: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     previous_response_id: Annotated[None, Meta(description=_STATELESS_NOTE)] = None
@@ -144,7 +148,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
     user: EchoedValue = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
+        """Raise ApiError for unsupported fields and for everything that `ChatRequest` rejects."""
         for name in ("store", "background"):
             if getattr(self, name):
                 raise field_error(name, "must be false", value="true", remedy=_STATELESS_NOTE)
@@ -152,7 +156,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """What it asks, as a chat."""
+        """The request as a `ChatRequest`. Errors name fields of the Responses API."""
         chat_messages, _ = _ChatMessageBuilder(self).chat_messages()
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
@@ -175,7 +179,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
 
     @property
     def field_names(self) -> dict[str, str]:
-        """Names of the chat's fields in this API, for errors."""
+        """Mapping from field paths of `chat` to field paths of this request, for errors."""
         field_names = dict(_FIELD_NAMES)
         for i, (message, item_index) in enumerate(
             zip(*_ChatMessageBuilder(self).chat_messages(), strict=True)
@@ -196,13 +200,13 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
             return ResponseFormat(type=own.type)
         if own.schema is None:
             path = "text.format.schema"
-            raise field_error(path, "is missing", remedy="it is required with type 'json_schema'")
+            raise field_error(path, "is missing", remedy="it is required for type 'json_schema'")
         schema = JsonSchema(name=own.name or "answer", schema=own.schema)
         return ResponseFormat(type=own.type, json_schema=schema)
 
 
 class _ChatMessageBuilder:
-    """Makes messages of a body's items; calls and thoughts belong to the assistant's message."""
+    """Converts input items to chat messages. Assistant messages include calls and reasoning."""
 
     def __init__(self, request_body: ResponsesRequest):
         self._messages: list[JsonObject] = []
@@ -217,7 +221,7 @@ class _ChatMessageBuilder:
         self._complete_last_message()
 
     def chat_messages(self) -> tuple[list[ChatMessage], list[int]]:
-        """The messages, and the item that each began with."""
+        """Return the messages, and the input item that each begins with (-1: `instructions`)."""
         return [ChatMessage(**message) for message in self._messages], self._item_indices
 
     def _add_item(self, index: int, path: str, item: InputItem) -> None:
@@ -245,7 +249,7 @@ class _ChatMessageBuilder:
                     self._open_assistant_message(index, is_text=True)["reasoning_content"] = text
 
     def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
-        """The assistant's message that is open; a new one where text follows calls."""
+        """Return the assistant message to extend. Text after tool calls starts a new message."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or (is_text and "tool_calls" in last):
             self._complete_last_message()
@@ -253,7 +257,7 @@ class _ChatMessageBuilder:
         return self._messages[-1]
 
     def _complete_last_message(self) -> None:
-        """A thought alone is no message."""
+        """Set the content of a last assistant message that has only reasoning to ""."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
             last["content"] = ""
@@ -264,27 +268,24 @@ class _ChatMessageBuilder:
 
 
 class ResponsesGeneration(ChatGeneration):
-    """One request of `/v1/responses`."""
+    """Runs one request of `/v1/responses` and renders the answer."""
 
     def __init__(self, serving: Any, request_body: ResponsesRequest, *args: Any):
         super().__init__(serving, request_body.chat, *args)
         self._request_body = request_body
         self._num_events = 0
 
-    keeps_streamed_text = True  # the last event has all items
+    keeps_streamed_text = True  # the last event of a stream repeats all items
 
+    @override
     async def iter_body(self) -> AsyncGenerator[bytes, None]:
-        """The answer: one piece of JSON, or events.
-
-        Raises:
-            ApiError: the request is not acceptable, or failed.
-        """
         try:
             async for chunk in super().iter_body():
                 yield chunk
         except ApiError as error:
             raise error.with_renamed_fields(self._request_body.field_names) from None
 
+    @override
     def _encode_events(self, updates: list[RequestUpdate], encode: JsonEncoder) -> bytes:
         bodies: list[JsonObject] = []
         if not self._num_events:
@@ -295,16 +296,18 @@ class ResponsesGeneration(ChatGeneration):
             bodies += self._render_event(event)
         return b"".join(map(self._encode_event, bodies))
 
+    @override
     def _encode_last_events(self) -> bytes:
         status = self._status()
         whole = self._response(status, self._usage_fields())
         return self._encode_event({"type": f"response.{status}", "response": whole})
 
+    @override
     def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
         return self._response(self._status(), self._usage_fields())
 
     def _render_event(self, event: ChatEvent) -> list[JsonObject]:
-        """Return the events of this API for a chat event."""
+        """Return the stream events of the Responses API for a chat event."""
         event_kind, item, text = event
         call = item.call
         item_location: JsonObject = {"output_index": item.index}
@@ -342,7 +345,6 @@ class ResponsesGeneration(ChatGeneration):
         return f"{_ITEM_TYPES[item.kind][0]}_{self._id.removeprefix('resp_')}_{item.index}"
 
     def _ended_item(self, item: AnswerItem) -> JsonObject:
-        """Return an output item that has ended."""
         return self._output_item(item, item.text, "completed" if item.is_complete else "incomplete")
 
     def _output_item(self, item: AnswerItem, text: str, status: str) -> JsonObject:
@@ -355,7 +357,7 @@ class ResponsesGeneration(ChatGeneration):
         return {**head, "role": "assistant", "content": [{**part, "annotations": []}]}
 
     def _encode_event(self, body: JsonObject) -> bytes:
-        """Return an event with the next sequence number."""
+        """Encode a stream event with the next sequence number."""
         data = encode_json({**body, "sequence_number": self._num_events})
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), data)
@@ -365,7 +367,7 @@ class ResponsesGeneration(ChatGeneration):
         return known.get(self._answer_events(0).finish_reason or "", "failed")
 
     def _usage_fields(self) -> JsonObject:
-        """Return the token counts under the names of this API."""
+        """Return the `usage` object of the Responses API, which has the token counts."""
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -381,12 +383,12 @@ class ResponsesGeneration(ChatGeneration):
         }
 
     def _response(self, status: str, usage: JsonObject | None) -> JsonObject:
-        """Return the response object."""
+        """Return the `response` object of the Responses API."""
         request_body, error, details = self._request_body, None, None
         if status == "incomplete":
             details = {"reason": "max_output_tokens"}
         elif status == "failed":
-            message = "the answer was cut short: its time was over, or it failed"
+            message = "the answer was cut short by a timeout or a failure"
             error = {"code": "server_error", "message": message}
         text_format = request_body.text.format if request_body.text is not None else None
         return {
@@ -422,12 +424,12 @@ class ResponsesGeneration(ChatGeneration):
 
 
 def failure_event(error: ApiError) -> bytes:
-    """What goes wrong in a stream after it has begun."""
+    """Return the event for an error in a stream that has already started."""
     event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
     return b"event: error\ndata: %b\n\n" % encode_json({**event, "sequence_number": 0})
 
 
 def _drop_nulls(value: Any) -> Any:
-    """As it was sent, but for nulls."""
-    told = msgspec.to_builtins(value)
-    return {k: v for k, v in told.items() if v is not None} if isinstance(told, dict) else told
+    """Return the value as JSON data, without fields that are null."""
+    data = msgspec.to_builtins(value)
+    return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data

@@ -1,1 +1,1 @@
-"""The picture of the paged memory at `/`: sampled in the engine's process, drawn by the page."""
+"""The dashboard at `/`, which draws the KV cache pool from samples of the engine's process."""

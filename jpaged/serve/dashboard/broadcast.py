@@ -1,11 +1,11 @@
-"""The page at `/`, and its events: one fetch of frames for all viewers.
+"""The dashboard's HTTP endpoints: the page at `/`, its files, and its stream of pool diffs.
 
-The engine is asked only while there are viewers, and a few times a second. A viewer that reads too
-slowly is not served frame by frame any more: what was kept for it is dropped, and when it reads
-again it gets a snapshot. So a viewer costs a bounded amount of memory, however slow it is.
+While the dashboard has viewers, pool diffs are fetched from the engine a few times per second, once
+for all viewers. If a viewer reads too slowly, its unread diffs are dropped, and it gets a snapshot
+when it reads again. So even a slow viewer costs a bounded amount of memory.
 
-The page loads nothing from elsewhere, and its headers forbid a browser to do so, or to run scripts
-in it.
+The page loads files only from this server. The Content-Security-Policy forbids the browser to load
+other files and to run inline scripts.
 """
 
 import asyncio
@@ -30,12 +30,17 @@ from jpaged.serve.http.serving import Phase, ServerState
 
 MAX_VIEWERS = 16
 MAX_UNREAD_BYTES = 1 << 18
-"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead. One
-fetch's frames are kept whatever their size: they may tell the text that the snapshot left to them,
-and another snapshot would leave it to frames again."""
+"""Maximum size of the unread pool diffs of a viewer; a slower viewer gets a snapshot instead.
 
-FETCH_INTERVAL_S = 0.1  # seconds between two fetches
-HEARTBEAT_S = 15.0  # seconds of silence after which a viewer hears that the line still stands
+The diffs of a single fetch are kept whatever their size. They may contain token text that was too
+long for a snapshot, and the next snapshot would leave out this text again.
+"""
+
+FETCH_INTERVAL_S = 0.1
+"""Seconds between two fetches of pool diffs."""
+
+HEARTBEAT_S = 15.0
+"""Seconds without an event after which a viewer gets a comment that keeps its connection alive."""
 
 _STATIC_FOLDER = files("jpaged.serve.dashboard").joinpath("static")
 _MEDIA_TYPES = {
@@ -60,23 +65,23 @@ PAGE_PATHS = frozenset(
     for file in _STATIC_FOLDER.iterdir()
     if PurePath(file.name).suffix in _MEDIA_TYPES
 )
-"""The page, and the files it is made of; an editor's backups are not among them."""
+"""Paths of the dashboard's page and its files."""
 
 
 class ViewerState(Enum):
-    """Where a viewer is in the stream."""
+    """State of a viewer in the stream of pool diffs."""
 
-    BEHIND = auto()  # it is new, or frames were dropped: it has nothing, and did not try to read
-    WAITING = auto()  # it found nothing to read, and waits for a snapshot
-    FOLLOWING = auto()  # it gets all frames since its snapshot
+    BEHIND = auto()  # the viewer is new or its diffs were dropped, and it has not read since then
+    WAITING = auto()  # the viewer tried to read, and needs a snapshot
+    FOLLOWING = auto()  # the viewer gets all diffs since its snapshot
 
 
 class Viewer:
-    """What one viewer has not read yet.
+    """Unread events of one viewer of the dashboard.
 
     Attributes:
-        place: Where it is.
-        news: Set when there is something to read.
+        state: State of the viewer in the stream.
+        has_unread: Set when the viewer has unread events.
     """
 
     def __init__(self):
@@ -86,13 +91,13 @@ class Viewer:
         self._unread = bytearray()
 
     def start_from(self, snapshot: bytes) -> None:
-        """Let it follow from here; what it has not read is dropped."""
+        """Replace all unread events by a snapshot, and let the viewer follow from there."""
         self.state, self._snapshot = ViewerState.FOLLOWING, snapshot
         self._unread.clear()
         self.has_unread.set()
 
     def add_unread(self, message: bytes) -> None:
-        """Keep a fetch's frames for it, if it follows; drop all if it has too many unread."""
+        """Append pool diffs for a viewer that follows; drop all if too many bytes are unread."""
         if self._unread and len(self._unread) + len(message) > MAX_UNREAD_BYTES:
             self.state, self._snapshot = ViewerState.BEHIND, b""
             self._unread.clear()
@@ -101,7 +106,7 @@ class Viewer:
             self.has_unread.set()
 
     def take_unread(self) -> bytes:
-        """What it reads next; nothing if it has read all."""
+        """Return and remove the next unread events; empty if the viewer has read all events."""
         if self.state is ViewerState.BEHIND:
             self.state = ViewerState.WAITING
         message, self._snapshot = self._snapshot, b""
@@ -112,14 +117,14 @@ class Viewer:
 
 
 class Broadcast:
-    """Serves the picture as server-sent events: one `snapshot`, then `frames`.
+    """Sends pool diffs to all viewers as server-sent events: one `snapshot`, then `frames`.
 
     Args:
-        fetch: Gives a sampler's frames, and a snapshot if it is asked for one; see
-            `PoolSampler.fetch`.
-        description: What does not change: `num_blocks` with the null block, `block_size`, ...
-        word: Gives the text of a token id; None where no text is shown.
-        is_over: Whether all streams shall end.
+        fetch: Fetches pool diffs, and a snapshot if its argument is True; see `PoolSampler.fetch`.
+        description: Constant properties of the pool, such as `block_size` and `num_blocks`, which
+            includes the null block.
+        token_text: Returns the text of a token id; None if the dashboard shows no text.
+        is_over: Returns whether all streams must end.
         interval: Seconds between two fetches.
     """
 
@@ -139,27 +144,27 @@ class Broadcast:
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._epoch = 0
-        self._stats: EngineStats | None = None  # as viewers know them
+        self._stats: EngineStats | None = None  # the statistics sent last
 
     @property
     def num_viewers(self) -> int:
-        """Viewers at present."""
+        """Number of current viewers."""
         return len(self._viewers)
 
     async def stream_events(self) -> AsyncGenerator[bytes, None]:
-        """The events for one more viewer, until it leaves or there is no engine any more.
+        """Yield the events for a new viewer, until the viewer leaves or the streams end.
 
         Raises:
-            ApiError: too many watch already, or there is no engine.
+            ApiError: 503 if `MAX_VIEWERS` are connected, or the engine is gone.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise unavailable_error(f"{MAX_VIEWERS} watch already: close another page")
+            raise unavailable_error(f"{MAX_VIEWERS} dashboards are open already: close another one")
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_retrieve_exception)
-        task = self._task  # after a fault a later viewer begins another, which has lost frames
+        task = self._task  # keep it: after a failure, a later viewer starts another task
         try:
             while not task.done():
                 viewer.has_unread.clear()
@@ -195,7 +200,8 @@ class Broadcast:
         snapshot = (
             None if pool_diffs.snapshot is None else self._with_token_text(pool_diffs.snapshot)
         )
-        if snapshot is not None and snapshot.text:  # frames tell no more of what a snapshot told
+        # Later diffs leave out the token text of a snapshot, so send it to all viewers.
+        if snapshot is not None and snapshot.text:
             diffs.append(PoolDiff(snapshot.step, PoolChanges(), snapshot.text))
         if diffs or pool_diffs.stats != self._stats:
             self._stats = pool_diffs.stats
@@ -211,7 +217,7 @@ class Broadcast:
                     viewer.start_from(message)
 
     def _with_token_text(self, diff: PoolDiff) -> PoolDiff:
-        """The frame with the text of its tokens, where text is shown, and never with the tokens."""
+        """Return the pool diff without token ids, and with the tokens' text if text is shown."""
         changes, text = diff.changes, {}
         if self._token_text is not None:
             text = {block: [*map(self._token_text, ids)] for block, ids in changes.tokens.items()}
@@ -219,7 +225,7 @@ class Broadcast:
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Retrieve the exception, which viewers raise; without viewers asyncio would log it."""
+    """Mark the task's exception as retrieved, or asyncio logs it if the task has no viewers."""
     if not task.cancelled():
         task.exception()
 
@@ -229,7 +235,7 @@ def _encode_event(name: str, content: dict[str, Any]) -> bytes:
 
 
 def dashboard_routes(serving: ServerState) -> list[Route]:
-    """The page, its files and its events."""
+    """Return the routes of the dashboard: its page, its files and its events."""
     dashboard = Dashboard(serving)
     return [
         Route("/", dashboard.file, methods=["GET"]),
@@ -246,16 +252,16 @@ class Dashboard:
         self._broadcast: Broadcast | None = None
 
     async def file(self, request: Request) -> Response:
-        """`/` and `/picture/NAME`: the page, and what it is made of."""
+        """Serve the page at `/` or a file of the page at `/picture/NAME`."""
         name = request.path_params.get("name")
         if name is not None and f"/picture/{name}" not in PAGE_PATHS:
-            raise ApiError(404, "there is no such file")
+            raise ApiError(404, "this file does not exist: open the dashboard at /")
         file = _STATIC_FOLDER.joinpath(name or "index.html")
         media_type = _MEDIA_TYPES[PurePath(file.name).suffix]
         return Response(file.read_bytes(), media_type=media_type, headers=_PAGE_HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """`/picture/events`: a snapshot of the memory, then what changes."""
+        """Stream a snapshot of the pool, and then its changes, at `/picture/events`."""
         serving, config = self._serving, self._serving.config
         engine, shows_text = serving.engine, config.dashboard_text
         info = await engine.wait_ready()

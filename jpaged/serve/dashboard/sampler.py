@@ -1,10 +1,11 @@
-"""Samples what the dashboard shows, between the engine's steps.
+"""Sampling of the pool for the dashboard, between the steps of the engine.
 
-A sampler stands idle until frames are asked for. Then it samples after steps, as often as a small
-share of the time allows. What an idle engine leaves of that share is saved up: a request that comes
-by itself is sampled after each of its steps, so that every block can be watched as it is taken,
-shared, copied and given back; a busy engine is sampled after some. Frames that were not fetched are
-merged. A sampler stops when it is not asked any more, and when it fails; the engine goes on.
+A sampler is idle until pool diffs are fetched. Then it samples after steps, but may use only a
+small fraction of the time. An idle engine saves up sampling time. So a single request is sampled
+after each of its steps, and the dashboard shows every change of its blocks. A busy engine is
+sampled after some of its steps only.
+
+A sampler stops when diffs are no longer fetched, or when sampling fails. The engine continues.
 """
 
 import sys
@@ -16,28 +17,29 @@ from jpaged import Engine, PoolWatch
 from jpaged.serve.engine.messages import PoolDiff, PoolDiffs
 
 MAX_TIME_FRACTION = 0.02
-"""Share of the time that samples after steps may take, and that snapshots may."""
+"""Maximum fraction of the time for samples after steps, and the same again for snapshots."""
 
 MAX_BUDGET_S = 1.0 * MAX_TIME_FRACTION
-"""Seconds of sampling that can be saved up: what an idle second allows."""
+"""Maximum sampling time that can be saved up, in seconds: the budget of one second."""
 
 MAX_DIFFS = 256
-"""Frames kept until they are fetched; what follows comes as one."""
+"""Maximum number of unfetched pool diffs; later changes are merged into one diff."""
 
 FETCH_TIMEOUT_S = 5.0
-"""Seconds without a fetch after which a sampler stops."""
+"""Seconds without a fetch after which sampling stops."""
 
 MAX_TOKENS_PER_DIFF = 3200
-"""Tokens that one frame tells at most, in whole blocks; the next frames tell the others."""
+"""Maximum number of tokens in a pool diff, in whole blocks; later diffs contain the others."""
 
 
 class PoolSampler:
-    """Samples an engine's pool, in the engine's thread.
+    """Samples the pool of an engine, in the engine's thread.
 
     Args:
-        engine: What to look at.
-        clock: Seconds.
-        work_clock: CPU seconds of this thread, which waiting for a processor does not add to.
+        engine: Engine to observe.
+        clock: Returns the time in seconds.
+        work_clock: Returns the CPU time of the thread in seconds, so that waiting for a processor
+            does not count as sampling.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class PoolSampler:
         self._budget_s, self._last_budget_update = MAX_BUDGET_S, clock()
 
     def after_step(self) -> None:
-        """Sample, if it is time to; to be called after each step."""
+        """Take a sample if the budget allows; the engine calls this after each step."""
         self._num_steps += 1
         if self._watch is None:
             return
@@ -72,13 +74,15 @@ class PoolSampler:
             self._sample(self._watch)
 
     def fetch(self, snapshot: bool = False, tokens: bool = False) -> PoolDiffs:
-        """The frames since the last call. One that starts the sampler, which the first call does
-        and the first one after a pause or a failure, gives a snapshot.
+        """Return the pool diffs since the last call, and start sampling if it is stopped.
+
+        A call that starts sampling also returns a snapshot. The call after a failure only reports
+        the failure.
 
         Args:
-            snapshot: Whether a snapshot is wanted in any case; it comes with a later call if
-                snapshots have taken too much time.
-            tokens: Whether frames from the next snapshot on shall tell the blocks' tokens.
+            snapshot: Whether to take a snapshot too. The request has no effect while earlier
+                snapshots have used up their time.
+            tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
         """
         now = self._last_fetch = self._clock()
         snapshot_diff = None
@@ -89,12 +93,12 @@ class PoolSampler:
             self._snapshot_due, snapshot = now, True
         diffs, self._diffs = self._diffs, []
         if snapshot and now >= self._snapshot_due and not self._has_failed:
-            snapshot_diff = self._make_snapshot(tokens)  # which starts the watch, or another one
+            snapshot_diff = self._make_snapshot(tokens)
         failed, self._has_failed = self._has_failed, False
         return PoolDiffs(self._epoch, diffs, self._engine.stats(), snapshot_diff, failed)
 
     def stop(self) -> None:
-        """Take no samples until the next `fetch`."""
+        """Stop sampling until the next `fetch`."""
         if self._watch is not None:
             self._watch.close()
         self._watch, self._diffs = None, []
@@ -104,11 +108,11 @@ class PoolSampler:
         diff = self._make_diff(watch)
         if diff is not None and diff.changes:
             self._diffs.append(diff)
-        # A fetch samples whatever was saved: the debt is never more than one sample's.
+        # A fetch samples even without budget. Forget older debt, so that it cannot accumulate.
         self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
     def _make_snapshot(self, tokens: bool) -> PoolDiff | None:
-        """The first look of another watch, which takes the place of the one so far."""
+        """Replace the `PoolWatch`, and return its first diff, which is a snapshot."""
         started = self._work_clock()
         self.stop()
         num_token_blocks = MAX_TOKENS_PER_DIFF // self._engine.stats().block_size if tokens else 0
@@ -120,7 +124,7 @@ class PoolSampler:
         return snapshot
 
     def _make_diff(self, watch: PoolWatch) -> PoolDiff | None:
-        """What changed since the last look; None if that fails."""
+        """Return the changes since the last sample, or None if sampling fails."""
         try:
             return PoolDiff(self._num_steps, watch.look())
         except Exception as error:

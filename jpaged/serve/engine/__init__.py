@@ -1,1 +1,1 @@
-"""The processes behind HTTP: the engine's and the tokenizer's, and how to talk to them."""
+"""The engine process, the tokenizing process, and the clients of both in the HTTP process."""

@@ -1,12 +1,12 @@
-"""The HTTP process's end of the engine: its process, requests in flight, signs of life.
+"""The HTTP process's client of the engine process.
 
     client = await EngineClient.connect(sock, options)
-    info = await client.ready()
-    async with client.run([EngineRequest(...), ...], on_news) as run:
-        async for news in run:      # lists of (index of the request, `RequestDelta`)
+    info = await client.wait_ready()
+    async with client.run([EngineRequest(...), ...], on_update) as run:
+        async for updates in run:      # lists of `RequestUpdate`
             ...
 
-Leaving the block aborts what is not over.
+Leaving the `async with` block aborts the unfinished requests.
 """
 
 import asyncio
@@ -38,29 +38,38 @@ from jpaged.serve.engine.messages import (
 from jpaged.serve.errors import ApiError, error_from_info, internal_error, unavailable_error
 
 MAX_UNREAD_TOKENS = 256 * 1024
-"""Tokens and their candidates that may wait for a slow reader before its request is aborted."""
+"""Maximum number of unread tokens in an `UpdateStream`. A longer backlog aborts its requests.
+
+Each candidate in the log-probabilities counts as a token.
+"""
 
 _MIN_SEPARATE_UPDATES = 8192
-"""News of a run that wait one by one, at least."""
+"""Minimum of `UpdateStream.max_separate_updates`."""
 
 _LARGE_MESSAGE_BYTES = 16 * 1024
 
 
 class RequestUpdate(NamedTuple):
-    """What one of the requests of a run grew by."""
+    """New tokens of one request.
+
+    Attributes:
+        index: Index of the request in the requests of `EngineClient.run`.
+        delta: The new tokens.
+    """
 
     index: int
     delta: RequestDelta
 
 
 class UpdateStream:
-    """The news of some requests as they come: an asynchronous iterator of lists of `RequestUpdate`.
+    """Asynchronous iterator over the updates of several requests, as lists of `RequestUpdate`.
 
-    Iterating raises `ApiError` if one of them is refused or fails.
+    The iterator raises `ApiError` if a request is refused or fails.
 
     Attributes:
-        has_started: Whether anything came of it.
-        most_news: News that wait one by one; of more, those of a request become one.
+        has_started: Whether an update has arrived.
+        max_separate_updates: Number of unread updates above which the updates of each request are
+            merged into one.
     """
 
     def __init__(
@@ -95,30 +104,35 @@ class UpdateStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more updates will arrive."""
         return not self._unfinished or self._error is not None
 
     @property
     def unfinished_ids(self) -> list[str]:
-        """Requests that are not over, as far as is known here."""
+        """Ids of the requests whose last update has not arrived."""
         return list(self._unfinished)
 
     @property
     def end_reason(self) -> str:
-        """Why those ended that did not come to their ends: "error", "abort" or "refused"."""
+        """Finish reason of the requests that did not finish: "error", "abort" or "refused"."""
         status = None if self._error is None else self._error.status
         return {500: "error", 400: "refused"}.get(status or 0, "abort")
 
     def put(self, delta: RequestDelta) -> None:
-        """Take news in; the run fails when too many are unread."""
+        """Add a delta to the unread updates.
+
+        More than `MAX_UNREAD_TOKENS` unread tokens end the stream with an error.
+        """
         index = self._unfinished.get(delta.request_id)
         if index is None or self._error is not None:
             return
         self.has_started = True
-        if not delta.finished:  # the last may be whole answers, which no reader had before
+        # Do not count the last delta. A beam search sends its whole answers in that delta, so the
+        # client had no chance to read them earlier.
+        if not delta.finished:
             self._num_unread += sum(map(_delta_size, delta.deltas))
             if self._num_unread > MAX_UNREAD_TOKENS:
-                self.fail(unavailable_error("aborted: the answer was not read as it came"))
+                self.fail(unavailable_error("aborted: the client read the answer too slowly"))
                 return
         update = RequestUpdate(index, delta)
         self._unread.append(update)
@@ -136,14 +150,14 @@ class UpdateStream:
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, after what came before."""
+        """Abort the unfinished requests, and raise `error` after the unread updates are read."""
         if self._error is None:
             self._error = error
             self._abort(self.unfinished_ids)
         self._changed.set()
 
     def abort(self) -> None:
-        """End it here, as if aborted."""
+        """End every unfinished request with a last update that has no new tokens."""
         for request_id in self.unfinished_ids:
             self.put(RequestDelta(request_id, [], finished=True))
 
@@ -153,7 +167,7 @@ def _delta_size(delta: TextDelta) -> int:
 
 
 def _merge_updates(unread: Sequence[RequestUpdate]) -> list[RequestUpdate]:
-    """News of a request as one, which may be of several steps."""
+    """Return one update for each request, with all its unread deltas."""
     by_index: dict[int, list[RequestDelta]] = {}
     for index, delta in unread:
         by_index.setdefault(index, []).append(delta)
@@ -163,41 +177,41 @@ def _merge_updates(unread: Sequence[RequestUpdate]) -> list[RequestUpdate]:
 
 
 def _join_request_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
-    """All that a request grew by as one."""
     deltas_by_index: dict[int, list[TextDelta]] = {}
     for each in deltas:
-        for own in each.deltas:
-            deltas_by_index.setdefault(own.index, []).append(own)
-    scores = [each.prompt_logprobs for each in deltas if each.prompt_logprobs is not None]
+        for text_delta in each.deltas:
+            deltas_by_index.setdefault(text_delta.index, []).append(text_delta)
+    logprobs = [each.prompt_logprobs for each in deltas if each.prompt_logprobs is not None]
     return replace(
         deltas[-1],
-        deltas=[join_deltas(own) for own in deltas_by_index.values()],
-        prompt_logprobs=[found for own in scores for found in own] if scores else None,
+        deltas=[join_deltas(text_deltas) for text_deltas in deltas_by_index.values()],
+        prompt_logprobs=[entry for chunk in logprobs for entry in chunk] if logprobs else None,
         num_cached_tokens=max(each.num_cached_tokens for each in deltas),
     )
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """All that an answer grew by as one."""
+    """Join consecutive deltas of one answer. Return an empty delta if `deltas` is empty."""
     if not deltas:
         return TextDelta("")
-    scores = [each.logprobs for each in deltas if each.logprobs is not None]
+    logprobs = [each.logprobs for each in deltas if each.logprobs is not None]
     return replace(
         deltas[-1],
         text="".join(each.text for each in deltas),
         token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
-        logprobs=[found for own in scores for found in own] if scores else None,
+        logprobs=[entry for chunk in logprobs for entry in chunk] if logprobs else None,
     )
 
 
 class EngineClient:
-    """Speaks with a `EngineWorker` over a socket.
+    """Sends commands to an `EngineWorker` over a socket, and receives its reports.
 
     Attributes:
-        seen: When the loop was last seen to go round, in seconds of `time.monotonic()`.
-        stats: The engine's figures, as of late; None before the first.
-        death: Why the engine is gone, for the log; None while it lives.
-        runs: By request id, the run that gets its news.
+        last_heartbeat: Time of the engine's last update, in seconds of `time.monotonic()`.
+        stats: Latest statistics of the engine; None before the first.
+        close_reason: Why the connection closed, for the log; None while it is open.
+        runs: Update streams by request id.
+        closed: Event that is set when the connection closes.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -216,37 +230,44 @@ class EngineClient:
     async def connect(
         cls, sock: socket.socket, options: Mapping[str, Any] | None = None
     ) -> "EngineClient":
-        """Speak over `sock`; with `options`, the engine is first made of them."""
+        """Return a client that uses `sock`.
+
+        Args:
+            sock: Connected socket of the worker.
+            options: The worker creates `Engine(**options)`; None sends no options.
+        """
         client = cls(*await asyncio.open_connection(sock=sock))
         if options is not None:
             client._send(StartEngine(dict(options)))
         return client
 
     async def wait_ready(self) -> EngineInfo:
-        """The engine's description, once it is made.
+        """Wait until the engine has started, and return its description.
 
         Raises:
-            RuntimeError: it could not be made.
+            RuntimeError: The engine could not be started.
         """
         return await asyncio.shield(self._info)
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an engine, and it lives."""
+        """Whether the engine has started and the connection is open."""
         return self._info.done() and self.close_reason is None
 
     @asynccontextmanager
     async def run(
         self, requests: Sequence[EngineRequest], on_update: Callable[[RequestUpdate], None]
     ) -> AsyncIterator[UpdateStream]:
-        """Put requests to the engine; what is not over at the end of the block is aborted.
+        """Send requests to the engine, and yield the stream of their updates.
+
+        The end of the `async with` block aborts the unfinished requests.
 
         Args:
-            requests: Each of its own name.
-            on_news: Called with all news as they come, read or not.
+            requests: Requests with distinct ids.
+            on_update: Called with each update when it arrives, even if the stream is not read.
 
         Raises:
-            ApiError: there is no engine to put them to.
+            ApiError: The engine is not running, or accepts no more requests.
         """
         if not (self.is_ready and self._accepts_requests):
             raise unavailable_error("the engine is not running")
@@ -255,8 +276,8 @@ class EngineClient:
             for request in requests:
                 self.runs[request.request_id] = run
                 if self._send(request) > _LARGE_MESSAGE_BYTES:
-                    await asyncio.sleep(0)  # others have events to send
-                if run.is_over:  # one was refused
+                    await asyncio.sleep(0)  # let other responses send their events
+                if run.is_over:  # a request was refused
                     break
             yield run
         finally:
@@ -265,11 +286,14 @@ class EngineClient:
             self._abort(run.unfinished_ids)
 
     async def fetch_pool_diffs(self, snapshot: bool, tokens: bool) -> PoolDiffs:
-        """What changed in the pool since the last question, and perhaps all there is; one at a time
-        may ask.
+        """Return the changes of the pool since the last fetch. Only one fetch may run at a time.
+
+        Args:
+            snapshot: Whether to fetch the state of the whole pool too.
+            tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
 
         Raises:
-            ApiError: there is no engine to ask.
+            ApiError: The engine is not running.
         """
         if not self.is_ready:
             raise unavailable_error("the engine is not running")
@@ -278,25 +302,25 @@ class EngineClient:
         return await self._pool_diffs
 
     def abort_all(self) -> None:
-        """End all requests where they are; their readers see an abort. None follow."""
+        """Abort all requests, and accept no more. The streams end without an error."""
         self._accepts_requests = False
         self._abort(list(self.runs))
         for run in set(self.runs.values()):
             run.abort()
 
     async def stop(self) -> None:
-        """Have the engine's process end, and hang up."""
+        """Send `StopEngine` to the engine process, and close the connection."""
         self._send(StopEngine())
         self._writer.close()
         self._listen_task.cancel()
-        self.close("the server stops")
+        self.close("the server is shutting down")
 
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
             self._send(AbortRequests(request_ids))
 
     def _send(self, command: Command) -> int:
-        """Queue the command for sending; gives its size in bytes."""
+        """Send a command without waiting, and return the size of the message in bytes."""
         if self.close_reason is not None:
             return 0
         message = processes.frame_message(encode(command))
@@ -304,7 +328,7 @@ class EngineClient:
         return len(message)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        reason = "the engine's process is gone"
+        reason = "the engine process has ended"
         try:
             while True:
                 report = decode_report(await processes.read_message(reader))
@@ -314,8 +338,8 @@ class EngineClient:
                 self._handle_report(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except Exception as error:  # or all in flight would wait for an answer for ever
-            reason = f"its words cannot be understood: {error!r}"
+        except Exception as error:  # otherwise requests in flight would wait forever
+            reason = f"the engine process sent an invalid message: {error!r}"
         self.close(reason)
 
     def _handle_report(self, report: Report) -> None:
@@ -336,25 +360,25 @@ class EngineClient:
                     self._pool_diffs.set_result(report)
 
     def close(self, reason: str) -> None:
-        """The engine is gone: fail all that waits for it."""
+        """Mark the connection as closed, and fail everything that waits for the engine."""
         if self.close_reason is not None:
             return
         self.close_reason = reason
         self.closed.set()
         for run in set(self.runs.values()):
-            run.fail(unavailable_error("the engine failed, and the request with it"))
+            run.fail(unavailable_error("the engine stopped before the request finished: retry"))
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
-            self._info.exception()  # asked for here: asyncio logs one that never is
+            self._info.exception()  # asyncio logs an exception that is never retrieved
         if self._pool_diffs is not None and not self._pool_diffs.done():
             self._pool_diffs.set_exception(unavailable_error("the engine is not running"))
 
 
 class EngineProcess:
-    """The process of `worker.py`, and the channel to it.
+    """The engine process, which runs `worker.py`.
 
     Attributes:
-        client: Speaks with the engine.
+        client: Client of the engine.
     """
 
     def __init__(self, child: processes.Child, client: EngineClient):
@@ -364,31 +388,36 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, options: Mapping[str, Any]) -> "EngineProcess":
-        """Start a process that makes `Engine(**options)`."""
+        """Start a process that creates `Engine(**options)`, without waiting for the engine."""
         child = processes.Child("jpaged.serve.engine.worker", os.getpid())
         return cls(child, await EngineClient.connect(child.sock, options))
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """End it: by asking, and after `timeout` seconds by force."""
+        """Ask the process to stop, and kill the process after `timeout` seconds."""
         await self.client.stop()
         if await self._exit_code(timeout) is None:
             self.kill()
-            await self._exit_code(timeout)  # one that waits in a driver does not end
+            await self._exit_code(timeout)  # a process that waits in a driver may not end
 
     def kill_and_close(self, reason: str) -> None:
-        """End it at once and fail what waits for it, though it may not be able to end."""
+        """Kill the process and fail all requests in flight. Do not wait for the process to end."""
         self.kill()
         self.client.close(reason)
 
     async def exit_description(self, timeout: float = 2.0) -> str:
-        """Return in brackets the signal that ended the process, unless `kill` sent it."""
+        """Return the name of the signal that ended the process, for the end of a log line.
+
+        Returns:
+            An empty string if no signal ended the process, if `kill` sent the signal, or if the
+            process still runs after `timeout` seconds.
+        """
         code = await self._exit_code(timeout)
         if code is None or code >= 0 or self._is_killed:
             return ""
         return f" ({processes.describe_exit(code)})"
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process without waiting for the process to end."""
         self._is_killed = True
         self._child.process.kill()
 

@@ -1,7 +1,4 @@
-"""The messages between the HTTP process and the engine's process, in MessagePack.
-
-Nothing is pickled.
-"""
+"""Messages between the HTTP process and the engine process, encoded as MessagePack."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +10,20 @@ from jpaged.errors import ErrorInfo
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Make the engine: `Engine(**options)`. The first message of all."""
+    """Command to create `Engine(**options)`. The first command after the process has started."""
 
     options: dict[str, Any]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """A tokenised prompt, and what to do with it: both processes know a request as this.
+    """Command to generate answers to a tokenized prompt.
 
     Attributes:
-        request_id: Its name.
-        prompt_token_ids: The prompt.
-        params: How tokens are chosen.
-        priority: Lower numbers are served first, where the engine heeds them.
-        cache_salt: Its blocks are shared with requests of the same salt only.
+        request_id: Id of the request in both processes.
+        prompt_token_ids: Token ids of the prompt.
+        params: Sampling parameters.
+        priority: With scheduling policy "priority", requests with lower numbers are served first.
+        cache_salt: Only requests with the same salt share blocks of the prefix cache.
     """
 
     request_id: str
@@ -37,33 +34,38 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """End requests in any state; nothing more is told of them."""
+    """Command to abort requests in any state. The engine sends no more updates for them."""
 
     request_ids: list[str]
 
 
 class FetchPoolDiffs(msgspec.Struct, tag=True):
-    """Ask for the `PoolDiffs` since the last question, and for a `snapshot` if one is needed; with
-    `tokens` they tell what blocks hold."""
+    """Command to send the `PoolDiffs` since the last fetch.
+
+    Attributes:
+        snapshot: Whether to send the state of the whole pool too.
+        tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
+    """
 
     snapshot: bool
     tokens: bool
 
 
 class StopEngine(msgspec.Struct, tag=True):
-    """End the process, whatever runs."""
+    """Command to stop the process and abort all requests."""
 
 
 class EngineInfo(msgspec.Struct, tag=True):
-    """The engine is made. This is what the server needs to know of it.
+    """Report that the engine has started, with the facts that the server needs.
 
     Attributes:
-        folder: The checkpoint's.
-        vocab_size: Every token id is below it.
-        max_model_len: Most tokens of a sequence.
-        max_num_seqs: Most sequences in a step.
-        block_size, num_blocks: The pool's, the null block included.
-        cache_dtype: What the pool was asked to be kept in, as `kv_cache_dtype` says it.
+        folder: Path of the checkpoint folder.
+        vocab_size: Size of the vocabulary; all token ids are smaller.
+        max_model_len: Maximum number of tokens in a sequence.
+        max_num_seqs: Maximum number of sequences in a step.
+        block_size: Number of tokens in a block.
+        num_blocks: Number of blocks in the pool, including the null block.
+        cache_dtype: Value of the option `kv_cache_dtype`.
     """
 
     folder: str
@@ -76,25 +78,29 @@ class EngineInfo(msgspec.Struct, tag=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The engine could not be made, or failed; nothing follows. `reason` is for the log."""
+    """Report that the engine could not be started, or has failed. No other report follows.
+
+    Attributes:
+        reason: Cause of the failure, for the log.
+    """
 
     reason: str
 
 
 class RequestRefused(msgspec.Struct, tag=True):
-    """The engine refuses a request."""
+    """Report that the engine refused a request, and why."""
 
     request_id: str
     error: ErrorInfo
 
 
 class EngineUpdate(msgspec.Struct, tag=True):
-    """A turn of the loop.
+    """Report of one iteration of the engine process.
 
     Attributes:
-        news: What requests grew by since the last `EngineUpdate`; the log-probabilities of a long prompt
-            come in parts.
-        stats: The engine's figures, sent a few times a second.
+        deltas: New tokens of requests since the last report. The log-probabilities of a long
+            prompt are spread over several reports.
+        stats: Statistics of the engine, in a few reports per second.
     """
 
     deltas: list[RequestDelta]
@@ -102,12 +108,13 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 class PoolDiff(msgspec.Struct):
-    """What changed in the pool between two looks, in this process and as JSON for the page.
+    """Changes of the pool between two samples. The dashboard gets them as JSON.
 
     Attributes:
-        step: Steps the engine took so far.
-        changes: What changed.
-        text: For viewers in place of `changes.tokens`: by block id, the text of each token.
+        step: Number of engine steps before the second sample.
+        changes: The changes.
+        text: Texts of the tokens in each block, by block id. Viewers get this field instead of
+            `changes.tokens`.
     """
 
     step: int
@@ -116,15 +123,16 @@ class PoolDiff(msgspec.Struct):
 
 
 class PoolDiffs(msgspec.Struct, tag=True):
-    """What changed in the pool since the last question, for the dashboard.
+    """Report of the changes of the pool since the last fetch, for the dashboard.
 
     Attributes:
-        epoch: Number of the sampler's start; frames before it were lost.
-        frames: One after the other.
-        stats: As `Engine.stats()` gives them, now.
-        snapshot: The frame that leads from nothing to the state after `diffs`; the first ones of
-            an epoch have it.
-        failed: Whether the sampler failed since, and said why in the log.
+        epoch: Number of times that the sampler has started. Changes between two epochs are
+            missing.
+        diffs: Pool diffs in order of time.
+        stats: Current statistics of the engine.
+        snapshot: Diff between an empty pool and the state after `diffs`. The first report of an
+            epoch has a snapshot.
+        failed: Whether the sampler has failed since the last report. The log has the cause.
     """
 
     epoch: int
@@ -138,10 +146,10 @@ Command = StartEngine | EngineRequest | AbortRequests | FetchPoolDiffs | StopEng
 Report = EngineInfo | EngineFailed | RequestRefused | EngineUpdate | PoolDiffs
 
 encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder().encode
-"""The message in MessagePack."""
+"""Encode a message as MessagePack."""
 
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
-"""The command in a message; msgspec.ValidationError if there is none."""
+"""Decode a command. Raise msgspec.ValidationError if the message is not a command."""
 
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
-"""The report in a message; msgspec.ValidationError if there is none."""
+"""Decode a report. Raise msgspec.ValidationError if the message is not a report."""

@@ -1,7 +1,7 @@
-"""Text to tokens and back, and trials of schemas, in forks of a process of their own.
+"""Tokenizes and detokenizes texts and tries structured-output specs, in forks of a process.
 
-Short texts never wait for long ones, texts never wait for trials, and a fork whose work no client
-waits for is ended.
+Short texts never wait for long texts, and texts never wait for trials of specs. If the client of a
+job disconnects, the fork that runs the job is killed.
 """
 
 import asyncio
@@ -37,32 +37,36 @@ from jpaged.serve.errors import (
 )
 
 _MIN_TOKENIZE_LIMIT = 65536
-"""Tokens that `/tokenize` always counts, however short the model's context is."""
+"""Minimum number of tokens that `/tokenize` accepts for any model."""
 
 MAX_SHORT_JOB_BYTES = 16 * 1024
-"""Bytes of an order up to which it is for the lane of short ones: tens of milliseconds."""
+"""Maximum size in bytes of a job that starts in the queue of short jobs."""
 
 _SHORT_JOB_CPU_S = 0.25
-"""CPU seconds after which an order counts as long, whatever its size."""
+"""Maximum CPU time of a short job in seconds. A job that takes longer becomes a long job."""
 
 _NUM_PROMPT_END_TOKENS = 32
-"""Tokens of a prompt's end, one a byte in some vocabularies."""
+"""Number of tokens that `text_end` decodes. In some vocabularies a token is a single byte."""
 
 _MAX_TRIES = 4
-"""Tries of an order whose fork turns out to have ended before."""
+"""Maximum number of attempts at a job whose fork had ended before the job."""
 
 MAX_TRIAL_RESULTS = 1024
-"""Trials of forms whose results are remembered, whether the form passed or was refused."""
+"""Maximum number of remembered trial results, of accepted and of refused specs."""
 
 LIMIT_ERROR_TTL_S = 60.0
-"""Seconds for which the result is remembered of a trial that took too much: how much it takes
-depends on what else the machine does."""
+"""Seconds for which a trial that exceeded a limit is remembered.
+
+The same trial may succeed later, when the machine is less busy.
+"""
 
 _LIMIT_SIGNALS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGTRAP}
 )
-"""Signals by which an order ends its own fork: limits of time, stack and memory. Any other signal
-comes from outside, such as SIGKILL when the machine's memory runs out."""
+"""Signals that kill a fork when its job exceeds a limit of time, stack or memory.
+
+Any other signal comes from outside, such as SIGKILL when the machine runs out of memory.
+"""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -70,13 +74,13 @@ _decoder = msgspec.msgpack.Decoder(TokenizeResult)
 
 
 class TokenizingService:
-    """Tokenises for the server.
+    """Tokenizes, detokenizes and tries structured-output specs for the HTTP server.
 
     Args:
-        tokenizer: The model's, for the text of single tokens.
-        process: Encodes and decodes texts.
-        info: What the engine says of the model.
-        text_timeout: Seconds for one text or conversation.
+        tokenizer: The model's tokenizer, used in this process for single tokens.
+        process: Tokenizing process, whose forks run the jobs.
+        info: Description of the engine.
+        text_timeout: Maximum seconds per job.
     """
 
     def __init__(
@@ -88,27 +92,38 @@ class TokenizingService:
     ):
         self.max_model_len, self._vocab_size = info.max_model_len, info.vocab_size
         self._tokenizer = tokenizer
-        self._max_token_characters = max(
-            map(len, tokenizer.hf_tokenizer.get_vocab())
-        )  # of all tokens' texts
+        self._max_token_characters = max(map(len, tokenizer.hf_tokenizer.get_vocab()))
         self._workers = TokenizingWorkers(process, text_timeout)
         self._trial_workers = TokenizingWorkers(process, text_timeout, max_short_bytes=None)
-        # By the digest of the order, with the time it was done.
+        # Result and completion time of each trial, by the digest of the job.
         self._trial_results: OrderedDict[bytes, tuple[TokenizeResult, float]] = OrderedDict()
         self._trial_locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
             WeakValueDictionary()
         )
 
     async def check_template(self) -> None:
-        """Raise ValueError if the server's template is none; some messages it may well refuse."""
+        """Check the syntax of the server's chat template with a test message.
+
+        The template may refuse the message for other reasons.
+
+        Raises:
+            ValueError: The template has a syntax error.
+        """
         result = await self._workers.run_job(
             TokenizeJob(messages=[{"role": "user", "content": "a"}])
         )
         if result.template_error is not None:
-            raise ValueError(f"--chat-template is no Jinja template ({result.template_error})")
+            message = f"is not a valid Jinja template ({result.template_error}): correct it"
+            raise ValueError(f"--chat-template {message}")
 
     async def check_tools(self) -> None:
-        """Raise ValueError if the template leaves out tools; some it may well refuse."""
+        """Check that the chat template writes the tools of a test conversation.
+
+        The template may refuse the conversation.
+
+        Raises:
+            ValueError: The template ignores tools.
+        """
         messages = [{"role": "user", "content": "a"}]
         function = {"name": "a", "description": "a", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": function}]
@@ -118,23 +133,25 @@ class TokenizingService:
         )
         if without_tools.token_ids and without_tools.token_ids == with_tools.token_ids:
             raise ValueError(
-                "--enable-auto-tool-choice: the model's chat template writes no tools; give one "
-                "that does with --chat-template, or leave the flag out"
+                "--enable-auto-tool-choice: the chat template ignores tools: "
+                "pass a template with tools as --chat-template, or omit the flag"
             )
 
     async def prompt_ids(
         self, prompt: list[int] | TokenizeJob, path: str, max_tokens: int | None, keep: int | None
     ) -> list[int]:
-        """The token ids of a prompt that fits the model together with an answer.
+        """Return the token ids of a prompt, after checking that prompt and answer fit the model.
 
         Args:
-            prompt: Token ids, or what to tokenise.
-            path: What errors call it.
-            max_tokens: The answer's; None for as many as there is room for, at least one.
-            keep: Cut the prompt to its last so many tokens; -1: to what there is room for.
+            prompt: Token ids, or a job whose result is the prompt.
+            path: Path of the prompt's field, for errors.
+            max_tokens: Maximum number of tokens in the answer. With None, the prompt only has to
+                leave space for one token.
+            keep: Number of tokens to keep at the end of the prompt. With -1, keep as many tokens as
+                fit. With None, keep all.
 
         Raises:
-            ApiError: it is not acceptable, or does not fit.
+            ApiError: The prompt is invalid or too long.
         """
         max_num_tokens = self.max_model_len
         max_prompt_tokens = max_num_tokens - max(max_tokens or 0, 1)
@@ -149,15 +166,15 @@ class TokenizingService:
         if num_kept is not None and max_prompt_tokens > 0:
             ids = ids[-num_kept:]
         if not ids:
-            raise field_error(path, "has no tokens", remedy="give at least one")
+            raise field_error(path, "has no tokens", remedy="pass at least one")
         if len(ids) >= max_num_tokens:
             raise self._too_long_error(path, errors.format_count(len(ids), "token"))
         if len(ids) > max_prompt_tokens:
             raise context_length_error(
                 "max_tokens",
-                f"and the {errors.format_count(len(ids), 'token')} of ",
+                f"plus the {errors.format_count(len(ids), 'token')} of ",
                 path,
-                f" are more than this model's maximum context length of {max_num_tokens} tokens",
+                f" exceed this model's maximum context length of {max_num_tokens} tokens",
                 value=f"{max_tokens}",
                 remedy=(
                     "lower ",
@@ -168,30 +185,31 @@ class TokenizingService:
         return ids
 
     async def tokenize(self, job: TokenizeJob, path: str) -> TokenizeResult:
-        """The tokens of a text or a conversation, which may be longer than the model's context.
+        """Return the tokens of a text or conversation, which may exceed the model's context.
 
         Raises:
-            ApiError: it is not acceptable.
+            ApiError: The text is invalid, or longer than the limit of `/tokenize`, which is at
+                least `_MIN_TOKENIZE_LIMIT` tokens.
         """
         max_num_tokens = max(4 * self.max_model_len, _MIN_TOKENIZE_LIMIT)
         return await self._run_job(replace(job, max_num_tokens=max_num_tokens), path)
 
     async def check_spec(self, spec: StructuredOutputs, path: str, client: str) -> None:
-        """Try a structured-output spec in a fork, unless the result of a trial is remembered.
+        """Try a structured-output spec in a fork, or use the remembered result of a trial.
 
         Args:
-            form: The structured-output spec. If it exceeds a limit or crashes the fork, only this
-                request fails.
-            path: Name of the field in errors.
-            client: Clients take turns in trials.
+            spec: Structured-output spec. A spec that exceeds a limit or crashes the fork fails only
+                this request.
+            path: Path of the spec's field, for errors.
+            client: Id of the client. Clients take turns in trials.
 
         Raises:
-            ApiError: the spec has no grammar or exceeds a limit; 503 if the fork was killed from
-                outside.
+            ApiError: The spec cannot be compiled or exceeds a limit. The status is 503 if the fork
+                was killed from outside.
         """
         result = await self._run_trial(TokenizeJob(spec=spec), client)
         if result.exceeded_limit is not None:
-            problem = f"cannot be enforced: trying it took more than {GrammarTrial.most}"
+            problem = f"cannot be enforced: compiling it takes more than {GrammarTrial.most}"
             raise field_error(path, problem, remedy="simplify it")
         if result.job_error is not None:
             raise error_from_info(
@@ -202,7 +220,7 @@ class TokenizingService:
             raise internal_error()
 
     async def _run_trial(self, job: TokenizeJob, client: str) -> TokenizeResult:
-        """Return the result of a trial, which is remembered unless an unforeseen error ended it."""
+        """Return the result of a trial. Remember the result unless it is an internal error."""
         digest = hashlib.sha256(_encoder.encode(job)).digest()
         # Concurrent requests of one client with the same spec share one trial.
         lock = self._trial_locks.setdefault((client, digest), asyncio.Lock())
@@ -219,31 +237,33 @@ class TokenizingService:
             return result
 
     async def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens.
+        """Return the text of tokens.
 
         Raises:
-            ApiError: the model does not have one of them.
+            ApiError: A token id is not in the model's vocabulary.
         """
         known = self._check_token_ids(token_ids, "tokens")
         return (await self._run_job(TokenizeJob(token_ids=known), "tokens")).text
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The special tokens by their text."""
+        """Ids of the special tokens by their text."""
         decode = self._tokenizer.decode
         return {decode([token_id]): token_id for token_id in self._tokenizer.special_token_ids}
 
     def text_end(self, token_ids: list[int]) -> str:
-        """The end of a prompt's text, which shows whether it has begun an answer's reasoning."""
+        """Return the end of a prompt's text, which may contain the start of the reasoning."""
         return self._tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:])
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """Return the text of one token."""
         return self._tokenizer.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Its bytes, of which several tokens may have those of one character; as far as the
-        tokenizer tells, else those of its text."""
+        """Return the bytes of one token, which may be a part of a character.
+
+        If the tokenizer does not know its tokens' bytes, return the token's text as UTF-8.
+        """
         get_token_bytes = self._tokenizer.token_bytes
         return (
             self.token_text(token_id).encode()
@@ -252,16 +272,19 @@ class TokenizingService:
         )
 
     def num_characters(self, token_id: int) -> int:
-        """How many characters begin in it."""
+        """Return the number of characters whose first byte is in the token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Kill the forks and drop all jobs."""
         self._workers.close()
         self._trial_workers.close()
 
     async def _run_job(self, job: TokenizeJob, path: str) -> TokenizeResult:
-        """The result of an order, which is refused here if it has too many characters."""
+        """Return the result of a job, and raise `ApiError` if the job fails.
+
+        A text with too many characters is refused without a fork.
+        """
         texts = [each["content"] for each in job.messages or ()] or [job.text or ""]
         num_characters = sum(map(len, texts))
         if job.last is None and num_characters > self.max_model_len * self._max_token_characters:
@@ -269,15 +292,17 @@ class TokenizingService:
         try:
             result = await self._workers.run_job(job)
         except OverflowError:
-            problem = "has a number that is too large for a chat template"
+            problem = "contains an integer that is too large for 64 bits: use a smaller number"
             result = TokenizeResult(job_error=ErrorInfo(path, (problem,)))
         except (OSError, RuntimeError, ValueError) as error:
             result = TokenizeResult(internal_error=repr(error))
         if result.internal_error is not None:
-            log_line(f"tokenising failed: {result.internal_error}")
+            log_line(f"tokenizing failed: {result.internal_error}")
             raise internal_error()
         if result.exceeded_limit is not None:
-            problem = f"the chat template, or tokenising, took {result.exceeded_limit}: send less"
+            problem = (
+                f"the chat template or tokenizing took {result.exceeded_limit}: send less text"
+            )
             raise field_error(path, problem, shows_path=False)
         if result.job_error is not None:
             if result.job_error.path:
@@ -291,31 +316,32 @@ class TokenizingService:
 
     def _check_token_ids(self, token_ids: list[int], path: str) -> list[int]:
         if token_ids and (worst := max(token_ids)) >= self._vocab_size:
-            known = f"known are 0 to {self._vocab_size - 1}"
-            raise field_error(path, f"has the token id {worst}, which is unknown; {known}")
+            known = f"use ids from 0 to {self._vocab_size - 1}"
+            raise field_error(path, f"contains the unknown token id {worst}: {known}")
         return token_ids
 
     def _too_long_error(self, path: str, length: str) -> ApiError:
         return context_length_error(
             path,
             f"has {length}, too many for this model's maximum context length of "
-            f"{self.max_model_len} tokens, the answer's included",
-            remedy="shorten it",
+            f"{self.max_model_len} tokens, which includes the answer",
+            remedy="shorten the prompt",
         )
 
 
 class TokenizingWorkers:
-    """Two forks of the tokenizing process, and the orders that wait for them.
+    """Two forks of the tokenizing process, with queues of short and long jobs.
 
-    One fork does short orders and gives up those that turn out not to be short. The other fork does
-    long orders, and short ones while there are none. Clients take turns, and the orders of one
-    client are done as they came. An order whose client has gone is dropped; the fork that works on
-    it ends, and a new one takes its place.
+    One fork runs short jobs. A short job that exceeds its CPU time becomes a long job. The other
+    fork runs long jobs, and runs short jobs while no long job waits.
+
+    Clients take turns, and each client's jobs run in order of arrival. If the client of a job
+    disconnects, the job is dropped. A fork that runs the job is killed and replaced.
 
     Args:
-        process: The tokenizing process; it may be another pool's too.
-        seconds: For one order.
-        max_short: Bytes up to which an order counts as short at first; None for no bound.
+        process: Tokenizing process. Several `TokenizingWorkers` may share the process.
+        timeout: Maximum seconds per job.
+        max_short_bytes: Maximum size of a job that starts as a short job; None for no maximum.
     """
 
     def __init__(
@@ -330,11 +356,11 @@ class TokenizingWorkers:
         self._tasks = [asyncio.create_task(self._run_worker(takes_long=it)) for it in (False, True)]
 
     async def run_job(self, job: TokenizeJob, client: str = "") -> TokenizeResult:
-        """The result of an order.
+        """Run a job in a fork and return its result. Clients take turns.
 
         Raises:
-            ApiError: it could not be done for now.
-            OSError, RuntimeError, ValueError: there is no process for it.
+            ApiError: The job could not run and may be retried; the status is 503.
+            OSError, RuntimeError, ValueError: The tokenizing process does not start.
         """
         data = _encoder.encode(job)
         future = asyncio.get_running_loop().create_future()
@@ -343,7 +369,7 @@ class TokenizingWorkers:
         return await future
 
     def close(self) -> None:
-        """End the forks and drop what is to be done."""
+        """Kill the forks and drop the waiting jobs."""
         for task in self._tasks:
             task.cancel()
 
@@ -357,7 +383,7 @@ class TokenizingWorkers:
                         self._process, 0 if takes_long else _SHORT_JOB_CPU_S
                     )
                     result = await fork.run_job(queued_job, self._timeout)
-                except Exception as error:  # whatever it is, the lane goes on
+                except Exception as error:  # no error may end this loop, which runs all jobs
                     code = None
                     if fork is not None:
                         if isinstance(error, EOFError):
@@ -383,13 +409,14 @@ class TokenizingWorkers:
     def _retry_or_fail(
         self, queued_job: "_QueuedJob", error: Exception, code: int | None, *, had_cpu_limit: bool
     ) -> None:
-        """Queue an unfinished order again, or end it with an error for its client.
+        """Queue an unfinished job again, or end the job with an error for its client.
 
         Args:
-            piece: The unfinished order.
-            error: EOFError if the fork ended during the order.
-            code: Exit code of the fork; None if unknown, for example if the whole process ended.
-            was_quick: Whether the fork was limited to `_SHORT_JOB_CPU_S` CPU seconds.
+            queued_job: Unfinished job.
+            error: Error that ended the attempt. EOFError if the fork ended during the job.
+            code: Exit code of the fork. None if unknown, for example because the tokenizing
+                process ended too.
+            had_cpu_limit: Whether the fork was limited to `_SHORT_JOB_CPU_S` seconds of CPU time.
         """
         if queued_job.future.done():
             return
@@ -404,10 +431,9 @@ class TokenizingWorkers:
                 queued_job.future.set_exception(
                     _worker_error(f"ended {queued_job.num_tries} times")
                 )
-        elif (
-            isinstance(error, TimeoutError) and queued_job.is_trial
-        ):  # it had little of a processor
-            words = f"trying the schema took longer than {self._timeout:g} seconds: retry"
+        elif isinstance(error, TimeoutError) and queued_job.is_trial:
+            # Trials have a limit of CPU time, so the machine may have been too busy.
+            words = f"checking the output schema took longer than {self._timeout:g} seconds: retry"
             queued_job.future.set_exception(unavailable_error(words, 1))
         elif isinstance(error, TimeoutError):
             words = f"longer than the limit of {self._timeout:g} seconds"
@@ -416,9 +442,9 @@ class TokenizingWorkers:
             queued_job.future.set_exception(
                 _worker_error(f"was killed ({signal.Signals(-code).name})")
             )
-        elif code is not None and code >= 0:  # no limit ends a fork in this way
+        elif code is not None and code >= 0:  # a limit would have killed the fork by a signal
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
-        elif isinstance(error, EOFError):  # what is not Python's ends when memory does
+        elif isinstance(error, EOFError):  # native code aborts when memory runs out
             most = self._process.settings.max_memory // MIB
             queued_job.future.set_result(
                 TokenizeResult(exceeded_limit=f"more than the limit of {most} MiB of memory")
@@ -437,7 +463,7 @@ def _worker_error(reason: str) -> ApiError:
 
 @dataclass(eq=False)
 class _QueuedJob:
-    """An order that waits or is worked on."""
+    """A job that waits or runs, with the future of its result."""
 
     data: bytes
     client: str
@@ -448,29 +474,29 @@ class _QueuedJob:
 
 
 class _FairQueue:
-    """Orders that wait."""
+    """Waiting jobs, in which clients take turns."""
 
     def __init__(self):
         self._jobs_by_client: OrderedDict[str, deque[_QueuedJob]] = OrderedDict()
 
     def put(self, queued_job: _QueuedJob) -> None:
-        """Add an order behind the others of its client."""
+        """Add a job after the other jobs of its client."""
         self._jobs_by_client.setdefault(queued_job.client, deque()).append(queued_job)
 
     def take(self) -> _QueuedJob | None:
-        """Remove and return the next order that a client still waits for; None if there is none."""
+        """Remove and return the next job whose client still waits, or None if no job waits."""
         while self._jobs_by_client:
             client, queued_jobs = self._jobs_by_client.popitem(last=False)
             queued_job = queued_jobs.popleft()
             if queued_jobs:
-                self._jobs_by_client[client] = queued_jobs  # now the last client in turn
+                self._jobs_by_client[client] = queued_jobs  # the client's next turn comes last
             if not queued_job.future.done():
                 return queued_job
         return None
 
 
 class _ForkConnection:
-    """A fork of the tokenizing process, and the line to it."""
+    """A fork of the tokenizing process, and the channel to the fork."""
 
     def __init__(
         self,
@@ -493,10 +519,11 @@ class _ForkConnection:
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
 
     async def exit_code(self, timeout: float) -> int | None:
-        """Return the fork's exit code after its connection closed.
+        """Return the exit code of a fork that has closed its channel.
 
         Returns:
-            None if the code is unknown after `timeout`: the parent of the fork has ended too.
+            Minus the signal's number if a signal ended the fork. None if the code is unknown after
+            `timeout` seconds, because the tokenizing process has ended too.
         """
         try:
             sock = self._process.ask_exit_code(self._number)
@@ -510,12 +537,12 @@ class _ForkConnection:
             return None
 
     async def run_job(self, queued_job: _QueuedJob, timeout: float) -> TokenizeResult:
-        """The result of a piece.
+        """Run a job in the fork and return the result.
 
         Raises:
-            TimeoutError: it took too long, or its client has gone.
-            ConnectionError: the fork had ended before.
-            EOFError: the fork ended meanwhile.
+            TimeoutError: The job took longer than `timeout` seconds, or its client disconnected.
+            ConnectionError: The fork had ended before the job.
+            EOFError: The fork ended during the job.
         """
         self._writer.write(processes.frame_message(queued_job.data))
         reply = asyncio.create_task(self._read_reply())
@@ -531,7 +558,7 @@ class _ForkConnection:
                 await reply
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """Close the channel and kill the fork."""
         self._writer.close()
         self._process.end_fork(self._number)
 

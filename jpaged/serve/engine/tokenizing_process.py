@@ -1,8 +1,10 @@
-"""The process whose forks tokenise.
+"""The tokenizing process, whose forks tokenize texts and try structured-output specs.
 
-It loads the tokenizer once and forks whenever the server wants a fork, which takes milliseconds; so
-the server ends a fork as soon as its work is not wanted, or takes too long. It has no threads
-and no JAX. All of them end when the server does, however that ends.
+The process loads the tokenizer once and forks on the server's command. A fork takes milliseconds to
+start. So the server kills a fork as soon as its client disconnects or its job takes too long.
+
+The process has one thread and never loads JAX. The process and its forks end when the server's
+end of the channel closes.
 """
 
 import gc
@@ -29,14 +31,14 @@ _encode = msgspec.msgpack.encode
 
 
 class TokenizingSettings(msgspec.Struct, frozen=True):
-    """What forks need.
+    """Settings of the tokenizing process.
 
     Attributes:
-        folder: The checkpoint's.
-        chat_template: To use instead of the model's.
-        allow_special_tokens: Whether text of messages may become special tokens.
-        max_characters: Of what a chat template may write.
-        max_memory: Bytes that one fork may take in addition to what all share.
+        folder: Path of the checkpoint folder.
+        chat_template: Jinja template to use instead of the model's chat template.
+        allow_special_tokens: Whether the text of messages may become special tokens.
+        max_characters: Maximum number of characters that a chat template may write.
+        max_memory: Maximum bytes that a fork may allocate in addition to the shared memory.
     """
 
     folder: str
@@ -47,19 +49,19 @@ class TokenizingSettings(msgspec.Struct, frozen=True):
 
 
 class TokenizeJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of work: tokenise `text` or `messages`, make text of `token_ids`, or see whether a
-    grammar can be made of a `spec`.
+    """Job for a fork: tokenize `text` or `messages`, decode `token_ids`, or try a `spec`.
 
     Attributes:
-        text: A prompt.
-        add_special_tokens: To a prompt.
-        messages: A conversation; the arguments of tool calls in it are JSON text.
-        options: Of its template.
-        last: Tokens to give of the end; None for all.
-        most: Tokens of which a text with more is not wanted, unless only its last are.
-        strings: Give each token's text too.
-        token_ids: Tokens.
-        form: What answers are to obey.
+        text: Prompt to tokenize.
+        add_special_tokens: Whether to add the tokenizer's special tokens to `text`.
+        messages: Conversation to tokenize. The arguments of its tool calls are JSON text.
+        options: Further options of `Tokenizer.write_chat` for `messages`, such as `tools`.
+        last: Number of tokens to return from the end; None for all.
+        max_num_tokens: Number of tokens above which the fork may return `is_longer` instead of
+            tokens. Has no effect if `last` is set.
+        strings: Whether to return the text of each token too.
+        token_ids: Token ids to decode.
+        spec: Structured-output spec to try.
     """
 
     text: str | None = None
@@ -74,17 +76,17 @@ class TokenizeJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenizeResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of an order.
+    """Result of a job.
 
     Attributes:
-        token_ids: The text's tokens.
-        text: The tokens' text.
-        strings: The text of each token.
-        is_longer: No result: there are more tokens than `max_num_tokens`.
-        refused: No result: what is wrong with the order.
-        spent: No result: what it took too much of.
-        mistake: No result: where the chat template's syntax is wrong.
-        failed: No result: an unforeseen error.
+        token_ids: Token ids of the job's text or messages.
+        text: Text of the job's token ids.
+        strings: Text of each token.
+        is_longer: Whether the job was skipped because it has more than `max_num_tokens` tokens.
+        job_error: Why the job is invalid; None if the job is valid.
+        exceeded_limit: Limit of time or memory that the job exceeded, in words.
+        template_error: Line and description of a syntax error in the chat template.
+        internal_error: Unexpected error that ended the job, for the log.
     """
 
     token_ids: list[int] = []
@@ -98,11 +100,11 @@ class TokenizeResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StartFork(msgspec.Struct, frozen=True, tag=True):
-    """Command to the process: make a fork, whose end of the line comes with the message.
+    """Command to the tokenizing process to fork. The fork's channel comes with the message.
 
     Attributes:
-        number: Name of the fork.
-        most_seconds: CPU seconds that one order may take; 0 for no bound.
+        number: Number of the new fork.
+        max_cpu_seconds: Maximum CPU time of a job in seconds; 0 for no maximum.
     """
 
     number: int
@@ -110,19 +112,24 @@ class StartFork(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndFork(msgspec.Struct, frozen=True, tag=True):
-    """Command to the process: kill a fork, unless it has ended. If a socket comes with the message,
-    the process sends there the exit code, or minus the signal that ended the fork; None if unknown.
+    """Command to the tokenizing process to kill a fork that may already have ended.
+
+    If a socket comes with the message, the process sends the fork's exit code to the socket: minus
+    the signal's number if a signal ended the fork, and None if the fork is unknown.
+
+    Attributes:
+        number: Number of the fork.
     """
 
     number: int
 
 
 class TokenizingProcess:
-    """The process, as the server sees it.
+    """The server's side of the tokenizing process.
 
     Attributes:
-        settings: What its forks need.
-        num_starts: How often it was started.
+        settings: Settings of the process.
+        num_starts: Number of times that the process was started.
     """
 
     def __init__(self, settings: TokenizingSettings):
@@ -134,49 +141,51 @@ class TokenizingProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, and the group's of all forks."""
+        """Process id of the tokenizing process. The forks' process group has the same id."""
         return self._child.process.pid
 
     def wait_ready(self) -> None:
-        """Wait until it has loaded the tokenizer.
+        """Wait until the process has loaded the tokenizer.
 
         Raises:
-            ValueError: there is none.
-            RuntimeError: the process has ended.
+            ValueError: The checkpoint has no tokenizer that can be loaded.
+            RuntimeError: The process has ended.
         """
         if self._is_ready:
             return
         payload = processes.receive(self._child.sock)
         if payload is None:
-            raise RuntimeError("the process that tokenises ended while it started")
+            raise RuntimeError("the tokenizing process ended during its start")
         if (error := msgspec.msgpack.decode(payload)) is not None:
             raise ValueError(error)
         self._is_ready = True
 
     def fork(self, max_cpu_seconds: float = 0) -> tuple[int, socket.socket]:
-        """A new fork: what to call it, and the line to it.
+        """Start a fork, and return its number and the server's end of its channel.
 
         Args:
-            most_seconds: The processor's time after which it ends in the middle of an order; 0 for
-                no bound.
+            max_cpu_seconds: Maximum CPU time of a job in seconds, after which a signal kills the
+                fork; 0 for no maximum.
 
         Raises:
-            ConnectionError: the process has ended.
-            OSError: the system has no line for it.
+            ConnectionError: The process has ended.
+            OSError: No socket pair could be created.
         """
         self._num_forks += 1
         return self._num_forks, self._send_with_socket(StartFork(self._num_forks, max_cpu_seconds))
 
     def ask_exit_code(self, number: int) -> socket.socket:
-        """Ask how a fork ended that closed its line; return the socket to which the answer comes.
+        """Request the exit code of a fork, and return the socket that will receive the code.
+
+        Kills the fork if it still runs.
 
         Raises:
-            ConnectionError: the process has ended.
+            ConnectionError: The process has ended.
         """
         return self._send_with_socket(EndFork(number))
 
     def _send_with_socket(self, command: StartFork | EndFork) -> socket.socket:
-        """Send a command with one end of a new socket pair, and return the other end."""
+        """Send a command and one end of a new socket pair. Return the other end."""
         ours, theirs = processes.socket_pair()
         with theirs:
             try:
@@ -184,19 +193,22 @@ class TokenizingProcess:
                 socket.send_fds(self._child.sock, [message], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
+                raise ConnectionError(f"the tokenizing process has ended: {error}") from None
         return ours
 
     def end_fork(self, number: int) -> None:
-        """End a fork at once, whatever it does."""
-        with suppress(OSError):  # the process has ended, and is to be started anew
+        """Send the command to kill a fork, without waiting for the fork to end."""
+        with suppress(OSError):  # the process has ended, and its forks with it
             processes.send(self._child.sock, _encode(EndFork(number)))
 
     def restart(self, num_starts_before: int) -> None:
-        """Start it anew, unless that was done since `num_starts` was `num_starts_before`, and wait for it.
+        """Restart the process and wait until it is ready, unless another caller has restarted it.
+
+        Args:
+            num_starts_before: Value of `num_starts` when the caller last used the process.
 
         Raises:
-            OSError, RuntimeError, ValueError: it does not start.
+            OSError, RuntimeError, ValueError: The process does not start.
         """
         with self._restart_lock:
             if self.num_starts == num_starts_before:
@@ -205,25 +217,29 @@ class TokenizingProcess:
                 self.wait_ready()
 
     def close(self) -> None:
-        """End it and all forks."""
+        """Kill the process and all its forks."""
         self._child.kill_and_close()
 
     def _start(self) -> None:
         child = processes.Child(
             "jpaged.serve.engine.tokenizing_process",
-            is_group_leader=True,  # Ctrl-C is the server's; and all forks can be ended at once
+            is_group_leader=True,  # only the server gets Ctrl-C; killing the group kills all forks
             extra_env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
-        with suppress(OSError):  # it has ended, which `wait_ready` finds out
+        with suppress(OSError):  # if the process has ended, `wait_ready` raises an error
             processes.send(child.sock, _encode(self.settings))
-        # Only now: what the event loop sends meanwhile must not come before the settings.
+        # Assign `_child` last: the event loop must not send a command before the settings.
         self._child, self._is_ready = child, False
         self.num_starts += 1
 
 
 def main(control: socket.socket) -> int:
-    """Load the tokenizer and fork as told; ends with the server."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server's, which drains first
+    """Load the tokenizer, then run `StartFork` and `EndFork` commands until the channel closes.
+
+    Args:
+        control: Channel to the server.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server finishes its requests first
     payload = processes.receive(control)
     if payload is None:
         return 1
@@ -236,14 +252,14 @@ def main(control: socket.socket) -> int:
     processes.send(control, _encode(None))
     decoder = msgspec.msgpack.Decoder(StartFork | EndFork)
     gc.collect()
-    gc.freeze()  # or collecting would copy the pages that forks share
+    gc.freeze()  # a garbage collection in a fork would copy the shared memory pages
     pids: dict[int, int] = {}
     while (payload := processes.receive(control, files := list[int]())) is not None:
         match decoder.decode(payload):
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)  # of no effect on a fork that has ended
+                    os.kill(pid, signal.SIGKILL)  # a fork that has ended keeps its exit code
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
                     with socket.socket(fileno=file) as reply_socket, suppress(OSError):
@@ -254,12 +270,13 @@ def main(control: socket.socket) -> int:
                     os.close(files[0])
                     continue
                 control.close()
-                # Open until the exit: who sees it closed kills the fork and asks for its exit code.
+                # Keep the channel open until the exit. When the channel closes, the server has
+                # the fork killed, which would change the exit code of a running fork.
                 channel = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)
                     _run_jobs(channel, runner, max_cpu_seconds)
-                except BrokenPipeError:  # its client has gone
+                except BrokenPipeError:  # the server closed the channel during a job
                     pass
                 except Exception:
                     traceback.print_exc()
@@ -270,38 +287,38 @@ def main(control: socket.socket) -> int:
 
 
 def _run_jobs(channel: socket.socket, runner: "TokenizeJobRunner", max_cpu_seconds: float) -> None:
-    """Run the orders that come over `channel`, until it is closed."""
+    """Run the jobs that arrive over `channel`, until the channel closes."""
     decoder = msgspec.msgpack.Decoder(TokenizeJob)
     while (payload := processes.receive(channel)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)  # at whose end the system ends it
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)  # SIGPROF kills the fork
         result = runner.run_job(decoder.decode(payload))
         signal.setitimer(signal.ITIMER_PROF, 0)
         processes.send(channel, _encode(result))
         payload = result = None
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(max_bytes: int) -> None:
     _set_limit(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # where the system does not tell, there is no bound
+    with suppress(OSError):  # without /proc the memory is not limited
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
+        _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + max_bytes)
 
 
-def _set_limit(limit_kind: int, most: int) -> None:
+def _set_limit(limit_kind: int, limit: int) -> None:
     _, hard = resource.getrlimit(limit_kind)
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(limit_kind, (most, hard))
+        limit = min(limit, hard)
+    resource.setrlimit(limit_kind, (limit, hard))
 
 
 class TokenizeJobRunner:
-    """Does orders.
+    """Runs tokenizing jobs, in a fork.
 
     Args:
-        settings: As of the process.
+        settings: Settings of the tokenizing process.
 
     Raises:
-        ValueError: the folder has no tokenizer.
+        ValueError: The checkpoint has no tokenizer that can be loaded.
     """
 
     def __init__(self, settings: TokenizingSettings):
@@ -311,7 +328,7 @@ class TokenizeJobRunner:
         self._trial = GrammarTrial(self._tokenizer)
 
     def run_job(self, job: TokenizeJob) -> TokenizeResult:
-        """The result of an order; no exception leaves it."""
+        """Run a job and return its result. Errors become a part of the result."""
         try:
             if job.token_ids is not None:
                 return TokenizeResult(text=self._tokenizer.decode(job.token_ids))
@@ -320,17 +337,16 @@ class TokenizeJobRunner:
                 return TokenizeResult()
             return self._tokenize(job)
         except MemoryError:
-            return TokenizeResult(
-                exceeded_limit=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
-            )
+            limit = f"{self._settings.max_memory // MIB} MiB of memory"
+            return TokenizeResult(exceeded_limit=f"more than the limit of {limit}")
         except RecursionError:
             if job.spec is not None:
-                problem = "nests too deep: use fewer references and cases within each other"
+                problem = "nests too deep: nest fewer references and alternatives"
                 path = f"structured_outputs.{job.spec.kind}"
                 return TokenizeResult(
                     job_error=ErrorInfo(path, (problem,), kind=ErrorKind.TOO_LARGE)
                 )
-            problem = "the chat template nests too deep with these messages"
+            problem = "the chat template nests too deep with these messages: simplify the messages"
             return TokenizeResult(job_error=ErrorInfo("", (problem,)))
         except (TypeError, ValueError) as error:
             syntax = error.__cause__
@@ -370,7 +386,7 @@ class TokenizeJobRunner:
 
 
 def _parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: the arguments of its calls are objects."""
+    """Return a message whose tool-call arguments are dicts instead of JSON text."""
     if "tool_calls" not in message:
         return message
     calls = []

@@ -1,9 +1,11 @@
-"""The engine's process: takes commands, steps, tells what is new.
+"""The engine process: runs commands of the HTTP process, runs steps, and reports new tokens.
 
-It is apart from the HTTP process, so that HTTP never takes the interpreter from a step, and sends
-one message a step with the news of all requests; the log-probabilities of a long prompt go in
-parts, one a step. While the other side does not read, steps go on and the news wait in the engine,
-where those of a request are one entry however much it grows.
+The engine runs in a separate process, so that HTTP work cannot hold the interpreter lock during a
+step. The engine process sends one update per step with the new tokens of all requests. The
+log-probabilities of a long prompt are sent in chunks, one per update.
+
+While the HTTP process does not read, steps continue. The engine then collects the new tokens of
+each request in one delta.
 """
 
 import os
@@ -39,18 +41,26 @@ from jpaged.serve.engine.messages import (
 from jpaged.serve.errors import log_line
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""Seconds between two signs of life of an engine that has nothing to do."""
+"""Seconds between two updates of an idle engine."""
 
 LOGPROBS_CHUNK_SIZE = 512
-"""Prompt tokens whose log-probabilities, up to twenty each, are told at a time."""
+"""Maximum number of prompt tokens whose log-probabilities are sent in one delta."""
 
-_STATS_INTERVAL_S = 0.2  # seconds
-_MAX_COMMANDS_TIME_S = 0.005  # seconds before a step, and what the last command takes
-_PARENT_CHECK_INTERVAL_S = 1.0  # seconds
+_STATS_INTERVAL_S = 0.2
+
+_MAX_COMMANDS_TIME_S = 0.005
+"""Seconds of commands before a step, after which no further command is started."""
+
+_PARENT_CHECK_INTERVAL_S = 1.0
 
 
 class EngineWorker:
-    """Runs one engine for the process at the other end of a link."""
+    """Runs an engine on the commands that arrive over a channel.
+
+    Args:
+        engine: The engine.
+        link: Channel to the HTTP process.
+    """
 
     def __init__(self, engine: Engine, link: processes.MessageSocket):
         self._engine = engine
@@ -58,15 +68,16 @@ class EngineWorker:
         self._sampler = PoolSampler(engine)
         self._is_stopped = False
         self._stats_due = 0.0
-        self._chunks_by_request: dict[
-            str, deque[RequestDelta]
-        ] = {}  # what a request's news are told in
+        # Unsent deltas of the requests whose prompt log-probabilities were split.
+        self._chunks_by_request: dict[str, deque[RequestDelta]] = {}
 
     def run(self) -> None:
-        """Serve until told to stop or the other side is gone; what is unfinished is aborted.
+        """Run commands and steps until `StopEngine` arrives or the channel closes.
+
+        At the end, abort all requests and close the channel.
 
         Raises:
-            RuntimeError: a step failed. The other side knows.
+            RuntimeError: A step failed. `EngineFailed` has been sent.
         """
         self._send(_engine_info(self._engine))
         try:
@@ -82,7 +93,6 @@ class EngineWorker:
             self._link.close()
 
     def _run_iteration(self) -> None:
-        """One turn: commands in, a step, news out."""
         self._handle_commands()
         if self._engine.has_work:
             self._engine.advance()
@@ -98,7 +108,7 @@ class EngineWorker:
         return None if message is None else decode_command(message)
 
     def _handle_commands(self) -> None:
-        """Run the commands that wait; only some of many while requests run, whose steps wait."""
+        """Run the waiting commands. While requests run, stop after `_MAX_COMMANDS_TIME_S`."""
         is_busy = self._engine.has_work
         can_send = self._chunks_by_request and self._link.is_flushed
         command = self._receive(0.0 if is_busy or can_send else HEARTBEAT_INTERVAL_S)
@@ -112,7 +122,7 @@ class EngineWorker:
     def _send_update(self) -> None:
         deltas, now = self._engine.take_deltas(), time.monotonic()
         for delta in deltas:
-            if delta.error is not None:  # clients are told where to look, not what
+            if delta.error is not None:  # clients may get only a reference to the log
                 log_line(f"{delta.request_id}: {delta.error}")
         deltas = self._split_deltas(deltas)
         is_idle = not self._engine.has_work
@@ -123,7 +133,11 @@ class EngineWorker:
             self._send(EngineUpdate(deltas, stats))
 
     def _split_deltas(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
-        """The news to send now, in each request's order; of long ones one part, in turn."""
+        """Return the deltas to send now.
+
+        Long prompt log-probabilities are split into chunks. One call returns one chunk of one
+        request, and the requests take turns. The deltas of each request stay in order.
+        """
         to_send = []
         for delta in deltas:
             if (
@@ -139,9 +153,9 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            while chunks and not chunks[0].prompt_logprobs:  # what came after them is short
+            while chunks and not chunks[0].prompt_logprobs:  # deltas without them are short
                 to_send.append(chunks.popleft())
-            if chunks:  # after those of others
+            if chunks:  # move this request to the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks
         return to_send
 
@@ -167,13 +181,14 @@ class EngineWorker:
             )
         except (TypeError, ValueError) as error:
             self._send(RequestRefused(name, error_info(error)))
-        except Exception as error:  # of this request; if a step failed, the next one says so
+        except Exception as error:  # fail only this request; a broken engine fails in `advance`
             log_line(f"{name}: {error!r}")
-            self._send(RequestRefused(name, ErrorInfo("", ("it failed",), kind=ErrorKind.INTERNAL)))
+            info = ErrorInfo("", ("the request failed",), kind=ErrorKind.INTERNAL)
+            self._send(RequestRefused(name, info))
 
 
 def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """The same news in several: first a prompt's log-probabilities, then with the last the rest."""
+    """Split a delta's prompt log-probabilities into chunks. The last chunk has all other fields."""
     scores = delta.prompt_logprobs
     while scores is not None and len(scores) > LOGPROBS_CHUNK_SIZE:
         cached = delta.num_cached_tokens
@@ -197,11 +212,11 @@ def _engine_info(engine: Engine) -> EngineInfo:
 
 
 def describe_start_error(error: Exception) -> str:
-    """Why no engine was made, in one line; an unforeseen error also goes to the log."""
+    """Return why the engine could not be started. Print the traceback of an unexpected error."""
     message = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message:
         remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
-        return f"the device's memory does not suffice: {remedy} ({message})"
+        return f"not enough device memory: {remedy} ({message})"
     if not (message and isinstance(error, (ValueError, RuntimeError, OSError))):
         traceback.print_exception(error, file=sys.stderr)
         return f"{type(error).__name__}: {message}"
@@ -216,17 +231,20 @@ def _receive_options(link: processes.MessageSocket) -> dict[str, Any]:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, whatever it does at the moment."""
+    """Wait until the parent process has ended, then exit immediately."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_INTERVAL_S)
     os._exit(1)
 
 
 def main(sock: socket.socket, parent: str) -> int:
-    """Make an engine of the options that come first, and serve it until the parent, the process of
-    that number, says otherwise or is gone. Returns the exit code."""
-    # Some supervisors send SIGTERM to the whole group of processes; what becomes of the engine is
-    # for the parent to say.
+    """Create an engine with the options of `StartEngine`, run it, and return the exit code.
+
+    Args:
+        sock: Channel to the HTTP process.
+        parent: Process id of the HTTP process. This process exits when the HTTP process ends.
+    """
+    # Some supervisors send SIGTERM to the whole process group. The parent decides when to stop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     link = processes.MessageSocket(sock)

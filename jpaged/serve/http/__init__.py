@@ -1,1 +1,1 @@
-"""The HTTP server: routes, bodies, connections, access, metrics."""
+"""The HTTP server: routes, request bodies, connections, access control and metrics."""

@@ -1,13 +1,14 @@
-"""Which requests are served: API keys, the Host they name, and how many are in flight.
+"""Access control: API keys, allowed Host headers, and limits on requests in flight.
 
-Programs bring a key as `Authorization: Bearer KEY`. A browser cannot do so when it opens a page,
-but asks its user for a name and a password (HTTP Basic); the password is a key. It then sends them
-of its own accord, also where a page of another site makes it ask: such requests are refused.
+A client sends its key as `Authorization: Bearer KEY` or in `x-api-key`. A browser that opens the
+dashboard uses HTTP Basic instead: any user name, with the key as the password. A browser adds
+these credentials to every request to this server, even if a page of another site caused the
+request. Cross-site requests with HTTP Basic are therefore refused.
 
-On the loopback without keys only the Host tells this machine's users from strangers' pages. A
-browser lets a page ask the server it came from, known by its name, and the owner of the name can
-let it lead to 127.0.0.1 once the page is loaded (DNS rebinding); the Host that the browser sends
-is still that name.
+The check of the Host header prevents DNS rebinding, which threatens a server without keys on the
+loopback interface. In this attack, a malicious website points its domain name at 127.0.0.1 after
+its page has loaded. The browser then lets the page reach this server, but still sends the
+website's domain name as the Host.
 """
 
 import base64
@@ -27,29 +28,29 @@ from jpaged.serve.errors import ApiError, field_error, unavailable_error
 from jpaged.serve.options import Limits, normalize_host
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""What is answered without a key."""
+"""Paths that need no API key."""
 
 INVALID_KEY_CODE = "invalid_api_key"
-"""OpenAI's code of a 401, by which clients know it."""
+"""OpenAI's error `code` for a missing or wrong API key (status 401)."""
 
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 ANY_HOST = "*"
 
-_RETRY_AFTER_S = 1  # seconds
+_RETRY_AFTER_S = 1
 
 
 class Access:
-    """Lets requests pass by the Host that they name and the key that they bring.
+    """Checks the Host header and the API key of requests.
 
-    Hosts are this machine's own, with any port, and those allowed. A request that names none
-    passes too: browsers always do.
+    "localhost" and loopback addresses are always allowed as the Host, with any port. A request
+    without a Host header is allowed too: it cannot come from a browser.
 
     Args:
-        keys: One of these is needed; none: nothing is.
-        hosts: Names in addition to this machine's own, as of `normalize_host`; `ANY_HOST` stands for
-            all, and so does None.
-        has_page: Whether browsers have something to open at `/`, and so may use Basic.
+        keys: Accepted API keys. If empty, requests need no key.
+        hosts: Other allowed host names, as `normalize_host` returns them. Every host is allowed if
+            `hosts` is None or contains `ANY_HOST`.
+        has_dashboard: Whether the server has the dashboard. HTTP Basic is accepted only then.
     """
 
     def __init__(self, keys: Sequence[str], hosts: Sequence[str] | None, *, has_dashboard: bool):
@@ -58,11 +59,11 @@ class Access:
         self._has_dashboard = has_dashboard
 
     def check(self, scope: Scope) -> None:
-        """Let a request pass, or not.
+        """Check the Host header and the API key of a request.
 
         Raises:
-            ApiError: 403 for another Host, 401 without a key where one is needed, 403 with one that
-                a browser was made to send.
+            ApiError: 403 if the Host is not allowed; 401 if the request needs a key and has no
+                valid one; 403 if another site's page made the browser send the credentials.
         """
         self._check_host(Headers(scope=scope).get("host", ""))
         if self._key_digests and scope["path"] not in UNAUTHENTICATED_PATHS:
@@ -72,43 +73,43 @@ class Access:
         name, hosts = normalize_host(host_header), self._allowed_hosts
         is_served = hosts is None or name in hosts or name in ("", "localhost")
         if not (is_served or is_loopback(name)):
-            message = f"the Host {host_header[:100]!r} is not served here"
+            message = f"the Host header {host_header[:100]!r} is not allowed"
             raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
 
     def _check_key(self, scope: Scope) -> None:
         scheme, key = _credentials(scope)
         digest = _digest(key)
-        # All of them are compared, so that the time tells nothing.
+        # Compare with every key: stopping at a match would leak information through timing.
         is_known = (
             sum(hmac.compare_digest(digest, known_digest) for known_digest in self._key_digests) > 0
         )
         if not is_known or (scheme == "basic" and not self._has_dashboard):
             raise self._unauthorized_error(scope["path"])
         if scheme == "basic" and not _is_first_party(scope):
-            message = "a user name and a password are for this server's own page only"
+            message = "HTTP Basic is accepted only from the dashboard page of this server"
             raise ApiError(403, f"{message}: send Authorization: Bearer KEY instead")
 
     def _unauthorized_error(self, path: str) -> ApiError:
         if self._has_dashboard and (path == "/" or path.startswith("/picture/")):
-            message = "give any user name, and a valid API key as the password"
+            message = "enter any user name, and a valid API key as the password"
             challenge = 'Basic realm="jpaged", charset="UTF-8"'
         else:
-            message, challenge = "give a valid API key: Authorization: Bearer KEY", "Bearer"
+            message, challenge = "send a valid API key: Authorization: Bearer KEY", "Bearer"
         headers = {"WWW-Authenticate": challenge}
         return ApiError(401, message, code=INVALID_KEY_CODE, headers=headers)
 
 
 def client_id(scope: Scope, *, has_keys: bool) -> str:
-    """Names a request's client: a digest of its key where keys are needed, else its address."""
+    """Identify the client of a request by a digest of its key or, without keys, by its address."""
     if has_keys:
         return _digest(_credentials(scope)[1]).hex()
     return str((scope.get("client") or ("unknown",))[0])
 
 
 def _credentials(scope: Scope) -> tuple[str, str]:
-    """The kind of credentials that a request brings, and its key; "" for none. Anthropic's clients
-    have a header of their own."""
+    """Return the scheme of a request's credentials ("bearer", "basic" or "") and the API key."""
     headers = Headers(scope=scope)
+    # Anthropic's clients send x-api-key instead of Authorization.
     if "authorization" not in headers and "x-api-key" in headers:
         return "bearer", headers["x-api-key"].strip()
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
@@ -126,15 +127,15 @@ def _password(encoded: str) -> str:
 
 
 def _is_first_party(scope: Scope) -> bool:
-    """Whether the user or this server's own page made the browser send this request.
+    """Return whether the user or this server's page, not another site, caused the request.
 
-    Browsers say so in Sec-Fetch-Site; where they do not (plain HTTP from another machine), they
-    send the Origin with all that may change something.
+    Browsers send Sec-Fetch-Site, except over plain HTTP to another machine. There, the Origin
+    header decides: browsers send it with every request that may change something.
     """
     headers = Headers(scope=scope)
     site, has_safe_method = headers.get("sec-fetch-site"), scope["method"] in _SAFE_METHODS
     if site is not None:
-        # A link to the page may be on any site.
+        # Another site may link to the dashboard.
         is_navigation = has_safe_method and (
             site == "none" or headers.get("sec-fetch-mode") == "navigate"
         )
@@ -150,7 +151,7 @@ def _digest(key: str) -> bytes:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether the name is an address of this machine that others cannot reach."""
+    """Return whether `name` is a loopback IP address; host names are never one."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -159,10 +160,10 @@ def is_loopback(name: str) -> bool:
 
 
 class InFlightLimiter:
-    """Admits requests, and counts those in flight: the queue is bounded, and each client's share.
+    """Limits the sequences in flight in total, and the requests in flight per client.
 
     Attributes:
-        num_requests: HTTP requests that were admitted and are not over.
+        num_requests: Number of admitted HTTP requests that have not ended.
     """
 
     def __init__(self, limits: Limits, max_num_seqs: int):
@@ -174,11 +175,16 @@ class InFlightLimiter:
 
     @contextmanager
     def admit(self, client: str, num_sequences: int) -> Iterator[None]:
-        """Take in a request that may run so many sequences, for as long as the block lasts.
+        """Count a request as in flight until the `with` block ends.
+
+        Args:
+            client: Identifier of the client, from `client_id`.
+            num_sequences: Maximum number of sequences that the request runs at the same time.
 
         Raises:
-            ApiError: 503 if the queue is full, 429 if the client has its share, 400 if it asks for
-                more than the queue holds.
+            ApiError: 429 if the client has its maximum number of requests in flight; 400 if the
+                batch and the queue together are too small for the request; 503 if the queue is
+                full.
         """
         self._check(client, num_sequences)
         self.num_requests += 1
@@ -197,7 +203,7 @@ class InFlightLimiter:
         client_limit = self._limits.max_num_client_reqs
         if client_limit is not None and self._num_requests_by_client[client] >= client_limit:
             in_flight = errors.format_count(client_limit, "request")
-            message = f"this client has {in_flight} in flight already: wait for one to end"
+            message = f"this client already has {in_flight} in flight: wait until one ends"
             raise ApiError(
                 429,
                 message,
@@ -207,7 +213,8 @@ class InFlightLimiter:
         max_sequences = self._max_num_seqs + self._limits.max_num_queued_reqs
         if num_sequences > max_sequences:
             message = (
-                f"{num_sequences} sequences are asked for at once: {max_sequences} at most, here"
+                f"the request has {num_sequences} sequences, and this server accepts at most "
+                f"{max_sequences} per request: send several smaller requests"
             )
             raise field_error("prompt", message, shows_path=False)
         num_queued = max(0, self._num_sequences + num_sequences - self._max_num_seqs)

@@ -1,4 +1,4 @@
-"""The routes, what surrounds them, and `/openapi.json`, which is made of the same structs."""
+"""The ASGI application, its routes, and the OpenAPI description of these routes."""
 
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -52,27 +52,27 @@ from jpaged.serve.http.serving import ServerState
 _POST_ENDPOINTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, as OpenAI's Responses API has it."),
-    "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's Messages API has it."),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, with OpenAI's Responses API."),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, with Anthropic's Messages API."),
     "/v1/messages/count_tokens": (CountTokensRequest, "Count a conversation's tokens."),
-    "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
-    "/detokenize": (DetokenizeRequest, "The text of token ids."),
+    "/tokenize": (TokenizeRequest, "Return the token ids of a text or a conversation."),
+    "/detokenize": (DetokenizeRequest, "Return the text of token ids."),
 }
 MESSAGES_PATH = "/v1/messages"
-"""Errors at this path and below it have Anthropic's format."""
+"""Path of the Messages API. Errors at this path and below it have Anthropic's format."""
 
 _PING_PATH = "/ping"
 _MODEL_PATH = "/v1/models/{name}"
 _GET_ENDPOINTS = {
-    "/v1/models": "What the model may be called.",
-    _MODEL_PATH: "One of the model's names.",
-    "/health": "200 as long as the engine's loop goes round, else 503.",
-    "/ready": "200 as long as new requests are welcome, else 503.",
-    _PING_PATH: "The same as /health.",
-    "/version": "jpaged's version.",
-    "/load": "Requests in flight.",
-    "/metrics": "Figures for Prometheus, with vLLM's names.",
-    "/openapi.json": "This.",
+    "/v1/models": "List the names of the model.",
+    _MODEL_PATH: "Describe the model under one of its names.",
+    "/health": "Return 200 while the engine's loop runs, else 503.",
+    "/ready": "Return 200 while the server accepts new requests, else 503.",
+    _PING_PATH: "Return the same status as /health.",
+    "/version": "Return the version of jpaged.",
+    "/load": "Return the number of requests in flight.",
+    "/metrics": "Return metrics for Prometheus, with vLLM's names.",
+    "/openapi.json": "Return this OpenAPI description.",
 }
 _STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _MODEL_NOT_FOUND = {"404": "No model has this name."}
@@ -84,11 +84,11 @@ _GET_ERRORS = {
     ),
 }
 _POST_ERRORS = {
-    "400": "A field is not acceptable; the error names it.",
+    "400": "A field is invalid; the error names the field.",
     **_MODEL_NOT_FOUND,
     "413": "The body is too large.",
-    "415": "The body is not said to be JSON.",
-    "429": "This client has its share in flight; Retry-After says when to come back.",
+    "415": "The Content-Type is not application/json.",
+    "429": "This client has too many requests in flight: retry after Retry-After seconds.",
     "500": "The request failed on the server.",
     **_GET_ERRORS,
 }
@@ -124,14 +124,17 @@ _ERROR_SCHEMA = {
 T = TypeVar("T", bound=Body)
 
 _MAX_EXTRA_VALUES = 64 * 1024
-"""Values that a body may have in addition to the token ids of a prompt."""
+"""Maximum number of JSON values in a body, not counting the token ids of a prompt."""
 
 _MAX_INLINE_SIZE = 16 * 1024
-"""Characters or tokens above which an answer is made JSON in a thread."""
+"""Maximum size of an answer that the event loop encodes as JSON, in characters or tokens.
+
+Larger answers are encoded in a thread.
+"""
 
 
 def build_openapi() -> dict[str, Any]:
-    """The API, as OpenAPI 3.1 has it."""
+    """Return the OpenAPI 3.1 description of the HTTP API."""
     paths: dict[str, Any] = {
         path: {"get": _operation(path, description)} for path, description in _GET_ENDPOINTS.items()
     }
@@ -168,7 +171,7 @@ def _operation(path: str, description: str, errors: dict[str, str] = _GET_ERRORS
 
 def _success_response(path: str) -> dict[str, Any]:
     if path in UNAUTHENTICATED_PATHS:
-        return {"description": "Yes."}
+        return {"description": "The server is healthy, or ready."}
     media_types = ["text/plain"] if path == "/metrics" else ["application/json"]
     media_types += ["text/event-stream"] if path in _STREAMING_PATHS else []
     return {"description": "The answer.", "content": {media_type: {} for media_type in media_types}}
@@ -181,12 +184,12 @@ def _error_description(path: str, description: str) -> dict[str, Any]:
 
 
 def make_app(serving: ServerState) -> ASGIApp:
-    """The application: endpoints behind Hosts and keys, every failure an answer."""
+    """Return the server's ASGI application, which refuses requests on surplus connections."""
     return SurplusGuard(App(serving), _format_error)
 
 
 class App:
-    """The endpoints, and what surrounds them."""
+    """ASGI application that checks access, calls the endpoints and formats their errors."""
 
     def __init__(self, serving: ServerState):
         self._serving = serving
@@ -231,7 +234,7 @@ class App:
             return
         try:
             self._access.check(scope)
-            # With an app in the scope, routes raise what they refuse, as all here does.
+            # If "app" is set, Starlette's routes raise errors instead of answering in plain text.
             scope = {**scope, "app": self}
             with self._bodies.track_buffered_bytes(scope):
                 await self._router(scope, receive, send_and_watch_start)
@@ -272,7 +275,7 @@ class App:
         prefix: str,
         **response_options: Any,
     ) -> Response:
-        """Read a body, check what it asks, and begin its answer in the endpoint's words."""
+        """Read and check a request body, and return the response that generates the answer."""
         serving = self._serving
         config = serving.config
         serving.check_engine()
@@ -283,7 +286,7 @@ class App:
         if isinstance(request_body, ChatRequest):
             request_body.check_template(config.template_variables)
             check_tools_enabled(request_body.offered_tools, config)
-        elif isinstance(request_body, (ResponsesRequest, MessagesRequest)):  # a chat in other words
+        elif isinstance(request_body, (ResponsesRequest, MessagesRequest)):
             check_tools_enabled(request_body.chat.offered_tools, config)
         request_id, client = f"{prefix}{uuid.uuid4().hex}", self._client_id(request)
         new_generation = generation_type(serving, request_body, request_id, model, client)
@@ -346,24 +349,32 @@ class App:
         return self._respond_when_ready(request, answer)
 
     async def _read_body(self, request: Request, body_type: type[T]) -> T:
-        """The record in a body, which may always name as many token ids as the model takes."""
+        """Read the body of a request as a `body_type`.
+
+        A body may always have as many token ids as the model's maximum length.
+        """
         serving = self._serving
-        longest = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES
-        most = max(serving.config.limits.max_body_values, longest)
-        return await self._bodies.read(request, lambda value: parse_body(body_type, value), most)
+        min_limit = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES
+        max_values = max(serving.config.limits.max_body_values, min_limit)
+        return await self._bodies.read(
+            request, lambda value: parse_body(body_type, value), max_values
+        )
 
     def _respond_when_ready(
         self,
         request: Request,
-        make: Callable[[], Awaitable[dict[str, Any]]],
+        compute: Callable[[], Awaitable[dict[str, Any]]],
         **response_options: Any,
     ) -> Response:
-        """An answer that is made while its client waits: one of the client's requests in flight."""
+        """Return a response whose JSON body is the result of `compute`.
+
+        The request counts as in flight, and a disconnect of the client cancels the computation.
+        """
         serving, client = self._serving, self._client_id(request)
 
         async def body_chunks() -> AsyncGenerator[bytes, None]:
             with serving.admit(client, 0):
-                answer = await make()
+                answer = await compute()
                 size = sum(len(it) for it in answer.values() if isinstance(it, (str, list)))
                 if size <= _MAX_INLINE_SIZE:
                     yield encode_json(answer)
@@ -429,4 +440,4 @@ def _format_error(path: str, error: ApiError) -> Response:
 
 
 async def _raise_not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, "there is nothing at this address; /openapi.json lists what there is")
+    raise ApiError(404, "this path does not exist: /openapi.json lists the paths of this server")

@@ -1,9 +1,9 @@
-"""Requests' bodies: bounded as they arrive, counted before they are built, and JSON of one meaning.
+"""Request bodies: read with size limits, check the number of values, and parse as strict JSON.
 
-What another client is sent must not wait for a body. So its values are counted before any of them
-is built, and a large one is parsed in a thread of its own: no call into C holds the interpreter for
-long, and Python code gives way. Long strings are decoded in pieces: 8 MB of escapes in one call
-took 17 to 30 ms.
+Parsing a body must not delay the tokens of other requests. So the values of a body are counted
+before any value is built, and a large body is parsed in a separate thread. That thread must not
+hold the interpreter lock for long, so long strings are decoded in chunks. Decoding 8 MB of escapes
+in one call took 17 to 30 ms.
 """
 
 import asyncio
@@ -30,59 +30,66 @@ _BUFFERED_BYTES_KEY = "jpaged.held"
 T = TypeVar("T")
 
 BODY_NAME = "the body"
-"""What errors call the text that `parse_json` reads."""
+"""Name of the body in the errors of `parse_json`."""
 
 MAX_JSON_DEPTH = 32
-"""Arrays and objects within each other, at most."""
+"""Maximum nesting depth of arrays and objects."""
 
 _MAX_INLINE_BYTES = 16 * 1024
-"""Bytes of a body that is parsed in the event loop, in a millisecond or two at most."""
+"""Maximum size of a body that the event loop parses, which takes at most 1 or 2 ms."""
 
 _SPEC_FIELDS = {"structured_outputs", "response_format", "text", "output_config", "tools"}
-"""Fields that may have schemas or grammars: checking a small one can take a tenth of a second."""
+"""Fields that may contain schemas or grammars. Checking even a small schema can take 0.1 s."""
 
 _SCAN_CHUNK_BYTES = 256 * 1024
-"""Bytes that are counted in one go."""
+"""Number of bytes of a body that `_scan_body` scans at a time."""
 
 _LONG_STRING_BYTES = 16 * 1024
-"""Bytes of a string above which it is decoded apart from the rest of its body."""
+"""Size above which a string is decoded separately from the rest of the body."""
 
 _STRING_CHUNK_BYTES = 64 * 1024
-"""Bytes of a long string that are decoded in one call, in a quarter of a millisecond."""
+"""Number of bytes of a long string that are decoded per call, which takes 0.25 ms."""
 
-_ESCAPE_SIZE = 6  # bytes, of \uXXXX
+_ESCAPE_SIZE = 6  # bytes of an escape like \uXXXX
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
 _MAX_SEARCHED_BYTES = 2**20
-"""Bytes of a body in which a lone surrogate is looked for: ten milliseconds."""
+"""Maximum size of a body that is searched for a lone surrogate, which takes 10 ms."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _MAX_DIGITS = 64
-"""A number of so many digits in a row may be refused, one of twice as many always is."""
+"""Size of the aligned groups of bytes in a body that must not all be digits.
+
+A number with this many digits may be refused, and a number with twice as many always is.
+"""
 
 _DIGITS_PER_VALUE = 8
-"""So many in a row may count as a value more, and twice as many do: one of 63 digits takes seven
-times as long to build as one of 15."""
+"""Size of the aligned groups of digits that each count as one more JSON value.
+
+Building a number with 63 digits takes seven times as long as building one with 15 digits.
+"""
 
 _EIGHT_TRUE_BYTES = np.uint64(0x0101010101010101)
-"""So many truth values, each a byte, seen as one number."""
+"""Eight bytes of numpy's True, viewed as one uint64."""
 
 _MAX_EXACT_FLOAT = 2**53
-"""Below it a float is one integer."""
+"""Bound below which an integral float stands for exactly one integer."""
 
 _SCALAR_TYPES = frozenset({int, float, bool, str, type(None)})
 
+# Weight of each byte outside strings. The comma or colon before a value counts 1. The value's
+# closing quote, decimal point or opening bracket counts the other 3.
 _VALUE_COUNTS = np.zeros(256, np.uint8)
 _VALUE_COUNTS[list(b",:")] = 1
 _VALUE_COUNTS[list(b'".')] = 3
-_VALUE_COUNTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
+_VALUE_COUNTS[list(b"[{")] = 4  # includes 1 for the first item, which has no comma before it
 
 
 class BodyReader:
-    """Reads the bodies of requests, large ones one at a time in a thread of its own.
+    """Reads the bodies of requests, and parses large bodies one at a time in a separate thread.
 
-    All that are held, from their arrival until the answers, are bounded together.
+    `Limits.max_total_body_bytes` limits the total size of the bodies of all unanswered requests.
     """
 
     def __init__(self, limits: Limits):
@@ -92,7 +99,7 @@ class BodyReader:
 
     @contextmanager
     def track_buffered_bytes(self, scope: Scope) -> Iterator[None]:
-        """Holds the body that is read for a request as long as the block lasts."""
+        """Count the body of a request towards the total size until the `with` block ends."""
         scope[_BUFFERED_BYTES_KEY] = 0
         try:
             yield
@@ -100,17 +107,18 @@ class BodyReader:
             self._num_buffered_bytes -= scope[_BUFFERED_BYTES_KEY]
 
     async def read(self, request: Request, convert: Callable[[Any], T], max_values: int) -> T:
-        """What `convert` makes of the JSON value in the body; it runs in any thread.
+        """Read the body of a request, parse its JSON, and return the converted value.
 
         Args:
-            request: Whose body has not been read yet.
-            make: Raises ApiError for a value that is not acceptable.
-            max_values: As `parse_json` takes them.
+            request: Request whose body has not been read yet.
+            convert: Converts the JSON value, possibly in another thread. It raises ApiError for a
+                value that is not acceptable.
+            max_values: Limit on the JSON values; see `parse_json`.
 
         Raises:
-            ApiError: 413 if the body is too large, 503 if all bodies are, 400 if it has too many
-                values, is no JSON, or ambiguous, or does not come, 415 if it is not said to be
-                JSON; what `convert` raises.
+            ApiError: 413 if the body is too large; 503 if the total size of all bodies is too
+                large; 415 for another Content-Type than JSON; 400 if the body arrives too late.
+                Errors of `parse_json` and `convert` are raised too.
         """
         body = await self._read_body(request)
         if len(body) <= _MAX_INLINE_BYTES:
@@ -125,7 +133,8 @@ class BodyReader:
     async def _read_body(self, request: Request) -> bytearray:
         limits, limit = self._limits, self._limits.max_body_bytes
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":  # also what a page of another site could send unasked
+        # Other types need no CORS preflight, so a page of another site could send them.
+        if media_type != "application/json":
             raise ApiError(415, "send JSON, with the header Content-Type: application/json")
         declared = request.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:20]) > limit:
@@ -138,30 +147,33 @@ class BodyReader:
                         raise _too_large_error(limit)
                     if self._num_buffered_bytes + len(chunk) > limits.max_total_body_bytes:
                         raise unavailable_error(
-                            "too much is being asked at the moment: try again later"
+                            "too many request bodies are being read: try again later"
                         )
                     self._num_buffered_bytes += len(chunk)
                     request.scope[_BUFFERED_BYTES_KEY] += len(chunk)
                     body += chunk
         except TimeoutError:
-            raise ApiError(400, "the body did not arrive in time") from None
+            raise ApiError(400, "the body did not arrive in time: send it faster") from None
         except ClientDisconnect:
-            raise ApiError(400, "the client is gone") from None
+            raise ApiError(400, "the client disconnected before its body arrived") from None
         return body
 
 
 def parse_json(body: bytes | bytearray, max_values: int) -> Any:
-    """The JSON value of `body`.
+    """Parse a JSON text that has only one possible meaning, and return its value.
+
+    Values are weighted by the time it takes to build them. An integer, true, false or null counts
+    as one. A string, a key, a fraction, an array or an object counts as four. A long number counts
+    as one more for about every eight digits.
 
     Args:
-        body: In UTF-8.
-        max_values: A whole number, true, false or null counts as one; a string (a name in an object
-            too), a fraction, an array or an object as four, a long number as one more for about
-            every eight digits: about what it takes to build them.
+        body: JSON text in UTF-8.
+        max_values: Maximum number of values in the body, weighted as above.
 
     Raises:
-        ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
-            twice or at great length, is nested too deep, or has a lone surrogate.
+        ApiError: The body has too many values, is not JSON in UTF-8, or contains NaN or an
+            infinity. It repeats a key in an object, has a key that is too long, is nested too
+            deep, or has a lone surrogate.
     """
     num_names, string_spans = _scan_body(body, max_values)
     try:
@@ -179,32 +191,33 @@ def parse_json(body: bytes | bytearray, max_values: int) -> Any:
 
 
 def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tuple[int, int]]]:
-    """Count the names in all objects of `body`, and find its long strings, if it is JSON.
+    """Count the keys of all objects in a body, and find its long strings.
 
-    Each piece is seen by numpy, which lets other threads run meanwhile.
+    If the body is not valid JSON, the results have no meaning. Chunks are scanned by numpy, which
+    lets other threads run.
 
     Returns:
-        The number of names, and for each string longer than `_LONG_STRING_BYTES` where it begins and ends
-        in `body`, without its quotes.
+        Number of keys; start and end in `body` of each string longer than `_LONG_STRING_BYTES`,
+        without its quotes.
 
     Raises:
-        ApiError: there are too many values, or one is a number of too many digits.
+        ApiError: The body has too many values, or a number with too many digits.
     """
     weight, num_names, at, in_string, string_start = 1, 0, 0, np.uint8(0), 0
     string_spans: list[tuple[int, int]] = []
     while at < len(body):
         start, chunk = at, body[at : at + _SCAN_CHUNK_BYTES]
         at += len(chunk)
-        if at < len(body) and _ends_in_escape(chunk):  # what it escapes is in the next one
+        if at < len(body) and _ends_in_escape(chunk):  # do not split an escape
             chunk, at = chunk[:-1], at - 1
         if in_string and b'"' not in chunk:
             continue
-        if b"\\" in chunk:  # what is escaped ends no string
+        if b"\\" in chunk:  # an escaped quote does not end a string
             chunk = chunk.replace(b"\\\\", b"..").replace(b'\\"', b"..")
         codes = np.frombuffer(chunk, np.uint8)
         quotes = codes == ord('"')
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
-        in_string, outside = inside[-1], inside == 0  # of its quotes the last is outside
+        in_string, outside = inside[-1], inside == 0  # a closing quote is outside
         quote_positions = np.flatnonzero(quotes)
         if len(quote_positions):
             starts = np.concatenate(([string_start - start], quote_positions[:-1] + 1))
@@ -221,37 +234,35 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
 
 
 def _ends_in_escape(chunk: bytes | bytearray) -> bool:
-    """Whether the last byte is a backslash that is not escaped itself."""
+    """Return whether the last byte is a backslash that is not escaped itself."""
     return chunk.endswith(b"\\") and (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 == 1
 
 
 def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any:
-    """Decode a body, with its long strings decoded separately, in pieces.
+    """Decode a body, and decode its long strings separately, in chunks.
 
     A random number replaces each long string in the decoder's input, and the decoder's hook for
     numbers returns the string. A client cannot guess these numbers.
 
     Args:
         body: JSON in UTF-8.
-        texts: Start and end of each long string, from `_scan_body`.
+        string_spans: Start and end of each long string, from `_scan_body`.
 
     Raises:
-        ApiError: a long string is the name of a field.
-        msgspec.DecodeError, UnicodeDecodeError: the body is not valid; positions are those in
-            `body`.
+        ApiError: A long string is a key of an object.
+        msgspec.DecodeError, UnicodeDecodeError: The body is not valid JSON in UTF-8. Positions in
+            the message of a DecodeError are positions in `body`.
     """
     secret = secrets.randbits(64)
     values: dict[str, str] = {}
     shortened_body, at, shifts = bytearray(), 0, []
     for i, (start, end) in enumerate(string_spans):
         if body[end + 1 : end + 64].lstrip()[:1] == b":":
-            raise _invalid_json_error(f"a name is longer than {_LONG_STRING_BYTES} bytes")
+            raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        shortened_body += b"%b %b " % (
-            body[at : start - 1],
-            number.encode(),
-        )  # apart from other digits
+        # Spaces separate the number from any digits next to the string.
+        shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))
     shortened_body += body[at:]
@@ -266,7 +277,7 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
 
 
 def _decode_string(body: bytes | bytearray, start: int, end: int) -> str:
-    """Decode the string that is between two places of a body."""
+    """Decode the JSON string in `body[start:end]`, in chunks."""
     chunks = []
     while start < end:
         stop = min(start + _STRING_CHUNK_BYTES, end)
@@ -281,14 +292,14 @@ def _decode_string(body: bytes | bytearray, start: int, end: int) -> str:
 
 
 def _last_boundary(chunk: bytes | bytearray) -> int:
-    """The last place in a piece of a string where no character or escape is cut in two."""
+    """Return the last index at which a cut splits neither a character nor an escape."""
     end = len(chunk) - 1
     at = chunk.rfind(b"\\", end - _ESCAPE_SIZE, end)
     if at >= 0 and _ends_in_escape(chunk[: at + 1]):
         high = at - _ESCAPE_SIZE
         is_pair = _HIGH_SURROGATE.match(chunk, high) and _ends_in_escape(chunk[: high + 1])
         return high if is_pair else at
-    for _ in range(3):  # bytes of a character after its first one
+    for _ in range(3):  # a character has at most 3 continuation bytes
         end -= chunk[end] & 0xC0 == 0x80
     return end
 
@@ -296,11 +307,12 @@ def _last_boundary(chunk: bytes | bytearray) -> int:
 def _shift_position(
     error: msgspec.DecodeError, shifts: list[tuple[int, int]]
 ) -> msgspec.DecodeError:
-    """Return the error with its place in the whole body.
+    """Return the error with its byte position converted to a position in the whole body.
 
     Args:
-        error: Names a place in what was decoded.
-        shifts: Places in what was decoded, in order, and what to add from there on.
+        error: Error with a byte position in the decoded text.
+        shifts: Pairs of a position in the decoded text and the number of bytes to add to positions
+            from there on, in ascending order.
     """
 
     def shifted_position(found: re.Match[str]) -> str:
@@ -311,10 +323,14 @@ def _shift_position(
 
 
 def _count_digit_groups(codes: np.ndarray, outside: np.ndarray) -> int:
-    """What long numbers count beyond one: the rows that the codes make and digits fill.
+    """Count the aligned groups of `_DIGITS_PER_VALUE` bytes that are all digits.
+
+    Args:
+        codes: Bytes of the body as numbers.
+        outside: Whether each byte is outside strings.
 
     Raises:
-        ApiError: digits of one number fill a row of `_MAX_DIGITS`.
+        ApiError: All bytes of an aligned group of `_MAX_DIGITS` are digits.
     """
     size = len(codes) // _MAX_DIGITS * _MAX_DIGITS
     are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]
@@ -325,19 +341,19 @@ def _count_digit_groups(codes: np.ndarray, outside: np.ndarray) -> int:
 
 
 def _parse_number(text: str) -> float:
-    """A number with a fraction or an exponent; 3.0 is the integer 3."""
+    """Convert a number with a fraction or an exponent; 3.0 becomes the integer 3."""
     number = float(text)
     if not math.isfinite(number):
         raise _invalid_json_error(f"the number {text[:40]} is out of range")
     return int(number) if number.is_integer() and abs(number) < _MAX_EXACT_FLOAT else number
 
 
-# A float of many digits takes the decoder's own way of reading it 10 us, this one 0.3.
+# For a float of many digits, msgspec's own conversion takes 10 us and `_parse_number` 0.3 us.
 _decoder = msgspec.json.Decoder(float_hook=_parse_number)
 
 
 def _count_names(value: Any) -> int:
-    """Of all objects; level by level, so that no depth exhausts the stack."""
+    """Count the keys of all objects, level by level: recursion could exhaust the stack."""
     level, found = _child_containers([value]), 0
     for _ in range(MAX_JSON_DEPTH):
         found += sum(len(each) for each in level if isinstance(each, dict))
@@ -348,21 +364,21 @@ def _count_names(value: Any) -> int:
 
 
 def _child_containers(value: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:
-    """The arrays and objects right in one."""
+    """Return the arrays and objects directly inside an array or object."""
     items = value.values() if isinstance(value, dict) else value
-    if _SCALAR_TYPES.issuperset(map(type, items)):  # of a prompt's token ids it takes no time
+    if _SCALAR_TYPES.issuperset(map(type, items)):  # fast for token ids
         return []
     return [item for item in items if isinstance(item, (dict, list))]
 
 
 def _duplicate_name_error(body: bytes | bytearray) -> ApiError:
-    """The error that tells which name."""
+    """Return an error that names the key that an object has twice."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                problem = "", BODY_NAME, f" names {name[:60]!r} twice"
+                problem = "", BODY_NAME, f" has the key {name[:60]!r} twice"
                 raise field_error(name[:60], *problem, shows_path=False)
             seen.add(name)
 
@@ -370,13 +386,13 @@ def _duplicate_name_error(body: bytes | bytearray) -> ApiError:
         json.loads(body, object_pairs_hook=check)
     except ApiError as error:
         return error
-    return field_error("", "", BODY_NAME, " names a field twice")
+    return field_error("", "", BODY_NAME, " has a key twice")
 
 
 def _lone_surrogate_error(body: bytes | bytearray) -> ApiError | None:
     """Return an error that names the field with a lone surrogate, or None.
 
-    A body above `_MAX_SEARCHED_BYTES` bytes is not searched: other requests would wait.
+    A body larger than `_MAX_SEARCHED_BYTES` is not searched, because other requests would wait.
     """
     if len(body) > _MAX_SEARCHED_BYTES:
         return None
@@ -416,19 +432,19 @@ def _describe_utf8_error(body: bytes | bytearray) -> str:
 
 
 def _too_large_error(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes: send less at a time")
+    return ApiError(413, f"the body is larger than {limit} bytes: send a smaller body")
 
 
 def _too_many_values_error(limit: int) -> ApiError:
     counted = "strings, fractions, arrays and objects count as four, long numbers by their digits"
     problem = f" has more than {limit} JSON values ({counted})"
-    remedy = "send less at a time, or raise the server's --max-body-values"
+    remedy = "send a smaller body, or raise the server's --max-body-values"
     return field_error("", "", BODY_NAME, problem, remedy=remedy)
 
 
 def _too_deep_error() -> ApiError:
-    return field_error("", "", BODY_NAME, f" is nested more than {MAX_JSON_DEPTH} deep")
+    return field_error("", "", BODY_NAME, f" is nested more than {MAX_JSON_DEPTH} levels deep")
 
 
 def _invalid_json_error(reason: str) -> ApiError:
-    return field_error("", "", BODY_NAME, f" is no JSON that can be read: {reason}")
+    return field_error("", "", BODY_NAME, f" cannot be parsed as JSON: {reason}")

@@ -1,14 +1,14 @@
-"""Connections: uvicorn's, with bounds on their number and on how slow a client may be.
+"""HTTP connections: uvicorn's protocol with limits on their number and on slow clients.
 
-A connection is in one of these states, and each ends by itself:
+A connection is in one of four states, and each state has a time limit:
 
-- *A request comes in.* One clock runs from the connection, or from the request's first byte, to the
-  end of its headers and on to the end of its body.
-- *It is answered.* The client reads on, or the connection ends after `--stall-timeout`.
-- *It waits for the next request*, as long as uvicorn's keep-alive lets it.
-- *It lingers*: an answer is out whose request is not in, or was no HTTP. What still comes is thrown
-  away for a moment, and then the connection is closed. Closed at once, it would be reset, and
-  the answer could be lost before the client has read it.
+- *Receiving a request.* One timer starts with the connection, or with the request's first byte. It
+  limits the arrival of the headers, and then the arrival of the body.
+- *Sending a response.* The connection is aborted if the client reads nothing for `--stall-timeout`.
+- *Waiting for the next request.* uvicorn's keep-alive timeout limits this state.
+- *Lingering.* The server has sent its response before the whole request arrived, or after invalid
+  HTTP. The connection discards what it receives for `LINGER_TIME_S`, and then closes. Closing it
+  immediately would reset it, and the client could lose the response.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any
 
 import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from jpaged.serve.errors import ApiError, unavailable_error
@@ -28,25 +29,26 @@ from jpaged.serve.http.exchange import encode_json, error_response
 from jpaged.serve.options import Limits
 
 HEADER_TIMEOUT_S = 20.0
-"""Seconds for a request's line and headers to arrive, from the connection or its first byte.
-A body has `Limits.body_timeout` more."""
+"""Seconds for a request's line and headers to arrive; a body has `Limits.body_timeout` more."""
 
 LINGER_TIME_S = 2.0
-"""Seconds to read on after an answer whose request is not in."""
+"""Seconds to keep reading after a response that was sent before its request was complete."""
 
 PROBE_DELAY_S = 1.0
-"""Seconds for the answer to a client that sends no more, before it is asked whether it reads."""
+"""Seconds that a half-closed client waits for its response before the server probes it."""
 
 NUM_SPARE_CONNECTIONS = 64
-"""Connections beyond the limit that still get an answer, such as health checks."""
+"""Number of connections above the limit that still get a response, such as health checks."""
 
 OUT_OF_FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of `accept` that last until connections are closed."""
+"""Errors of `accept` that persist until connections are closed."""
 
-_PROBE_INTERVAL_S = 0.1  # seconds between looks whether a half-closed client is gone
-_MIN_ACCEPT_BATCH = (
-    4  # connections that are accepted before those before them are looked at, at least
-)
+_PROBE_INTERVAL_S = 0.1
+"""Seconds between two probes of a half-closed client."""
+
+_MIN_ACCEPT_BATCH = 4
+"""Initial `Listener.accept_batch`, for servers with few files."""
+
 _SURPLUS_KEY = "jpaged_surplus"
 _CLOSE_HEADER = (b"connection", b"close")
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)([^#]*)", re.I)
@@ -56,22 +58,22 @@ _QUOTED_BYTES = re.compile(r": (?:b|bytearray\(b)['\"]")
 def make_bounded_protocol(
     limits: Limits, num_spare: int = NUM_SPARE_CONNECTIONS
 ) -> type["BoundedProtocol"]:
-    """The protocol for uvicorn, with these limits."""
+    """Return a subclass of `BoundedProtocol` with these limits, for uvicorn."""
     attributes = {"limits": limits, "num_spare": num_spare}
     return type("BoundedProtocol", (BoundedProtocol,), attributes)
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that closes itself when its client is too slow.
+    """HTTP connection that limits slow clients and the number of connections.
 
-    A client that comes when there are `limits.max_connections` connections is known as surplus to
-    `SurplusGuard`. When there are `num_spare` of those too, the one that was silent for longest is
-    closed. uvicorn itself would refuse everybody, health checks and those who have been there
-    for long too, in plain text.
+    A connection above `limits.max_connections` is marked as surplus, and `SurplusGuard` refuses its
+    requests. If more than `num_spare` connections are surplus, the oldest idle or lingering one is
+    closed. uvicorn's own limit would refuse all requests in plain text, including health checks and
+    requests on older connections.
 
     Attributes:
-        limits: Of which it keeps those of headers, bodies, unread answers and connections.
-        num_spare: Connections beyond the limit that still get an answer.
+        limits: Limits of the server.
+        num_spare: Number of connections above the limit that still get a response.
     """
 
     limits = Limits()
@@ -80,18 +82,18 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn: StrictConnection = StrictConnection(self.limits.max_header_bytes)
-        # Those who may be hung up on to make room, the oldest first; one list for all connections.
+        # Connections that may be closed to make room, oldest first. All connections share the dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
-        self._request_start = 0.0  # when the request began to come
-        self._timed_state: Any = None  # the client's state that the clock runs for
+        self._request_start = 0.0  # when the request began, in the loop's time
+        self._timed_state: Any = None  # h11 state that `_request_timer` limits
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_lingering = self._is_half_closed = self._is_probed = False
 
+    @override
     def connection_made(self, transport: Any) -> None:
-        """The clock runs from the connection on."""
         super().connection_made(transport)
         self._raw_transport: asyncio.Transport = transport
         self.transport: Any = _TransportProxy(
@@ -108,8 +110,8 @@ class BoundedProtocol(H11Protocol):
             self._idle_connections[self] = None
         self._update_request_timer()
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """The clock follows what the client has sent."""
         if self._is_lingering:
             return
         super().data_received(data)
@@ -117,11 +119,10 @@ class BoundedProtocol(H11Protocol):
             self._idle_connections.pop(self, None)
         self._update_request_timer()
 
+    @override
     def eof_received(self) -> bool:
-        """Whether the connection stays: a client may end its half, and wait for its answer.
-
-        One that is gone looks the same until it is sent something.
-        """
+        # A client may close its sending half and wait for its response. A client that has closed
+        # the whole connection looks the same until the server sends something: see `_probe`.
         is_response_pending = self.cycle is not None and not self.cycle.response_complete
         if (
             self._is_lingering
@@ -134,15 +135,16 @@ class BoundedProtocol(H11Protocol):
         self._probe_timer = self.loop.call_later(PROBE_DELAY_S, self._probe)
         return True
 
+    @override
     def on_response_complete(self) -> None:
-        """What a half-closed client has asked before is answered too, and then it is over."""
         super().on_response_complete()
+        # Pipelined requests of a half-closed client are answered before the connection closes.
         if self._is_half_closed and self.cycle.response_complete:
             self.transport.close()
         self._update_request_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in OpenAI's shape, where that is still possible, and close."""
+        """Answer invalid HTTP with an error in OpenAI's format, if possible, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -161,26 +163,26 @@ class BoundedProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
 
+    @override
     def pause_writing(self) -> None:
-        """Much is unread: from now on the client has to read."""
         super().pause_writing()
         self._limit_stall()
 
+    @override
     def resume_writing(self) -> None:
-        """It reads."""
         super().resume_writing()
         if not self._raw_transport.is_closing():
             self._stall_timer = _cancel_timer(self._stall_timer)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
         self._idle_connections.pop(self, None)
         for timer in (self._request_timer, self._stall_timer, self._probe_timer):
             _cancel_timer(timer)
         super().connection_lost(exc)
 
     def _update_request_timer(self) -> None:
-        """One clock a request, which goes on from its headers to its body."""
+        """Start or stop the timer of a request, or extend it from the headers to the body."""
         state = self.conn.their_state
         is_receiving = state is h11.SEND_BODY or (
             state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
@@ -198,7 +200,7 @@ class BoundedProtocol(H11Protocol):
             )
 
     def _close_or_linger(self) -> None:
-        """Close; who has sent something that is not read yet may read its answer before."""
+        """Close the connection, or linger first if the client is still sending."""
         if self._is_lingering or self._raw_transport.is_closing():
             return
         if (
@@ -212,7 +214,7 @@ class BoundedProtocol(H11Protocol):
             self.flow.resume_reading()
             try:
                 self._raw_transport.write_eof()
-            except OSError:  # the client has reset the connection just now
+            except OSError:  # the client has just reset the connection
                 self._raw_transport.abort()
         else:
             self._raw_transport.close()
@@ -223,7 +225,7 @@ class BoundedProtocol(H11Protocol):
         self._raw_transport.abort()
 
     def _limit_stall(self, num_unread_before: float = float("inf")) -> None:
-        """Hang up on a client that reads nothing of what is left for `--stall-timeout`."""
+        """Abort the connection if the client reads nothing of unread data for `--stall-timeout`."""
         self._stall_timer = _cancel_timer(self._stall_timer)
         num_unread = self._raw_transport.get_write_buffer_size()
         if num_unread >= num_unread_before:
@@ -233,11 +235,11 @@ class BoundedProtocol(H11Protocol):
             self._stall_timer = self.loop.call_later(timeout, self._limit_stall, num_unread)
 
     def _probe(self) -> None:
-        """Find out whether a client that sends no more is still there.
+        """Abort the connection if a half-closed client has closed its socket.
 
-        Where it has closed its socket, the first thing it is sent comes back as a reset. Before the
-        answer that is an interim response, which every client of HTTP/1.1 passes over; one
-        of HTTP/1.0 may not get any, and counts as gone.
+        A closed socket answers the first data with a reset. If no response has started, the probe
+        is an interim response (status 102), which clients of HTTP/1.1 ignore. Clients of HTTP/1.0
+        must not get interim responses, so their connections are aborted.
         """
         can_probe = (self.conn.their_http_version or b"") >= b"1.1"
         is_probe_done = self._is_probed or self.conn.our_state is not h11.SEND_RESPONSE
@@ -255,16 +257,16 @@ class BoundedProtocol(H11Protocol):
 
 
 class StrictConnection(h11.Connection):
-    """h11's parser, without what it lets pass.
+    """h11's connection with stricter checks of requests.
 
-    - Headers that come in one piece are bounded as those that come in many.
-    - A request with both Content-Length and Transfer-Encoding, whose end proxies may see in
-      different places, is refused.
-    - Absolute targets, as proxies get them, become paths, and their authority the Host.
-    - An answer to a request whose body is not in says that the connection will be closed.
+    - The size limit of headers also applies if they arrive in one segment.
+    - A request with both Content-Length and Transfer-Encoding is refused, because proxies may
+      disagree about its end.
+    - An absolute target, as sent to proxies, becomes a path, and its authority becomes the Host.
+    - A response sent before its request is complete has the header `Connection: close`.
 
     Args:
-        max_header_bytes: Most bytes of a request's line and headers together.
+        max_header_bytes: Maximum total size of a request's line and headers.
     """
 
     def __init__(self, max_header_bytes: int):
@@ -272,8 +274,8 @@ class StrictConnection(h11.Connection):
         self._max_header_bytes = max_header_bytes
         self._protocol_error: h11.RemoteProtocolError | None = None
 
+    @override
     def next_event(self) -> Any:
-        """As h11's."""
         try:
             num_before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
             event = super().next_event()
@@ -285,8 +287,8 @@ class StrictConnection(h11.Connection):
             raise
         return event
 
+    @override
     def send(self, event: h11.Event) -> Any:
-        """As h11's."""
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
             headers = [pair for pair in event.headers if pair != _CLOSE_HEADER]
             status, reason = event.status_code, event.reason
@@ -296,15 +298,13 @@ class StrictConnection(h11.Connection):
         return super().send(event)
 
     def client_error(self) -> ApiError:
-        """What is wrong with what came, for the client."""
+        """Return an error that explains to the client why its request is not valid HTTP."""
         protocol_error = self._protocol_error or h11.RemoteProtocolError("it is malformed")
         status = protocol_error.error_status_hint
         if status == 431:
-            message = (
-                f"the request's line and headers are larger than {self._max_header_bytes} bytes"
-            )
-            return ApiError(status, f"{message}: send fewer or shorter ones")
-        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # without the client's own bytes
+            message = f"the request line and headers are larger than {self._max_header_bytes} bytes"
+            return ApiError(status, f"{message}: send fewer or shorter headers")
+        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # leave out the client's bytes
         return ApiError(status, f"the request cannot be read as HTTP/1.1: {why}")
 
     def _check(self, event: h11.Request, size: int) -> None:
@@ -312,16 +312,18 @@ class StrictConnection(h11.Connection):
         if size > self._max_header_bytes:
             raise h11.RemoteProtocolError("headers too large", error_status_hint=431)
         if {b"content-length", b"transfer-encoding"} <= names:
-            why = "both Content-Length and Transfer-Encoding are given, and only one can be meant"
+            why = "Content-Length and Transfer-Encoding are both present: send only one"
             raise h11.RemoteProtocolError(why)
 
 
 class SurplusGuard:
-    """Refuse requests on connections beyond the limit, except health checks, and close them.
+    """ASGI middleware that refuses requests on surplus connections, and closes the connections.
+
+    Health checks on surplus connections are answered.
 
     Args:
-        app: Answers health checks, and all requests on other connections.
-        refusal: Return the response for an error at a path.
+        app: Application that answers the other requests.
+        format_error: Returns the response to a path for an error.
     """
 
     def __init__(
@@ -334,7 +336,7 @@ class SurplusGuard:
         self._app, self._format_error = app, format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or refuse, as ASGI has it."""
+        """Pass an ASGI request to the application, or refuse it."""
 
         async def send_and_close(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -346,36 +348,38 @@ class SurplusGuard:
         elif scope["path"] in UNAUTHENTICATED_PATHS:
             await self._app(scope, receive, send_and_close)
         else:
-            error = unavailable_error("there are too many connections: try again later")
+            error = unavailable_error("the server has too many connections: try again later")
             await self._format_error(scope["path"], error)(scope, receive, send_and_close)
 
 
 class Listener(socket.socket):
-    """A TCP socket to listen with, whose `accept` keeps asyncio from running out of files.
+    """Listening TCP socket that keeps asyncio from running out of files.
 
-    asyncio accepts all who wait before it looks at any of them; here it gets a few at a time, so
-    that those who are too many are hung up on in between. When there are no files all the same, it
-    leaves new connections waiting for a second, but only after as many more attempts
-    as its backlog is long, each of which it logs; here after the first.
+    asyncio accepts all waiting connections before it handles the first. This socket ends each
+    batch early, so that surplus connections are closed between two batches.
+
+    If `accept` fails for lack of files, asyncio pauses for a second. But first, asyncio repeats and
+    logs the attempt as many times as the backlog is long. This socket ends the attempts after the
+    first failure.
 
     Args:
         family: `AF_INET` or `AF_INET6`.
 
     Attributes:
-        at_a_time: How many those are.
+        accept_batch: Maximum number of connections that asyncio accepts in one batch.
     """
 
     def __init__(self, family: int):
-        # Said to be TCP: of other sockets asyncio does not set TCP_NODELAY, and the body of an
-        # answer would wait for the client to acknowledge its headers, 40 ms.
+        # asyncio sets TCP_NODELAY only if the protocol is given explicitly. Without TCP_NODELAY,
+        # a response body waits 40 ms for the client to acknowledge the headers.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.accept_batch = self._num_accepts_left = _MIN_ACCEPT_BATCH
 
+    @override
     def accept(self) -> tuple[socket.socket, Any]:
-        """As sockets do, but now and then it reports that no connection waits."""
         if not self._num_accepts_left:
             self._num_accepts_left = self.accept_batch
-            raise BlockingIOError
+            raise BlockingIOError  # asyncio ends the batch, as if no connection were waiting
         self._num_accepts_left -= 1
         try:
             return super().accept()
@@ -385,7 +389,7 @@ class Listener(socket.socket):
 
 
 class _TransportProxy:
-    """A transport whose `close` the protocol decides."""
+    """Transport that calls the protocol's function to close."""
 
     def __init__(
         self,
@@ -404,7 +408,7 @@ class _TransportProxy:
 
 
 def _to_origin_form(event: h11.Request) -> h11.Request:
-    """The request with a path for a target that was absolute."""
+    """Return the request with a path and a Host header instead of an absolute target."""
     found = _ABSOLUTE_TARGET.fullmatch(event.target)
     if found is None:
         return event

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: sent as it is made, dropped when the client goes."""
+"""Responses: JSON, server-sent events, and streaming from a generator to a connected client."""
 
 import asyncio
 import sys
@@ -15,25 +15,25 @@ from starlette.types import Receive, Scope, Send
 from jpaged.serve.errors import ApiError, internal_error
 
 encode_json = msgspec.json.Encoder().encode
-"""The value as JSON."""
+"""Encode a value as JSON."""
 
 _STRING_CHUNK_SIZE = 256 * 1024
-"""Characters that are encoded in one go."""
+"""Number of characters of a long string that are encoded per call."""
 
 _ARRAY_CHUNK_SIZE = 256
-"""Items that are encoded in one go: numbers, texts of tokens, or their candidates."""
+"""Number of array items that are encoded per call. Items are small, such as token ids."""
 
 _MAX_ARRAY_DEPTH = 4
-"""Depth of the deepest long arrays: those of the choices' log-probabilities."""
+"""Maximum depth at which long arrays are split; log-probabilities of choices are deepest."""
 
 DONE_EVENT = b"data: [DONE]\n\n"
-"""Ends a stream of events."""
+"""Last event of a stream in OpenAI's format."""
 
 
 def encode_large_json(value: Any) -> bytes:
-    """The value as JSON, for a thread: no single call holds the interpreter for long.
+    """Encode a value as JSON in a thread, without holding the interpreter lock for long.
 
-    Texts, arrays and what has them near its top are encoded in pieces.
+    Long strings and arrays, down to a depth of `_MAX_ARRAY_DEPTH`, are encoded in chunks.
     """
     return b"".join(_chunks(value, _MAX_ARRAY_DEPTH))
 
@@ -64,34 +64,35 @@ def _chunks(value: Any, depth: int) -> Iterator[bytes]:
 
 
 def encode_event(value: Any) -> bytes:
-    """The value as a server-sent event."""
+    """Encode a value as a server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A whole answer in JSON."""
+    """Return a response with a value as its JSON body."""
     return Response(encode_json(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    """An error as an answer."""
+    """Return the response for an error, in OpenAI's format."""
     return json_response(error.body, error.status, error.headers)
 
 
 class GeneratorResponse(Response):
-    """Sends what a generator yields; one that ends early, or a client that goes, closes it.
+    """Response that sends what an async generator yields.
 
-    The answer starts with the first piece, so that what fails before has its own status. What fails
-    later is an event in a stream.
+    The response starts with the first chunk, so an error before the first chunk has its own HTTP
+    status. A later error becomes an event of the stream. The generator is closed when the response
+    ends or the client disconnects.
 
     Args:
-        pieces: JSON as a whole, or events.
-        streams: Whether they are events.
-        stall_timeout: Seconds that the client may leave a piece unread.
-        failure: Writes what fails in the middle of a stream.
-        refusal: Makes an answer of what fails before.
+        chunks: Generator of the body: a whole JSON text, or server-sent events.
+        is_stream: Whether the chunks are server-sent events.
+        stall_timeout: Maximum number of seconds that the client may leave a chunk unread.
+        format_error_event: Returns the event for an error after the first chunk.
+        format_error: Returns the response for an error before the first chunk.
     """
 
     def __init__(
@@ -113,17 +114,17 @@ class GeneratorResponse(Response):
             format_error,
         )
         self._has_started = False
-        self._sending_since: float | None = None  # in the loop's time, while a piece is on its way
+        self._sending_since: float | None = None  # loop time when the chunk was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as ASGI has it."""
+        """Send the response to an ASGI request, until the client disconnects."""
         await run_while_connected(receive, self._answer_unless_stalled(scope, receive, send))
 
     async def _answer_unless_stalled(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, but hang up on a client that takes longer than that to read a piece.
+        """Send the response; raise StalledClientError if a chunk stays unread for too long.
 
-        One timer an answer looks at how long a piece is on its way, four times in that time: a
-        timeout for each piece costs a fifth of writing it.
+        One timer per response checks the current chunk, at least four times per `stall_timeout`. A
+        timeout for each chunk would make sending a chunk a fifth slower.
         """
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout(None)
@@ -176,7 +177,7 @@ class GeneratorResponse(Response):
         if size is not None:
             headers.append((b"content-length", b"%d" % size))
         else:
-            headers.append((b"x-accel-buffering", b"no"))  # nginx, pass events on as they come
+            headers.append((b"x-accel-buffering", b"no"))  # nginx passes events on immediately
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,22 +191,22 @@ class GeneratorResponse(Response):
 
 
 class StalledClientError(Exception):
-    """A client did not read what it had asked for."""
+    """A client left a chunk unread for longer than the stall timeout."""
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The error for the client; an unforeseen one also goes to the log."""
+    """Return the error for the client, and log the traceback of an unexpected exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # a route's: the method is not one of its own
-        message = f"{error.detail}: /openapi.json lists what there is"
+    if isinstance(error, HTTPException):  # the route has no such method
+        message = f"{error.detail}: /openapi.json lists the methods of each path"
         return ApiError(error.status_code, message, headers=error.headers)
     traceback.print_exception(error, file=sys.stderr)
     return internal_error()
 
 
 async def run_while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work, but drop it when the client goes."""
+    """Await `work`, and cancel it if the client disconnects."""
     work_task = asyncio.ensure_future(work)
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -1,4 +1,4 @@
-"""The server's life: start, serve, drain, end."""
+"""Lifecycle of the server: start the engine, serve, drain on a signal, and exit."""
 
 import asyncio
 import gc
@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 from jpaged import Tokenizer, check_model, errors
 from jpaged.serve.engine.client import EngineClient, EngineProcess
@@ -33,30 +34,35 @@ from jpaged.serve.http.serving import ServerState
 from jpaged.serve.options import Flags, normalize_host
 
 _KEEP_ALIVE_S = 75
-"""Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
+"""Seconds before an idle connection is closed.
+
+Clients close idle connections earlier, so they never send a request on one that is just closing.
+"""
 
 _MAX_ERROR_CHARACTERS = 1000
-"""Characters of an error at the start."""
+"""Maximum number of characters of a logged error of the engine."""
 
 _NUM_OTHER_FILES = 128
-"""Open files that are no connections."""
+"""Number of file descriptors that are reserved for other uses than connections."""
 
 _SWITCH_INTERVAL_S = 2e-5
-"""Seconds that a thread keeps the interpreter from the event loop each time, and the loop yields it
-several times a token."""
+"""Seconds after which a thread must give the interpreter lock back to the event loop.
+
+The event loop gives up the lock several times per token, so the default of 5 ms is too long.
+"""
 
 _POLL_INTERVAL_S = 0.5
-"""Seconds between two looks at whether the engine's loop goes round."""
+"""Seconds between two checks of the engine's heartbeat."""
 
 _CLOSE_TIMEOUT_S = 5
-"""Seconds for connections to close once there is nothing more to say."""
+"""Seconds for connections to close after the last response."""
 
 
 def run_server(flags: Flags) -> int:
-    """Serve until a signal; gives the exit code."""
+    """Serve until a signal arrives or the engine is gone, and return the exit code."""
     try:
         sock = listen(flags.serve.host, flags.serve.port)
-    except (OSError, ValueError) as error:  # ValueError: a host that is no name
+    except (OSError, ValueError) as error:  # ValueError: not a valid host name
         where = f"{flags.serve.host}:{flags.serve.port}"
         why = getattr(error, "strerror", None) or error
         log_line(f"cannot listen at {where} ({why}): use another --port or --host")
@@ -69,7 +75,7 @@ def run_server(flags: Flags) -> int:
 async def _serve(flags: Flags, sock: Listener) -> int:
     limits = flags.serve.limits
     max_connections, num_spare = raise_file_limit(limits.max_connections)
-    if num_spare == NUM_SPARE_CONNECTIONS:  # files are not scarce
+    if num_spare == NUM_SPARE_CONNECTIONS:  # the system allows enough files
         sock.accept_batch = num_spare // 2
     limits = replace(limits, max_connections=max_connections)
     hosts = served_hosts(flags, sock.getsockname()[0])
@@ -86,23 +92,23 @@ async def _serve(flags: Flags, sock: Listener) -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which leaves signals alone."""
+    """uvicorn server that does not handle signals."""
 
+    @override
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none: `Lifecycle` handles them."""
-        yield
+        yield  # `Lifecycle` handles signals
 
 
 class Lifecycle:
-    """Brings a server up, and down.
+    """Starts the engine, watches it, and shuts the server down.
 
     Args:
-        serving: Its state.
-        http: What listens.
+        serving: State of the server.
+        http: HTTP server, which is already listening.
 
     Attributes:
-        exit_code: 1 if there was no engine, or none any more, before a signal came.
+        exit_code: Exit code of the process: 1 if the engine failed before a signal arrived, else 0.
     """
 
     def __init__(self, serving: ServerState, http: HttpServer):
@@ -113,10 +119,10 @@ class Lifecycle:
         self._watch_task: asyncio.Task[None] | None = None
 
     async def start(self, options: Mapping[str, Any], address: str) -> None:
-        """Make an `Engine(**options)` and serve with it."""
+        """Start an engine process with `Engine(**options)`, and serve requests with it."""
         try:
             process = self._process = await EngineProcess.start(options)
-            if self._shutdown_task is not None:  # it did not know of the process
+            if self._shutdown_task is not None:  # a signal came before the process existed
                 process.kill()
             await start_with_timeout(self._serving, process)
         except Exception as error:
@@ -124,37 +130,37 @@ class Lifecycle:
                 log_line(f"error: {await self._describe_error(error)}")
                 self._fail()
             return
-        gc.freeze()  # what is there by now stays: to walk it takes longer than a step
+        gc.freeze()  # garbage collection of the startup objects takes longer than a step
         log_line(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watch_task = asyncio.create_task(self._watch(process))
 
     async def end_engine(self) -> None:
-        """End the engine's process, last of all."""
+        """Stop the engine's process."""
         if self._process is not None:
             await self._process.stop()
 
     async def _watch(self, process: EngineProcess) -> None:
-        """Once an engine is gone, end the server, so that its supervisor starts another."""
+        """Shut the server down when its engine is gone, so that a supervisor can restart it."""
         await watch_engine(process, self._serving.config.limits.hang_timeout)
         if self._shutdown_task is None:
             why = await self._describe_error(RuntimeError(process.client.close_reason))
-            log_line(f"the engine is gone, no request can be served: {why}")
+            log_line(f"the engine is gone, so the server exits: {why}")
             self._fail()
 
     def _fail(self) -> None:
-        """End the server with an error, after what is being answered."""
+        """Exit with code 1 after the current responses."""
         self.exit_code = 1
         self._http.should_exit = True
 
     async def _describe_error(self, error: Exception) -> str:
-        """One line on an error, with what became of the engine's process."""
+        """Return one line with the error's text and the exit status of the engine's process."""
         known = isinstance(error, (RuntimeError, ValueError)) and str(error)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         exit_text = "" if self._process is None else await self._process.exit_description()
         return " ".join(message.split())[:_MAX_ERROR_CHARACTERS] + exit_text
 
     def watch_signals(self) -> None:
-        """SIGTERM and Ctrl-C drain; the second one of either ends all at once."""
+        """Drain the server on SIGTERM or SIGINT; a second signal ends the process immediately."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -164,7 +170,7 @@ class Lifecycle:
             if self._process is not None:
                 self._process.kill()
             os._exit(128 + number)
-        log_line("shutting down: no new requests; a second signal ends those in flight at once")
+        log_line("shutting down: no new requests; a second signal aborts requests in flight")
         self._shutdown_task = asyncio.create_task(self._shut_down())
 
     async def _shut_down(self) -> None:
@@ -184,15 +190,19 @@ class Lifecycle:
 
 @asynccontextmanager
 async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]]:
-    """The server's application with an engine of its own, for a program that listens itself.
+    """Start an engine and yield the server's application, for a program with its own HTTP server.
 
-    That program bounds connections and headers, says which Hosts are served, ends when the engine
-    is gone (`ServerState.engine.closed`), and drains: it calls `ServerState.stop_admitting` and waits until
-    `num_requests` is 0. An engine that hangs is ended here (--hang-timeout). At the end of the
-    block the engine ends, whatever runs.
+    The program has these duties:
+
+    - limit connections and headers, and set the allowed hosts;
+    - exit when the engine is gone (`ServerState.engine.closed`);
+    - to drain, call `ServerState.stop_admitting` and wait until `num_requests` is 0.
+
+    An engine that hangs for `--hang-timeout` is killed. The engine stops at the end of the `with`
+    block, even if requests are in flight.
 
     Raises:
-        RuntimeError, ValueError: the engine could not be made in time, or has no tokenizer.
+        RuntimeError, ValueError: The engine did not start in time, or has no tokenizer.
     """
     if "model" in flags.engine:
         await asyncio.to_thread(check_model, flags.engine["model"])
@@ -202,9 +212,9 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]
         stack.push_async_callback(process.stop)
 
         def start_tokenizing(settings: TokenizingSettings) -> TokenizingProcess:
-            made = TokenizingProcess(settings)
-            stack.callback(made.close)
-            return made
+            tokenizing_process = TokenizingProcess(settings)
+            stack.callback(tokenizing_process.close)
+            return tokenizing_process
 
         await start_with_timeout(serving, process, start_tokenizing)
         stack.callback(serving.tokenizing.close)
@@ -218,11 +228,12 @@ async def start_with_timeout(
     process: EngineProcess,
     start_tokenizing: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
-    """`start_serving`, but an engine that is not there after `--start-timeout` is ended: it may
-    hang in a driver, or in NCCL.
+    """Call `start_serving`, and kill an engine that has not started after `--start-timeout`.
+
+    An engine can hang in a driver or in NCCL.
 
     Raises:
-        RuntimeError, ValueError: it was not there in time; or as `start_serving`.
+        RuntimeError, ValueError: The engine did not start in time, or `start_serving` failed.
     """
     limit = serving.config.limits.start_timeout
     try:
@@ -235,11 +246,11 @@ async def start_with_timeout(
 
 
 async def watch_engine(process: EngineProcess, hang_timeout: float) -> None:
-    """Wait until an engine is gone; end it if its loop stands still for `hang_timeout` seconds. Those
-    who wait for it then get errors.
+    """Wait until an engine is gone, and kill it if its loop stalls for `hang_timeout` seconds.
 
-    The seconds are counted in turns of this function: while this process is stopped none passes,
-    since the engine may have been stopped with it.
+    Requests of a killed engine end with errors. The seconds are counted in polls of this function,
+    not by a clock. If this process is suspended, the engine may be suspended too, so that time
+    must not count.
     """
     client, stalled_s, last_heartbeat = process.client, 0.0, process.client.last_heartbeat
     while not await _wait_for_event(client.closed, _POLL_INTERVAL_S):
@@ -254,15 +265,15 @@ async def start_serving(
     client: EngineClient,
     start_tokenizing: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
-    """Serve with an engine, once it is made.
+    """Wait until an engine is ready, start tokenizing, and begin to serve.
 
     Args:
-        serving: The server's state.
-        client: Speaks with the engine.
-        text_process: Starts the process that tokenises.
+        serving: State of the server.
+        client: Client of the engine's process.
+        start_tokenizing: Starts the tokenizing process.
 
     Raises:
-        RuntimeError, ValueError: it could not be made, or has no tokenizer.
+        RuntimeError, ValueError: The engine did not start, or has no tokenizer.
     """
     config = serving.config
     info = await client.wait_ready()
@@ -277,7 +288,7 @@ async def start_serving(
         if config.enable_auto_tool_choice:
             await tokenizing.check_tools()
     except BaseException:
-        process.close()  # or a thread would wait for it at the server's end
+        process.close()  # a thread would wait for the process at exit
         raise
     serving.open(client, tokenizing, info)
 
@@ -299,10 +310,10 @@ def _uvicorn_config(serving: ServerState, num_spare: int) -> uvicorn.Config:
 
 
 def raise_file_limit(max_connections: int) -> tuple[int, int]:
-    """Let the process have a file for each connection, as far as the system permits.
+    """Raise the limit of open files so that each connection can have one, if the system permits.
 
     Returns:
-        How many connections it permits, and how many more that only get a refusal.
+        Number of connections that the limit permits, and number of spare connections.
     """
     needed = max_connections + NUM_SPARE_CONNECTIONS + _NUM_OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -316,20 +327,20 @@ def raise_file_limit(max_connections: int) -> tuple[int, int]:
     num_allowed = min(max_connections, max(1, num_free_files - num_spare))
     if num_allowed < max_connections:
         log_line(
-            f"--max-connections is {num_allowed}, not {max_connections}, since the system allows {hard} open files: "
-            f"raise that (ulimit -n {needed}), or lower --max-connections"
+            f"--max-connections is {num_allowed}, not {max_connections}, because the system allows "
+            f"{hard} open files: raise the limit (ulimit -n {needed}), or lower --max-connections"
         )
     return num_allowed, num_spare
 
 
 def served_hosts(flags: Flags, address: str) -> tuple[str, ...] | None:
-    """The names that requests may give as the Host, for a server that listens at `address`.
+    """Return the host names that requests may have as the Host, if the server listens at `address`.
 
-    Without keys and on the loopback alone, nothing but the Host tells this machine's users from a
-    page of a stranger's, whose name has been made to lead here (DNS rebinding).
+    A server on a loopback address without keys must check the Host: otherwise, a malicious website
+    could reach the server by DNS rebinding.
 
     Returns:
-        Names in addition to this machine's own; None for any.
+        Host names in addition to localhost and loopback addresses; None allows every host.
     """
     configured_hosts = flags.serve.allowed_hosts
     if configured_hosts is None and (flags.serve.api_keys or not is_loopback(address)):
@@ -338,13 +349,13 @@ def served_hosts(flags: Flags, address: str) -> tuple[str, ...] | None:
 
 
 class LoopExceptionHandler:
-    """Logs what asyncio reports; running out of files is logged once."""
+    """Logs errors of the event loop, but logs only once that the process ran out of files."""
 
     def __init__(self) -> None:
         self._has_logged = False
 
     def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """For `loop.set_exception_handler`."""
+        """Handle an error of the event loop; see `loop.set_exception_handler`."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES_ERRNOS:
             loop.default_exception_handler(context)
@@ -357,16 +368,16 @@ class LoopExceptionHandler:
 
 
 def listen(host: str, port: int) -> Listener:
-    """A socket that listens there.
+    """Return a socket that listens at `host` and `port`.
 
     Raises:
-        OSError, ValueError: it cannot.
+        OSError, ValueError: The socket cannot listen at this address.
     """
     sock = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen()  # an address in use is noticed only now
+        sock.listen()  # fails if the address is in use
     except (OSError, ValueError):
         sock.close()
         raise
@@ -374,7 +385,7 @@ def listen(host: str, port: int) -> Listener:
 
 
 async def _wait_for_event(event: asyncio.Event, timeout: float) -> bool:
-    """Wait for an event for so many seconds; whether it came."""
+    """Wait at most `timeout` seconds for an event, and return whether the event was set."""
     try:
         await asyncio.wait_for(event.wait(), timeout)
     except TimeoutError:

@@ -1,7 +1,7 @@
-"""Figures for Prometheus, with vLLM's names and buckets, so that its dashboards show them.
+"""Metrics for Prometheus, with vLLM's names and buckets, so that vLLM's dashboards work.
 
-Gauges and the engine's own counters are what the last turn of its loop told of; counts and times of
-requests are taken as their news arrive here.
+The engine's gauges and counters have their values after the latest turn of its loop. The counts and
+times of requests are measured when their updates arrive in the HTTP process.
 """
 
 import math
@@ -21,6 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from typing_extensions import override
 
 from jpaged import EngineStats, RequestDelta, RequestMetrics
 from jpaged.serve.engine.messages import EngineRequest
@@ -42,71 +43,80 @@ _REQUEST_TIME_BUCKETS = (
 _NUM_ANSWERS_BUCKETS = (1, 2, 5, 10, 20)
 
 _GAUGES = {
-    "vllm:num_requests_running": ("Requests in the batch.", "num_running"),
-    "vllm:num_requests_waiting": ("Requests waiting for a place.", "num_waiting"),
+    "vllm:num_requests_running": ("Running requests.", "num_running"),
+    "vllm:num_requests_waiting": ("Waiting requests.", "num_waiting"),
     "vllm:num_requests_swapped": ("Waiting requests with KV in host memory.", "num_swapped"),
-    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", "kv_cache_usage"),
-    "jpaged:kv_cache_waste_perc": ("Share of held slots without a token, 0 to 1.", "waste"),
-    "jpaged:kv_cache_cached_blocks": ("Free blocks kept for a prefix.", "num_cached_blocks"),
+    "vllm:kv_cache_usage_perc": ("Fraction of the KV blocks in use, 0 to 1.", "kv_cache_usage"),
+    "jpaged:kv_cache_waste_perc": ("Fraction of empty slots in used blocks, 0 to 1.", "waste"),
+    "jpaged:kv_cache_cached_blocks": ("Unused blocks in the prefix cache.", "num_cached_blocks"),
 }
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache.", "prefix_cache_queries"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
-    "vllm:num_preemptions": ("Times a request lost its blocks.", "num_preemptions"),
+    "vllm:num_preemptions": ("Number of preemptions of requests.", "num_preemptions"),
     "jpaged:block_copies": ("Blocks copied on write.", "num_block_copies"),
-    "jpaged:swapped_out_blocks": ("Blocks to host memory.", "num_swapped_out_blocks"),
-    "jpaged:swapped_in_blocks": ("Blocks back from host memory.", "num_swapped_in_blocks"),
+    "jpaged:swapped_out_blocks": ("Blocks swapped out to host memory.", "num_swapped_out_blocks"),
+    "jpaged:swapped_in_blocks": ("Blocks swapped in from host memory.", "num_swapped_in_blocks"),
     "jpaged:steps": ("Steps launched.", "num_steps"),
 }
 
-# What each is, its buckets, and whether it is observed with every token.
+# For each histogram: description, buckets, and whether it is observed for every token.
 _TIME_HISTOGRAMS = {
     "time_to_first_token": (
-        "From a request's arrival to its first token.",
+        "Time from a request's arrival to its first token.",
         _FIRST_TOKEN_BUCKETS,
         False,
     ),
-    "inter_token_latency": ("Between two tokens of a request.", _INTER_TOKEN_BUCKETS, True),
+    "inter_token_latency": ("Time between two tokens of a request.", _INTER_TOKEN_BUCKETS, True),
     "request_time_per_output_token": (
-        "A request's mean between tokens.",
+        "Mean time between two tokens of a request.",
         _INTER_TOKEN_BUCKETS,
         False,
     ),
-    "e2e_request_latency": ("Of a request in all.", _REQUEST_TIME_BUCKETS, False),
-    "request_queue_time": ("Waiting for the first step.", _REQUEST_TIME_BUCKETS, False),
+    "e2e_request_latency": (
+        "Time from a request's arrival to its end.",
+        _REQUEST_TIME_BUCKETS,
+        False,
+    ),
+    "request_queue_time": (
+        "Time from a request's arrival to its first step.",
+        _REQUEST_TIME_BUCKETS,
+        False,
+    ),
     "request_prefill_time": (
-        "From a request's first step to its first token.",
+        "Time from a request's first step to its first token.",
         _REQUEST_TIME_BUCKETS,
         False,
     ),
     "request_decode_time": (
-        "From a request's first token to its last.",
+        "Time from a request's first token to its last token.",
         _REQUEST_TIME_BUCKETS,
         False,
     ),
     "request_inference_time": (
-        "From a request's first step to its last token.",
+        "Time from a request's first step to its last token.",
         _REQUEST_TIME_BUCKETS,
         False,
     ),
 }
 _COUNT_HISTOGRAMS = {
-    "request_prompt_tokens": "Tokens of a prompt.",
-    "request_generation_tokens": "Tokens of all answers to a prompt.",
-    "request_max_num_generation_tokens": "Tokens of the longest answer to a prompt.",
-    "request_params_max_tokens": "max_tokens that requests ask for.",
-    "request_params_n": "n that requests ask for.",
+    "request_prompt_tokens": "Number of tokens of a prompt.",
+    "request_generation_tokens": "Number of tokens of all answers to a prompt.",
+    "request_max_num_generation_tokens": "Number of tokens of the longest answer to a prompt.",
+    "request_params_max_tokens": "Value of max_tokens in requests.",
+    "request_params_n": "Value of n in requests.",
 }
 
 
 class Metrics:
-    """All figures of one server.
+    """All metrics of one server.
 
     Args:
-        model_name: Their label.
-        max_model_len: Most tokens of a sequence.
-        block_size, num_blocks: The pool's.
-        cache_dtype: What the pool was asked to be kept in.
+        model_name: Label of all metrics.
+        max_model_len: Maximum number of tokens of a sequence.
+        block_size: Number of slots of a block.
+        num_blocks: Number of blocks in the pool.
+        cache_dtype: The option `kv_cache_dtype`.
     """
 
     def __init__(
@@ -124,16 +134,20 @@ class Metrics:
         self._registry.register(self._engine)
         sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
         pool = self._labels | sizes | {"cache_dtype": cache_dtype}
-        info = Gauge("vllm:cache_config_info", "The pool.", [*pool], registry=self._registry)
-        info.labels(**pool).set(1)
-        self.prompt_tokens = self._add_counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._add_counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens whose KV the prefix cache had."
+        info = Gauge(
+            "vllm:cache_config_info", "Configuration of the pool.", [*pool], registry=self._registry
         )
-        self.output_tokens = self._add_counter("vllm:generation_tokens", "Tokens of answers.")
+        info.labels(**pool).set(1)
+        self.prompt_tokens = self._add_counter("vllm:prompt_tokens", "Number of prompt tokens.")
+        self.cached_tokens = self._add_counter(
+            "vllm:prompt_tokens_cached", "Number of prompt tokens whose KV was in the prefix cache."
+        )
+        self.output_tokens = self._add_counter(
+            "vllm:generation_tokens", "Number of generated tokens."
+        )
         self._num_ended_requests = Counter(
             "vllm:request_success",
-            "Requests that ended, by reason.",
+            "Number of requests that ended, by finish reason.",
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
@@ -147,22 +161,29 @@ class Metrics:
             self._add_histogram(name, f"vllm:{name}", documentation, buckets)
 
     def text(self, stats: EngineStats | None) -> bytes:
-        """All of them in Prometheus's text format.
+        """Return all metrics in Prometheus's text format.
 
         Args:
-            stats: The engine's own, as of late.
+            stats: Latest statistics of the engine; None leaves out the engine's metrics.
         """
         self._engine.stats = stats
         return generate_latest(self._registry)
 
     def observe(self, name: str, value: float) -> None:
-        """Count a value of a histogram."""
+        """Add a value to the histogram with this name."""
         self._histograms[name].observe(value)
 
     def record_request(
         self, request: EngineRequest, reason: str, num_tokens: int, max_answer_tokens: int
     ) -> None:
-        """A request ended, after so many tokens, of its longest answer so many."""
+        """Count a request that ended.
+
+        Args:
+            request: The request.
+            reason: Finish reason of the request.
+            num_tokens: Number of tokens of all its answers.
+            max_answer_tokens: Number of tokens of its longest answer.
+        """
         self._num_ended_requests.labels(**self._labels, finished_reason=reason).inc()
         self.observe("request_prompt_tokens", len(request.prompt_token_ids))
         self.observe("request_generation_tokens", num_tokens)
@@ -194,7 +215,7 @@ class Metrics:
 
 
 class RequestMeter:
-    """Measures one request from its start to its end."""
+    """Measures the tokens and times of one request for the metrics."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest):
         self._metrics, self._request = metrics, request
@@ -204,7 +225,7 @@ class RequestMeter:
         self._is_over = False
 
     def record_delta(self, delta: RequestDelta) -> None:
-        """The request grew."""
+        """Record the new tokens of the request and, if the request has finished, its end."""
         num_tokens = 0
         for each in delta.deltas:
             num_tokens += len(each.token_ids)
@@ -218,7 +239,7 @@ class RequestMeter:
                 self._record_times(delta.metrics)
 
     def end(self, reason: str) -> None:
-        """Count the end of the request, once; a refused request is not counted."""
+        """Record the end of the request once; a request with reason "refused" is not recorded."""
         if self._is_over or reason == "refused":
             return
         self._is_over = True
@@ -239,7 +260,7 @@ class RequestMeter:
         metrics.output_tokens.inc(num_tokens)
 
     def _record_times(self, times: RequestMetrics) -> None:
-        """The engine's own times: both processes read one clock."""
+        """Record the times that the engine measured; both processes use the same clock."""
         scheduled, first = times.first_scheduled_time, times.first_token_time
         last, observe = times.finished_time, self._metrics.observe
         if scheduled is None or first is None or last is None:
@@ -253,9 +274,9 @@ class RequestMeter:
 
 
 class _TokenHistogram(Collector):
-    """A histogram of what happens with every token: `observe` costs a tenth of `Histogram`'s.
+    """Histogram that is observed for every token, at a tenth of the cost of `Histogram`.
 
-    For one thread.
+    Only one thread may use it.
     """
 
     def __init__(
@@ -267,12 +288,13 @@ class _TokenHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value in the first bucket whose bound is not below it."""
+        """Add a value to the first bucket whose upper bound is at least the value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """The counts as Prometheus has them: each bucket with those before it."""
+        # A bucket in Prometheus includes the counts of all lower buckets.
         family = HistogramMetricFamily(self._name, self._documentation, labels=[*self._labels])
         buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
         family.add_metric([*self._labels.values()], [*buckets], self._sum)
@@ -280,14 +302,14 @@ class _TokenHistogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """The engine's latest figures."""
+    """Collects the metrics of the engine from its latest statistics."""
 
     def __init__(self, labels: dict[str, str]):
         self.stats: EngineStats | None = None
         self._labels = labels
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Each as Prometheus has it."""
         if self.stats is None:
             return
         for family_type, fields_by_metric in (
@@ -302,8 +324,8 @@ class _EngineCollector(Collector):
         yield self._step_metric(self.stats)
 
     def _waiting_metric(self, stats: EngineStats) -> Metric:
-        """vLLM's reasons: nothing here is deferred for another reason than a lack of room."""
-        documentation = "Requests waiting, by reason; their sum is num_requests_waiting."
+        """Return the number of waiting requests by vLLM's reasons; none is ever deferred here."""
+        documentation = "Number of waiting requests by reason; the sum is num_requests_waiting."
         labels = [*self._labels, "reason"]
         family = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", documentation, labels=labels
@@ -314,9 +336,7 @@ class _EngineCollector(Collector):
 
     def _step_metric(self, stats: EngineStats) -> Metric:
         bounds = [*(f"{size:.1f}" for size in stats.STEP_SIZES), "+Inf"]
-        documentation = (
-            "Tokens of a step: those of prompts that it computes, and those that it samples."
-        )
+        documentation = "Number of tokens per step: prompt tokens computed and tokens sampled."
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", documentation, labels=[*self._labels]
         )
@@ -326,6 +346,6 @@ class _EngineCollector(Collector):
 
 
 def _build_1_2_5_buckets(max_value: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20 ... up to `max_value`."""
+    """Return the bounds 1, 2, 5, 10, 20, 50, ... up to `max_value`."""
     bounds = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
     return tuple(bound for bound in bounds if bound <= max_value)

@@ -1,4 +1,4 @@
-"""What the endpoints share: the server's names, limits, engine and state."""
+"""State of the server that all endpoints share: configuration, engine, tokenizer and metrics."""
 
 import asyncio
 import hmac
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Where the server is in its life."""
+    """Phase of the server's lifecycle."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -31,12 +31,12 @@ class Phase(Enum):
 
 
 class ServerState:
-    """The server's state.
+    """State of one server.
 
     Attributes:
-        config: As asked.
-        phase: Where it is in its life.
-        started: When it was made, in seconds since 1970.
+        config: Options of the server.
+        phase: Current phase of the lifecycle.
+        start_time: Unix time of the start, in seconds.
     """
 
     def __init__(self, config: ServeConfig):
@@ -51,7 +51,7 @@ class ServerState:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="answer")
 
     def open(self, engine: EngineClient, tokenizing: TokenizingService, info: EngineInfo) -> None:
-        """Serve with this engine from now on, unless a signal has ended it before."""
+        """Begin to serve with this engine, unless the server is already shutting down."""
         self._engine, self._tokenizing = engine, tokenizing
         self._in_flight = InFlightLimiter(self.config.limits, info.max_num_seqs)
         self._metrics = Metrics(
@@ -66,41 +66,41 @@ class ServerState:
 
     @property
     def engine(self) -> EngineClient:
-        """The engine's client; ApiError while there is none."""
+        """Client of the engine; raises ApiError while the server is starting."""
         return _require_started(self._engine)
 
     @property
     def tokenizing(self) -> TokenizingService:
-        """The tokenizer's; ApiError while there is none."""
+        """Tokenizing service; raises ApiError while the server is starting."""
         return _require_started(self._tokenizing)
 
     @property
     def metrics(self) -> Metrics:
-        """The figures; ApiError while there are none."""
+        """Metrics of the server; raises ApiError while the server is starting."""
         return _require_started(self._metrics)
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return 0 if self._in_flight is None else self._in_flight.num_requests
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine's loop goes round."""
+        """Whether the engine is ready and its last heartbeat is recent."""
         if self._engine is None or not self._engine.is_ready:
             return False
         return time.monotonic() - self._engine.last_heartbeat < self.config.limits.health_timeout
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are welcome."""
+        """Whether the server accepts new requests."""
         return self.phase is Phase.SERVING and self.is_healthy
 
     def check_engine(self) -> None:
-        """Check that a request can be expected to get its tokens.
+        """Check that the engine can serve a request.
 
         Raises:
-            ApiError: 503: there is no engine yet, none any more, or its loop stands still.
+            ApiError: 503 if the engine is starting, is gone, or does not respond.
         """
         if not self.engine.is_ready:
             raise unavailable_error("the engine is not running")
@@ -110,18 +110,18 @@ class ServerState:
             )
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work`, which takes long, in the one thread there is for that; gives its result."""
+        """Run a slow function in the thread for answers, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def stop_admitting(self) -> None:
-        """Admit no more requests; those in flight go on."""
+        """Refuse new requests; requests in flight continue."""
         self.phase = Phase.DRAINING
 
     def admit(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
-        """Takes in a request for as long as the block lasts, as of `InFlightLimiter`.
+        """Return a context manager that admits a request; see `InFlightLimiter.admit`.
 
         Raises:
-            ApiError: 503: the server starts or drains; on entry as of `InFlightLimiter.admit`.
+            ApiError: 503 if the server is starting or shutting down.
         """
         in_flight = _require_started(self._in_flight)
         if self.phase is Phase.DRAINING:
@@ -129,36 +129,38 @@ class ServerState:
         return in_flight.admit(client, num_sequences)
 
     def model_name(self, requested: str | None) -> str:
-        """The model's name, as the client calls it.
+        """Return the requested name of the model, or the first name if `requested` is None.
 
         Raises:
-            ApiError: no model here is called so.
+            ApiError: 404 if the model does not have this name.
         """
         names = self.config.model_names
         if requested is None or requested in names:
             return requested or names[0]
-        problem = f"the model {requested[:100]!r} does not exist; here is {', '.join(names)}"
+        problem = f"the model {requested[:100]!r} does not exist: use {', '.join(names)}"
         info = errors.ErrorInfo("model", (problem,), shows_path=False)
         raise ApiError(404, info, code="model_not_found")
 
     def cache_salt(self, client: str, requested: str | None) -> str | None:
-        """The salt of a client's prompts in the prefix cache. Where each key has a cache of its
-        own the salt is made of the key, which cannot be found from it.
+        """Return the prefix-cache salt of a client's request.
+
+        If API keys must not share cached prefixes, the salt contains a digest of the client. The
+        key cannot be derived from the salt.
 
         Args:
-            client: As `client_id` has it.
-            asked: The request's own salt, which separates within a key.
+            client: Identifier of the client, from `client_id`.
+            requested: Salt from the request, which separates requests with the same key.
         """
         config = self.config
         if not config.api_keys or config.share_prefix_cache_across_keys:
             return requested
-        # Of one length, so that no salt of one key, whatever is asked, is one of another.
+        # All digests have the same length, so salts of different keys are always different.
         key_salt = hmac.digest(self._salt_secret, client.encode(), "sha256").hex()[:32]
         return key_salt + (requested or "")
 
     @asynccontextmanager
     async def run(self, requests: Sequence[EngineRequest]) -> AsyncIterator[UpdateStream]:
-        """`EngineClient.run` within the limits of time."""
+        """Run requests with `EngineClient.run`, record their metrics, and enforce the timeouts."""
         limits, loop = self.config.limits, asyncio.get_running_loop()
         meters = [RequestMeter(self.metrics, request) for request in requests]
 
@@ -175,7 +177,7 @@ class ServerState:
             finally:
                 for timer in timers:
                     timer.cancel()
-                for meter in meters:  # of those that are not over
+                for meter in meters:  # has no effect on requests that have ended
                     meter.end(run.end_reason)
 
 

@@ -1,32 +1,32 @@
-// Blocks as cells of a canvas: drawn anew only where they changed.
+// Draws the blocks as cells of a canvas, and redraws only changed cells.
 
-import { Palette, sized } from "./palette.js";
+import { Palette, resizeCanvas } from "./palette.js";
 import { CACHED } from "./pool.js";
 
-const SIZES = [44, 38, 32, 26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
-const NUMBERED = 32; // cells of this size have room for their number
-const FLASH = 900; // milliseconds
+const CELL_SIZES = [44, 38, 32, 26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // CSS pixels
+const MIN_NUMBERED_SIZE = 32; // CSS pixels of a cell with room for the block's number
+const FLASH_MS = 900;
 const MAX_FLASHES = 300;
 
-/** The largest size of cells that are all in sight; the least if none is. */
+/** Returns the largest cell size at which all cells fit, or the smallest size if none fits. */
 function largestSize(numCells, width, height) {
   const fits = (size) => Math.ceil(numCells / Math.floor(width / size)) * size <= height;
-  return SIZES.find(fits) ?? SIZES.at(-1);
+  return CELL_SIZES.find(fits) ?? CELL_SIZES.at(-1);
 }
 
 export class Grid {
-  /** `onSelect(id)` is told which block is looked at, 0 for none. */
+  /** Calls `onSelect(id)` when another block is selected. */
   constructor(canvas, scroller, onSelect) {
     this.canvas = canvas;
     this.scroller = scroller;
     this.onSelect = onSelect;
     this.pool = null;
     this.selected = 0;
-    this.marked = new Set(); // the block table of the sequence that is looked at
-    this.flashes = new Map(); // block to [name of the colour, until]
-    this.waiting = new Set(); // blocks to draw
-    this.drawTime = 0; // milliseconds of the last whole drawing
-    this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+    this.marked = new Set(); // block table of the selected block's sequence
+    this.flashes = new Map(); // block to [colour name, end time]
+    this.dirty = new Set(); // blocks to redraw
+    this.drawTime = 0; // duration of the last full redraw in ms
+    this.reducedMotion = window.matchMedia("(prefers-reduced-motion: reduce)");
     canvas.addEventListener("pointermove", (event) => this.select(this.blockAt(event), false));
     canvas.addEventListener("pointerdown", (event) => this.select(this.blockAt(event), false));
     canvas.addEventListener("keydown", (event) => this.onKey(event));
@@ -48,8 +48,8 @@ export class Grid {
     this.size = largestSize(pool.numBlocks - 1, width, Math.max(window.innerHeight * 0.5, 220));
     this.columns = Math.floor(width / this.size);
     const rows = Math.ceil((pool.numBlocks - 1) / this.columns);
-    this.context = sized(this.canvas, this.columns * this.size, rows * this.size);
-    this.filling = ""; // the colour that the context fills with
+    this.context = resizeCanvas(this.canvas, this.columns * this.size, rows * this.size);
+    this.fillColour = ""; // current fillStyle of the context
     this.drawAll();
   }
 
@@ -58,23 +58,23 @@ export class Grid {
     const start = performance.now();
     this.palette = new Palette();
     this.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    // Cells of one colour one after the other: to change it costs more than to fill a cell.
+    // Sort the cells by colour: changing fillStyle costs more than filling a cell.
     const { owners } = this.pool;
     const ids = Float64Array.from(owners, (owner, id) => owner * 2 ** 32 + id).sort();
     for (const id of ids) if (id % 2 ** 32) this.drawCell(id % 2 ** 32, true);
-    this.waiting.clear();
+    this.dirty.clear();
     this.drawTime = performance.now() - start;
   }
 
-  /** Draws these blocks with the next picture of the screen. */
+  /** Redraws these blocks in the next animation frame. */
   update(ids) {
-    for (const id of ids) this.waiting.add(id);
+    for (const id of ids) this.dirty.add(id);
     this.schedule();
   }
 
   flash(ids, kind) {
-    if (this.calm.matches || !this.palette) return;
-    const until = performance.now() + FLASH;
+    if (this.reducedMotion.matches || !this.palette) return;
+    const until = performance.now() + FLASH_MS;
     for (const id of ids) {
       if (this.flashes.size >= MAX_FLASHES) break;
       this.flashes.set(id, [kind, until]);
@@ -86,57 +86,59 @@ export class Grid {
     if (this.pending) return;
     this.pending = requestAnimationFrame(() => {
       this.pending = 0;
-      this.drawWaiting();
+      this.drawDirty();
     });
   }
 
-  drawWaiting() {
+  drawDirty() {
     if (!this.context) return;
     const now = performance.now();
     for (const [id, [, until]] of this.flashes) {
-      this.waiting.add(id);
+      this.dirty.add(id);
       if (until <= now) this.flashes.delete(id);
     }
-    for (const id of this.waiting) if (id) this.drawCell(id, false);
-    this.waiting.clear();
+    for (const id of this.dirty) if (id) this.drawCell(id, false);
+    this.dirty.clear();
     for (const [id, [kind, until]] of this.flashes) {
-      this.context.globalAlpha = Math.max((until - now) / FLASH, 0);
-      this.ring(id, this.palette[kind], Math.max(this.size / 8, 2));
+      this.context.globalAlpha = Math.max((until - now) / FLASH_MS, 0);
+      this.drawRing(id, this.palette[kind], Math.max(this.size / 8, 2));
     }
     this.context.globalAlpha = 1;
     if (this.flashes.size) this.schedule();
   }
 
-  /** The upper left corner of a block's cell. */
-  place(id) {
+  /** Returns the upper left corner of a block's cell. */
+  cellCorner(id) {
     return [((id - 1) % this.columns) * this.size, Math.floor((id - 1) / this.columns) * this.size];
   }
 
   drawCell(id, isClear) {
     const { context, size, pool, palette } = this;
     const count = pool.counts[id];
-    const [x, y] = this.place(id);
-    const side = size >= 5 ? size - 1 : size; // with a gap
+    const [x, y] = this.cellCorner(id);
+    const side = size >= 5 ? size - 1 : size; // leaves a gap between cells
     if (!isClear) context.clearRect(x, y, size, size);
     if (count > 0) this.drawUsed(id, count, x, y, side);
     else {
       const owner = pool.owners[id];
-      this.fill(palette.free, x, y, side, side);
-      if (count === CACHED) this.fill(owner ? palette.of(owner, 0.3) : palette.cached, x, y, side, side);
+      this.fillCell(palette.free, x, y, side, side);
+      const colour = owner ? palette.requestColour(owner, 0.3) : palette.cached;
+      if (count === CACHED) this.fillCell(colour, x, y, side, side);
     }
-    if (size >= NUMBERED) {
-      this.write(id, count > 0 ? palette.ink : palette.quiet, `${Math.round(size / 4)}px`, "left", "top", x + 3, y + 3);
+    if (size >= MIN_NUMBERED_SIZE) {
+      const colour = count > 0 ? palette.ink : palette.quiet;
+      this.drawText(id, colour, `${Math.round(size / 4)}px`, "left", "top", x + 3, y + 3);
     }
-    if (this.marked.has(id)) this.ring(id, palette.table, 1.5);
-    if (id === this.selected) this.ring(id, palette.ring, 2);
+    if (this.marked.has(id)) this.drawRing(id, palette.table, 1.5);
+    if (id === this.selected) this.drawRing(id, palette.ring, 2);
   }
 
   drawUsed(id, count, x, y, side) {
     const { context, pool, palette } = this;
     const owner = pool.owners[id];
-    const part = pool.filledSlots(id) / pool.blockSize;
-    if (part < 1) this.fill(palette.of(owner, 0.22), x, y, side, side);
-    this.fill(palette.of(owner), x, y, side * part, side);
+    const filledFraction = pool.filledSlots(id) / pool.blockSize;
+    if (filledFraction < 1) this.fillCell(palette.requestColour(owner, 0.22), x, y, side, side);
+    this.fillCell(palette.requestColour(owner), x, y, side * filledFraction, side);
     if (count > 1) this.drawCount(count, x, y, side);
     if (pool.pinned.has(id)) {
       context.strokeStyle = palette.pin;
@@ -149,38 +151,38 @@ export class Grid {
     const { ink } = this.palette;
     if (side < 10) {
       const dot = Math.max(Math.floor(side / 2), 1);
-      this.fill(ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+      this.fillCell(ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
       return;
     }
-    const isNumbered = this.size >= NUMBERED; // the block's number is above
+    const isNumbered = this.size >= MIN_NUMBERED_SIZE; // the block's number is above
     const font = `600 ${Math.round(side * (isNumbered || count > 9 ? 0.5 : 0.66))}px`;
     const text = count > 99 ? "*" : count;
-    this.write(text, ink, font, "center", "middle", x + side / 2, y + side * (isNumbered ? 0.62 : 0.52));
+    this.drawText(text, ink, font, "center", "middle", x + side / 2, y + side * (isNumbered ? 0.62 : 0.52));
   }
 
-  fill(colour, x, y, width, height) {
-    if (this.filling !== colour) this.context.fillStyle = this.filling = colour;
+  fillCell(colour, x, y, width, height) {
+    if (this.fillColour !== colour) this.context.fillStyle = this.fillColour = colour;
     this.context.fillRect(x, y, width, height);
   }
 
-  write(text, colour, font, align, baseline, x, y) {
+  drawText(text, colour, font, align, baseline, x, y) {
     const { context } = this;
-    context.fillStyle = this.filling = colour;
+    context.fillStyle = this.fillColour = colour;
     context.font = `${font} system-ui, sans-serif`;
     context.textAlign = align;
     context.textBaseline = baseline;
     context.fillText(text, x, y);
   }
 
-  ring(id, colour, width) {
+  drawRing(id, colour, width) {
     const { context, size } = this;
-    const [x, y] = this.place(id);
+    const [x, y] = this.cellCorner(id);
     context.strokeStyle = colour;
     context.lineWidth = width;
     context.strokeRect(x + width / 2, y + width / 2, size - width, size - width);
   }
 
-  // Which block is looked at
+  // Selection
 
   blockAt(event) {
     if (!this.pool || !this.size) return 0;
@@ -207,7 +209,7 @@ export class Grid {
   }
 
   scrollTo(id) {
-    const [, y] = this.place(id);
+    const [, y] = this.cellCorner(id);
     const { scrollTop, clientHeight } = this.scroller;
     if (y < scrollTop) this.scroller.scrollTop = y;
     if (y + this.size > scrollTop + clientHeight) this.scroller.scrollTop = y + this.size - clientHeight;
@@ -234,15 +236,15 @@ export class Grid {
       case "PageUp": return at - page;
       case "Home": return 1;
       case "End": return pool.numBlocks - 1;
-      case "n": return this.usedFrom(at, 1);
-      case "p": return this.usedFrom(at, -1);
+      case "n": return this.nextUsed(at, 1);
+      case "p": return this.nextUsed(at, -1);
       case "t": return this.nextInTable(at);
       default: return undefined;
     }
   }
 
-  usedFrom(at, way) {
-    for (let id = at + way; id > 0 && id < this.pool.numBlocks; id += way) {
+  nextUsed(at, direction) {
+    for (let id = at + direction; id > 0 && id < this.pool.numBlocks; id += direction) {
       if (this.pool.counts[id] > 0) return id;
     }
     return at;
@@ -252,22 +254,22 @@ export class Grid {
     const [holder] = this.pool.holders(at);
     if (!holder) return at;
     const { blocks } = holder.sequence;
-    return blocks[(holder.place + 1) % blocks.length];
+    return blocks[(holder.position + 1) % blocks.length];
   }
 }
 
-/** Host memory: the images of swapped-out groups, one after the other, and what is free. */
+/** Draws host memory: the blocks of each swap entry, and then the free blocks. */
 export function drawStrip(canvas, pool, numHostBlocks) {
   const palette = new Palette();
   const width = canvas.parentElement.clientWidth;
   if (!width) return;
   const size = Math.min(largestSize(numHostBlocks, width, 64), 15);
   const columns = Math.floor(width / size);
-  const context = sized(canvas, columns * size, Math.ceil(numHostBlocks / columns) * size);
-  const owners = pool.images.flatMap(([request, count]) => Array(count).fill(pool.numberOf(request)));
+  const context = resizeCanvas(canvas, columns * size, Math.ceil(numHostBlocks / columns) * size);
+  const owners = pool.swapEntries.flatMap(([request, count]) => Array(count).fill(pool.requestNumber(request)));
   const side = size >= 5 ? size - 1 : size;
   for (let i = 0; i < numHostBlocks; i++) {
-    context.fillStyle = owners[i] ? palette.of(owners[i]) : palette.free;
+    context.fillStyle = owners[i] ? palette.requestColour(owners[i]) : palette.free;
     context.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
   }
 }

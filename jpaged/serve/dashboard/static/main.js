@@ -1,58 +1,58 @@
-// Puts the page together: the stream feeds the player, the player the pool and its drawings.
+// Connects the parts of the page: stream of pool diffs, player, pool, and drawings.
 
 import { Charts } from "./charts.js";
 import { showBlock, showHost, showTables } from "./detail.js";
+import { EventCounts, FLASHES } from "./event_counts.js";
 import { Grid, drawStrip } from "./grid.js";
-import { FLASHES, Happened } from "./happened.js";
 import { Palette } from "./palette.js";
 import { Player } from "./play.js";
 import { Pool } from "./pool.js";
 import { Prompts } from "./prompts.js";
-import { ask, events } from "./stream.js";
+import { fetchChecked, readEvents } from "./stream.js";
 
-const PANELS_EVERY = 250; // milliseconds
-const RETRY = 2000; // milliseconds
-const SILENCE = 40_000; // milliseconds; the server says every 15 s at least that it is there
-const CHARTS_EVERY = 500; // milliseconds
-const MAX_MOMENTS = 240; // of the charts, while the picture stands still
-const REST_AFTER = 60_000; // milliseconds out of sight
-const MAX_TOY = 4096; // blocks of a pool that is no more than a toy
+const PANELS_INTERVAL_MS = 250;
+const RETRY_DELAY_MS = 2000;
+const SILENCE_TIMEOUT_MS = 40_000; // the server sends something at least every 15 s
+const CHARTS_INTERVAL_MS = 500;
+const MAX_SAMPLES = 240; // chart samples that wait for one pool diff
+const HIDDEN_TIMEOUT_MS = 60_000; // time until a hidden page disconnects
+const MAX_SMALL_POOL_BLOCKS = 4096;
 
 const element = (id) => document.getElementById(id);
 const state = { pool: null, stats: null, isLive: false };
 
-const grid = new Grid(element("grid"), element("scroller"), lookAt);
-const player = new Player(show, (count) => {
+const grid = new Grid(element("grid"), element("scroller"), showSelected);
+const player = new Player(applyDiffs, (count) => {
   element("behind").textContent = count ? `${count} step${count > 1 ? "s" : ""} behind` : "";
-  element("step").disabled = player?.pace === "live" || !count;
+  element("step").disabled = player?.speed === "live" || !count;
 });
 const charts = new Charts(element("charts"));
-const happened = new Happened(element("happened"));
+const eventCounts = new EventCounts(element("happened"));
 const prompts = new Prompts(element);
 
 const select = (block) => grid.select(block, true);
 
-/** Says what is known of a block; to those who listen, too, unless they did not ask for it anew. */
-function lookAt(id, isAsked = true) {
+/** Describes the selected block. Screen readers announce it only if `isAnnounced`. */
+function showSelected(id, isAnnounced = true) {
   const [holder] = state.pool.holders(id);
   grid.mark(holder?.sequence.blocks ?? []);
   const sentence = state.pool.describe(id);
-  element("said").ariaLive = isAsked ? "polite" : "off";
+  element("said").ariaLive = isAnnounced ? "polite" : "off";
   if (element("said").textContent !== sentence) element("said").textContent = sentence;
   showBlock(element("block"), state.pool, id, select);
 }
 
-/** Frames become a picture: all of them at once, drawn once. What does not fit is asked for anew. */
-function show(frames) {
+/** Applies pool diffs and draws them once. A diff that cannot be applied restarts the stream. */
+function applyDiffs(diffs) {
   const { pool } = state;
   try {
-    for (const frame of frames) {
-      const { changed, events } = pool.apply(frame);
+    for (const diff of diffs) {
+      const { changed, events } = pool.apply(diff);
       grid.update(changed);
       for (const [kind, colour] of FLASHES) grid.flash(events[kind], colour);
-      happened.note(frame.step, events);
-      if (frame.changes.images) drawHost();
-      for (const moment of frame.moments ?? []) charts.add(moment, pool);
+      eventCounts.record(diff.step, events);
+      if (diff.changes.images) drawHost();
+      for (const sample of diff.samples ?? []) charts.add(sample, pool);
     }
   } catch (error) {
     state.listening.abort();
@@ -62,19 +62,19 @@ function show(frames) {
 }
 
 function schedulePanels() {
-  const wait = Math.max((state.panelsPainted ?? 0) + PANELS_EVERY - performance.now(), 0);
-  state.panels ||= setTimeout(paintPanels, wait);
+  const wait = Math.max((state.panelsRendered ?? 0) + PANELS_INTERVAL_MS - performance.now(), 0);
+  state.panels ||= setTimeout(renderPanels, wait);
 }
 
-function paintPanels() {
+function renderPanels() {
   state.panels = 0;
-  state.panelsPainted = performance.now();
+  state.panelsRendered = performance.now();
   const { pool } = state;
   showTables(element("tables"), element("num-tables"), pool, grid.selected, select);
-  if (grid.selected) lookAt(grid.selected, false);
-  happened.paint();
-  charts.say(pool);
-  prompts.paint(pool, new Palette());
+  if (grid.selected) showSelected(grid.selected, false);
+  eventCounts.render();
+  charts.showPool(pool);
+  prompts.updateColours(pool, new Palette());
 }
 
 function drawHost() {
@@ -86,18 +86,18 @@ function drawHost() {
   showHost(element("host-size"), element("host-list"), pool, total);
 }
 
-/** The charts tell of the time that the picture shows: figures wait for the frames before them. */
-function noteMoment() {
+/** Adds a sample to the charts, or attaches it to the last waiting diff so that both appear together. */
+function sampleStats() {
   if (!state.isLive) return;
-  const moment = { stats: state.stats, at: performance.now() };
+  const sample = { stats: state.stats, at: performance.now() };
   const last = player.waiting.at(-1);
-  if (!last) charts.add(moment, state.pool);
-  else last.moments = [...(last.moments ?? []).slice(1 - MAX_MOMENTS), moment];
+  if (!last) charts.add(sample, state.pool);
+  else last.samples = [...(last.samples ?? []).slice(1 - MAX_SAMPLES), sample];
 }
 
 // The stream
 
-function begin({ pool, frame, stats }) {
+function showSnapshot({ pool, frame, stats }) {
   state.pool = new Pool(pool, state.pool);
   state.stats = stats;
   state.isLive = true;
@@ -106,95 +106,95 @@ function begin({ pool, frame, stats }) {
   element("pool-size").textContent = size;
   element("block-size").textContent = pool.block_size;
   player.clear();
-  if (!state.hasPace) choosePace(pool, stats);
+  if (!state.hasSpeed) chooseSpeed(pool, stats);
   state.pool.apply(frame);
-  happened.clear(frame.step);
+  eventCounts.clear(frame.step);
   grid.show(state.pool);
   drawHost();
   schedulePanels();
 }
 
-/** A small engine that idles is there to be watched, and is too fast for that. */
-function choosePace(pool, stats) {
-  state.hasPace = true;
-  if (pool.num_blocks <= MAX_TOY && !stats.num_running) setPace("20");
+/** Slows an idle engine with a small pool down: such engines are too fast to follow. */
+function chooseSpeed(pool, stats) {
+  state.hasSpeed = true;
+  if (pool.num_blocks <= MAX_SMALL_POOL_BLOCKS && !stats.num_running) setSpeed("20");
 }
 
-function receive({ frames, stats }) {
+function queueDiffs({ frames, stats }) {
   state.stats = stats;
-  if (frames.length && player.pace !== "live") frames.at(-1).moments = [{ stats, at: performance.now() }];
+  if (frames.length && player.speed !== "live") frames.at(-1).samples = [{ stats, at: performance.now() }];
   player.push(frames);
 }
 
-async function watch() {
+async function followStream() {
   state.listening = new AbortController();
-  const response = await ask("picture/events", { signal: state.listening.signal });
-  for await (const { name, data } of events(response, SILENCE)) {
-    if (name === "snapshot") begin(JSON.parse(data));
-    else if (name === "frames") receive(JSON.parse(data));
+  const response = await fetchChecked("picture/events", { signal: state.listening.signal });
+  for await (const { name, data } of readEvents(response, SILENCE_TIMEOUT_MS)) {
+    if (name === "snapshot") showSnapshot(JSON.parse(data));
+    else if (name === "frames") queueDiffs(JSON.parse(data));
     else throw new Error(JSON.parse(data).error.message);
-    tell("live", "live");
+    setStatus("live", "live");
   }
 }
 
-function tell(text, kind) {
+function setStatus(text, kind) {
   if (element("line").textContent !== text) element("line").textContent = text;
   element("line").className = kind;
   document.body.classList.toggle("old", kind !== "live");
 }
 
-async function watchForEver() {
+async function followForever() {
   for (;;) {
     try {
-      await watch();
-      lose("the stream ended: trying again", "down");
+      await followStream();
+      showDisconnected("the stream ended: trying again", "down");
     } catch (error) {
-      if (state.isResting) lose("rests while it is out of sight", "");
-      else lose(`${error.message}: trying again`, "down");
+      if (state.isSuspended) showDisconnected("disconnected while the page is hidden", "");
+      else showDisconnected(`${error.message}: trying again`, "down");
     }
     await new Promise((resolve) => {
       state.wake = resolve;
-      if (!state.isResting) setTimeout(resolve, RETRY);
+      if (!state.isSuspended) setTimeout(resolve, RETRY_DELAY_MS);
     });
   }
 }
 
-/** What is shown is old from now on. */
-function lose(text, kind) {
-  tell(text, kind);
+/** Shows that the page is out of date. */
+function showDisconnected(text, kind) {
+  setStatus(text, kind);
   state.isLive = false;
-  charts.cut();
+  charts.breakLines();
 }
 
-/** Out of sight for long: a browser has few lines to a server, which other pages may want. */
-function rest() {
-  if (player.pace !== "live") return; // somebody may come back to what waits
-  state.isResting = true;
+/** Disconnects a hidden page: browsers limit the connections to a server, and other pages need them. */
+function disconnectHidden() {
+  if (player.speed !== "live") return; // the user may come back to the waiting diffs
+  state.isSuspended = true;
   state.listening?.abort();
 }
 
 function onVisibility() {
-  clearTimeout(state.restDue);
-  if (document.hidden) state.restDue = setTimeout(rest, REST_AFTER);
+  clearTimeout(state.hiddenTimer);
+  if (document.hidden) state.hiddenTimer = setTimeout(disconnectHidden, HIDDEN_TIMEOUT_MS);
   else {
-    state.isResting = false;
+    state.isSuspended = false;
     state.wake?.();
   }
 }
 
 // Keys and settings
 
-element("pace").addEventListener("change", (event) => player.setPace(event.target.value));
+element("pace").addEventListener("change", (event) => player.setSpeed(event.target.value));
 element("step").addEventListener("click", () => player.step());
 
-function setPace(pace) {
-  element("pace").value = pace;
-  player.setPace(pace);
+function setSpeed(speed) {
+  element("pace").value = speed;
+  player.setSpeed(speed);
 }
 
 element("grid").addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey) return;
-  if (event.key === " ") setPace(String(player.otherPace));
+  if (event.key === " ") setSpeed(String(player.toggledSpeed));
   else if (event.key === ".") player.step();
   else return;
   event.preventDefault();
@@ -208,10 +208,10 @@ window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () 
 });
 window.addEventListener("resize", () => state.pool && drawHost());
 document.addEventListener("visibilitychange", onVisibility);
-setInterval(noteMoment, CHARTS_EVERY);
+setInterval(sampleStats, CHARTS_INTERVAL_MS);
 
-// For a look from the console, and for the tests.
-window.jpaged = { grid, player, prompts, charts, state, rest };
+// For the browser's console and the tests.
+window.jpaged = { grid, player, prompts, charts, state, disconnectHidden };
 
 onVisibility();
-watchForEver();
+followForever();

@@ -1,48 +1,48 @@
-// What all parts of the page share: elements, colours, and canvases as sharp as the screen.
+// Helpers for elements, colours and canvases.
 
-const GOLDEN = 137.508; // degrees from one request's hue to the next
+const GOLDEN_ANGLE = 137.508; // degrees between the hues of consecutive requests
 
-/** An element with these properties and children; strings among them are text, never markup. */
-export function make(name, properties = {}, ...children) {
+/** Creates an element with these properties and children; strings become text, never markup. */
+export function createElement(name, properties = {}, ...children) {
   const element = Object.assign(document.createElement(name), properties);
   element.append(...children);
   return element;
 }
 
-/** The colours of the style sheet, and one hue a request. */
+/** Colours from the style sheet, and a hue for each request. */
 export class Palette {
   constructor() {
     const style = getComputedStyle(document.documentElement);
-    const read = (name) => style.getPropertyValue(`--${name}`).trim();
+    const readVariable = (name) => style.getPropertyValue(`--${name}`).trim();
     const names = ["free", "cached", "ink", "ring", "table", "pin", "quiet",
       "take", "find", "share", "copy", "drop"];
-    for (const name of names) this[name] = read(name);
-    this.known = new Map();
-    this.lightness = read("cell-lightness");
-    this.chroma = read("cell-chroma");
+    for (const name of names) this[name] = readVariable(name);
+    this.requestColours = new Map();
+    this.lightness = readVariable("cell-lightness");
+    this.chroma = readVariable("cell-chroma");
   }
 
-  of(number, alpha = 1) {
+  requestColour(number, alpha = 1) {
     const key = `${number}/${alpha}`;
-    let colour = this.known.get(key);
+    let colour = this.requestColours.get(key);
     if (!colour) {
-      const hue = (20 + number * GOLDEN) % 360;
+      const hue = (20 + number * GOLDEN_ANGLE) % 360;
       colour = `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
-      this.known.set(key, colour);
+      this.requestColours.set(key, colour);
     }
     return colour;
   }
 
-  /** A request's colour, to stand before its name. */
+  /** Returns a small element in the request's colour. */
   swatch(number) {
-    const swatch = make("i", { className: "swatch" });
-    swatch.style.background = this.of(number);
+    const swatch = createElement("i", { className: "swatch" });
+    swatch.style.background = this.requestColour(number);
     return swatch;
   }
 }
 
-/** A canvas's context, its pixels those of the screen. */
-export function sized(canvas, width, height) {
+/** Sets a canvas's size in CSS pixels, at the screen's resolution, and returns its context. */
+export function resizeCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);

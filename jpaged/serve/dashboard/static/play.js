@@ -1,16 +1,16 @@
-// Frames at the pace that is wanted: as they come, slower, or one by one.
+// Shows pool diffs immediately, at a chosen speed, or one by one.
 
-const MAX_WAITING = 5000; // frames; of more, the oldest are shown at once
+const MAX_WAITING_DIFFS = 5000; // if more are waiting, the oldest are shown immediately
 
 export class Player {
-  /** `show(frames)` draws them, as one picture; `report(count)` says how many are yet to come. */
+  /** `show(diffs)` draws pool diffs; `report(count)` gets the number of waiting diffs. */
   constructor(show, report) {
     this.show = show;
     this.report = report;
-    this.pace = "live"; // or steps a second, 0 for none
-    this.paceBefore = "live"; // it was stopped
+    this.speed = "live"; // "live" or steps per second; 0 is paused
+    this.previousSpeed = "live"; // speed before the pause
     this.waiting = [];
-    this.due = 0;
+    this.nextTime = 0;
   }
 
   clear() {
@@ -18,48 +18,48 @@ export class Player {
     this.report(0);
   }
 
-  push(frames) {
-    this.waiting.push(...frames);
-    // Out of sight nothing is drawn, and nothing needs to wait for it.
-    const most = document.hidden && this.pace === "live" ? 0 : MAX_WAITING;
-    if (this.waiting.length > most) this.take(this.waiting.length - most);
+  push(diffs) {
+    this.waiting.push(...diffs);
+    // A hidden page gets no animation frames, so show the diffs now.
+    const maxWaiting = document.hidden && this.speed === "live" ? 0 : MAX_WAITING_DIFFS;
+    if (this.waiting.length > maxWaiting) this.showNext(this.waiting.length - maxWaiting);
     this.schedule();
   }
 
-  setPace(pace) {
-    if (this.pace !== 0) this.paceBefore = this.pace;
-    this.pace = pace === "live" ? pace : Number(pace);
-    this.due = 0;
+  setSpeed(speed) {
+    if (this.speed !== 0) this.previousSpeed = this.speed;
+    this.speed = speed === "live" ? speed : Number(speed);
+    this.nextTime = 0;
     this.schedule();
   }
 
-  /** The pace to stop, or to go on at as before. */
-  get otherPace() {
-    return this.pace === 0 ? this.paceBefore : 0;
+  /** The speed after the pause is toggled. */
+  get toggledSpeed() {
+    return this.speed === 0 ? this.previousSpeed : 0;
   }
 
   step() {
-    if (this.waiting.length) this.take(1);
+    if (this.waiting.length) this.showNext(1);
   }
 
   schedule() {
-    if (!this.pending && this.waiting.length && this.pace !== 0) {
-      this.pending = requestAnimationFrame((now) => this.go(now));
+    if (!this.pending && this.waiting.length && this.speed !== 0) {
+      this.pending = requestAnimationFrame((now) => this.onAnimationFrame(now));
     }
     this.report(this.waiting.length);
   }
 
-  go(now) {
+  onAnimationFrame(now) {
     this.pending = 0;
-    if (this.pace === "live") this.take(this.waiting.length);
-    else if (this.pace && now >= this.due) {
-      this.due = now + 1000 / this.pace;
-      this.take(1);
+    if (this.speed === "live") this.showNext(this.waiting.length);
+    else if (this.speed && now >= this.nextTime) {
+      this.nextTime = now + 1000 / this.speed;
+      this.showNext(1);
     }
     this.schedule();
   }
 
-  take(count) {
+  showNext(count) {
     this.show(this.waiting.splice(0, count));
     this.report(this.waiting.length);
   }

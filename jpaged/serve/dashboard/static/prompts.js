@@ -1,7 +1,7 @@
-// The box that sends prompts, and the answers as they come.
+// The form that sends prompts, and the answers as they arrive.
 
-import { make } from "./palette.js";
-import { ask, events } from "./stream.js";
+import { createElement } from "./palette.js";
+import { fetchChecked, readEvents } from "./stream.js";
 import { converse } from "./tools.js";
 
 const MAX_CARDS = 40;
@@ -9,24 +9,24 @@ const SYSTEM =
   "You are a careful assistant who knows a small world: sums, sorting, reversing, spelling and " +
   "counting. Answer shortly.\n";
 
-// What each of them shows is in its name; the numbers are the fields of the form.
+// The name of each preset says what it shows; the numbers are fields of the form.
 const PRESETS = [
-  { name: "One answer: blocks taken one by one", prompts: ["Count from 1 to 60"], tokens: 240 },
+  { name: "One answer: blocks are allocated one by one", prompts: ["Count from 1 to 60"], tokens: 240 },
   {
-    name: "Four samples: a prompt shared, its last block copied on write",
+    name: "Four samples: they share the prompt, and its last block is copied on write",
     prompts: ["Sort 41, 7, 32, 15, 93 and 4"],
     samples: 4,
     tokens: 96,
     heat: 2,
   },
   {
-    name: "Beam search: blocks forked and dropped as beams go on and end",
+    name: "Beam search: beams fork, share blocks, and free blocks when they end",
     prompts: ["Write the numbers seventeen plus twenty-five and more"],
     beams: 4,
     tokens: 64,
   },
   {
-    name: "One beginning, four ends: the prefix is computed once",
+    name: "One beginning, four ends: the common prefix is computed once",
     prompts: [
       `${SYSTEM}What is 17 + 25?`,
       `${SYSTEM}Spell strawberry`,
@@ -36,12 +36,12 @@ const PRESETS = [
     tokens: 64,
   },
   {
-    name: "A crowd: sixteen at once",
+    name: "A crowd: sixteen requests at the same time",
     prompts: Array.from({ length: 16 }, (_, i) => `Count from ${i + 1} to ${i + 60}`),
     tokens: 240,
   },
   {
-    name: "A calculator: the model calls it, this page computes, its prefix is found again",
+    name: "A calculator: the model calls a tool, and its next request reuses the prefix",
     prompts: ["What is 48273 * 9164?"],
     tokens: 128,
     tools: true,
@@ -49,10 +49,10 @@ const PRESETS = [
 ];
 
 export class Prompts {
-  /** `element(id)` finds the form's parts. */
+  /** `element(id)` returns the element with this id. */
   constructor(element) {
     this.element = element;
-    this.running = new Set(); // what aborts them
+    this.running = new Set(); // AbortControllers of running requests
     this.cards = [];
     const preset = element("preset");
     PRESETS.forEach(({ name }, i) => preset.append(new Option(name, String(i))));
@@ -65,9 +65,9 @@ export class Prompts {
     this.fill(PRESETS[0]);
   }
 
-  /** Gives the answers the colours that their requests' blocks have. */
-  paint(pool, palette) {
-    for (const card of this.cards) card.paint(pool, palette);
+  /** Gives each answer the colour of its request's blocks. */
+  updateColours(pool, palette) {
+    for (const card of this.cards) card.updateColours(pool, palette);
   }
 
   fill({ prompts, samples = 1, beams = 0, tokens = 64, heat = 0 }) {
@@ -78,8 +78,8 @@ export class Prompts {
   }
 
   /**
-   * All prompts go out as one request: a browser has but a few lines to a server. With tools each
-   * is a conversation of its own.
+   * Sends all prompts as one request, because browsers limit the connections to a server. With tools,
+   * each prompt starts a separate conversation.
    */
   send() {
     const number = (id) => Number(this.element(id).value);
@@ -89,7 +89,7 @@ export class Prompts {
       const options = { max_tokens: number("tokens"), temperature: number("heat") };
       for (const prompt of prompts) {
         this.run({ n: 1 }, [prompt], (_, card, signal) =>
-          converse(prompt, options, signal, (text, id) => card.tell(text, id)),
+          converse(prompt, options, signal, (text, id) => card.appendText(text, id)),
         );
       }
       return;
@@ -107,7 +107,7 @@ export class Prompts {
   async run(body, prompts, complete = this.complete) {
     const controller = new AbortController();
     this.running.add(controller);
-    const card = new Card(this.element("answers"), prompts, body.n, () => controller.abort());
+    const card = new AnswerCard(this.element("answers"), prompts, body.n, () => controller.abort());
     this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
     this.element("stop").disabled = false;
     try {
@@ -122,7 +122,7 @@ export class Prompts {
   }
 
   async complete(body, card, signal) {
-    const response = await ask("v1/completions", {
+    const response = await fetchChecked("v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(body),
@@ -132,39 +132,40 @@ export class Prompts {
       card.add(await response.json());
       return;
     }
-    for await (const { data } of events(response)) {
+    for await (const { data } of readEvents(response)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       card.add(chunk);
     }
-    throw new Error("the answer broke off");
+    throw new Error("the stream ended before the answer");
   }
 }
 
-/** Prompts that went out together, and their answers. */
-class Card {
+/** The prompts of one request, and their answers. */
+class AnswerCard {
   constructor(parent, prompts, n, onStop) {
     this.n = n;
     this.parts = prompts.map((prompt) => {
-      const answers = Array.from({ length: n }, () => make("pre"));
-      const question = make("p", { className: "question" }, prompt);
-      return { root: make("div", { className: "asked" }, question, ...answers), answers };
+      const answers = Array.from({ length: n }, () => createElement("pre"));
+      const question = createElement("p", { className: "question" }, prompt);
+      return { root: createElement("div", { className: "asked" }, question, ...answers), answers };
     });
-    this.state = make("span", {}, "waiting");
-    this.button = make("button", { type: "button", ariaLabel: `Stop: ${prompts[0].slice(0, 40)}` }, "Stop");
+    this.state = createElement("span", {}, "waiting");
+    const ariaLabel = `Stop: ${prompts[0].slice(0, 40)}`;
+    this.button = createElement("button", { type: "button", ariaLabel }, "Stop");
     this.button.addEventListener("click", onStop);
-    const foot = make("p", { className: "foot" }, this.state, this.button);
-    parent.prepend(make("article", {}, ...this.parts.map(({ root }) => root), foot));
+    const footer = createElement("p", { className: "foot" }, this.state, this.button);
+    parent.prepend(createElement("article", {}, ...this.parts.map(({ root }) => root), footer));
     while (parent.children.length > MAX_CARDS) parent.lastElementChild.remove();
   }
 
-  /** Each prompt is a request of its own to the engine, named after the whole. */
-  paint(pool, palette) {
+  /** Sets the colours. The engine has one request per prompt, named after the HTTP request. */
+  updateColours(pool, palette) {
     if (!this.id) return;
     this.parts.forEach((part, i) => {
       const number = pool.requests.get(`${this.id}-${i}`);
-      if (number) part.root.style.borderLeftColor = palette.of(number);
+      if (number) part.root.style.borderLeftColor = palette.requestColour(number);
     });
   }
 
@@ -177,8 +178,8 @@ class Card {
     }
   }
 
-  /** A piece of a conversation, of which the last request has the colour. */
-  tell(text, id = this.id) {
+  /** Appends text of a conversation. The colour is that of the conversation's last request. */
+  appendText(text, id = this.id) {
     this.id = id;
     this.state.textContent = "answering";
     this.parts[0].answers[0].append(text);

@@ -1,50 +1,50 @@
-// Server-sent events through fetch: unlike EventSource, it tells why there are none.
+// Server-sent events with fetch, because EventSource does not report the server's error messages.
 
-/** fetch; throws what the server says in place of an answer. Keys are the browser's business. */
-export async function ask(path, options = {}) {
-  const response = await fetch(path, { ...options, cache: "no-store" }).catch(notThere);
+/** Calls fetch, and throws the server's error message. The browser adds the credentials itself. */
+export async function fetchChecked(path, options = {}) {
+  const response = await fetch(path, { ...options, cache: "no-store" }).catch(throwUnreachable);
   if (response.ok) return response;
-  const said = await response.json().catch(() => null);
-  throw new Error(said?.error?.message ?? `the server answered ${response.status}`);
+  const body = await response.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `the server answered ${response.status}`);
 }
 
-/** Of a server that is not there, each browser has words of its own. */
-function notThere(error) {
+/** Replaces a network error, whose text differs between browsers. */
+function throwUnreachable(error) {
   throw error.name === "AbortError" ? error : new Error("the server does not answer");
 }
 
 /**
- * The events of a stream as they come: {name, data}, each of one line of data. Throws if nothing at
- * all comes for so many milliseconds, as of a line that is cut without either end being told.
+ * Yields the events of a stream as {name, data}; each event has one line of data. Throws if nothing
+ * arrives for `timeoutMs`, which is how a broken connection shows.
  */
-export async function* events(response, patience = Infinity) {
+export async function* readEvents(response, timeoutMs = Infinity) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await within(patience, reader.read().catch(notThere));
+      const { done, value } = await withTimeout(timeoutMs, reader.read().catch(throwUnreachable));
       if (done) return;
       text += value;
       const parts = text.split("\n\n");
       text = parts.pop();
       for (const part of parts) {
-        // Not `^`, `.` and `$`: for these U+2028 ends a line too, and the text of tokens may have it.
+        // `^`, `.` and `$` would treat U+2028 as a line end, and token text may contain it.
         const [, name = "message"] = /(?:^|\n)event: ([^\n]*)/.exec(part) ?? [];
         const [, data] = /(?:^|\n)data: ([^\n]*)/.exec(part) ?? [];
         if (data) yield { name, data };
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // a reader that stops hangs up
+    reader.cancel().catch(() => {}); // closes the connection
   }
 }
 
-function within(milliseconds, promise) {
-  if (milliseconds === Infinity) return promise;
+function withTimeout(timeoutMs, promise) {
+  if (timeoutMs === Infinity) return promise;
   let timer;
-  const silence = new Promise((_, reject) => {
-    const error = new Error(`nothing came for ${Math.round(milliseconds / 1000)} seconds`);
-    timer = setTimeout(() => reject(error), milliseconds);
+  const timeout = new Promise((_, reject) => {
+    const error = new Error(`nothing arrived for ${Math.round(timeoutMs / 1000)} seconds`);
+    timer = setTimeout(() => reject(error), timeoutMs);
   });
-  return Promise.race([promise, silence]).finally(() => clearTimeout(timer));
+  return Promise.race([promise, timeout]).finally(() => clearTimeout(timer));
 }
