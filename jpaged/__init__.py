@@ -1,7 +1,7 @@
 """jpaged: PagedAttention serving for JAX on NVIDIA GPUs.
 
-The names below load on first use, so that host-side parts (`jpaged.core`) and `--help` do not
-pay for importing JAX.
+Public names are imported on first use, so that `--help` and host-side modules such as `jpaged.core`
+do not import JAX.
 """
 
 from importlib import import_module

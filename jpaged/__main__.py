@@ -1,8 +1,9 @@
-"""`python -m jpaged "prompt"`: generate text in the terminal. `python -m jpaged serve`: the server.
+"""The `jpaged` command: `jpaged "prompt"` generates text, `jpaged serve` starts the HTTP server.
 
-The answer goes to stdout as it is made; progress, figures and errors go to stderr. Exit codes: 0,
-1 for an error, 2 for a mistake in the command line, 130 after Ctrl-C. JAX is imported only when
-an engine is made, so `--help` and mistakes answer at once.
+The answer is written to stdout while it is generated. Progress, statistics and errors are written
+to stderr. Exit codes: 0 for success, 1 for an error, 2 for an invalid command line, 130 after
+Ctrl-C, 141 if the reader of stdout closes it. JAX is imported only to create an engine, so `--help`
+and an invalid command line return quickly.
 """
 
 import argparse
@@ -22,47 +23,49 @@ from jpaged.terminal.session import Session, converse, format_error
 if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
 
-_DESCRIPTION = "Generate text with a language model whose KV cache is paged."
+_DESCRIPTION = "Generate text with a language model and a paged KV cache."
 _EXAMPLES = """\
 examples:
-  jpaged "What is 12 plus 30?"                    the small model that comes with jpaged
-  jpaged --model Qwen/Qwen3-0.6B --chat "Hello"   a model of the Hugging Face hub, or a folder
-  jpaged --model Qwen/Qwen3-0.6B --chat           a conversation; Ctrl-D ends it
+  jpaged "What is 12 plus 30?"                    use the small model that comes with jpaged
+  jpaged --model Qwen/Qwen3-0.6B --chat "Hello"   use a model from the Hugging Face hub or a folder
+  jpaged --model Qwen/Qwen3-0.6B --chat           start a conversation; Ctrl-D ends it
   jpaged --temperature 0.8 --top-p 0.95 --seed 1 "Once upon a time"
-  jpaged --beam-width 4 "Add 12 and 30"           the most probable answer, found by beam search
-  jpaged --stats "Count from 1 to 100"            also blocks, waste and tokens/s
-  jpaged --tools-demo                             the model calls a calculator, which runs here
-  cat question.txt | jpaged                       the prompt from a pipe
-  jpaged serve Qwen/Qwen3-0.6B --port 9000        OpenAI's API over HTTP, as python -m jpaged.serve
+  jpaged --beam-width 4 "Add 12 and 30"           find the most probable answer by beam search
+  jpaged --stats "Count from 1 to 100"            also print blocks, waste and tokens/s
+  jpaged --tools-demo                             let the model call a calculator
+  cat question.txt | jpaged                       read the prompt from a pipe
+  jpaged serve Qwen/Qwen3-0.6B --port 9000        start the HTTP server, as python -m jpaged.serve
 
-The answer goes to stdout, all else to stderr. Ctrl-C ends it and keeps the text so far.
+The answer is written to stdout, everything else to stderr. Ctrl-C stops the answer and keeps the
+text so far.
 
-jpaged serve without a model serves the small one; jpaged serve --help lists the server's options.
-For the prompt "serve" write: jpaged -- serve
+jpaged serve without a model uses the small model. jpaged serve --help lists the server's options.
+To use the word "serve" as a prompt, write: jpaged -- serve
 """
 _INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT
 _BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 _ENGINE_DEFAULTS: dict[str, Any] = {"max_num_seqs": 8}
-"""One prompt runs at a time: fewer shapes to compile, and the first answer comes sooner."""
+"""Engine defaults of the command line, which runs one prompt at a time. Few batch rows mean fewer
+shapes to compile, so that the first answer comes sooner."""
 
 _OPTIONS_WITHOUT_FLAG = ("seed",)
-"""Options of the engine that are no flags here: `--seed` is the request's."""
+"""Engine options without a flag: `--seed` sets the seed of the request, not of the engine."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line, with its help."""
+    """Return the argument parser of `jpaged "prompt"`."""
     parser = CommandLine(prog="jpaged", description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("prompt", nargs="?", help="the prompt; '-' or a pipe: read it from stdin")
-    parser.add_argument("--chat", action="store_true", help="ask through the chat template")
+    parser.add_argument("prompt", nargs="?", help="the prompt; '-' or a pipe: read stdin")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument(
         "--tools-demo",
         action="store_true",
-        help="show the model call a calculator: for the prompt, or for some questions",
+        help="let the model call a calculator; without a prompt: to answer example questions",
     )
-    parser.add_argument("--stats", action="store_true", help="show figures after the answer")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument("--stats", action="store_true", help="print statistics after the answer")
+    parser.add_argument("--quiet", action="store_true", help="do not print progress to stderr")
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
     add_flags(parser, SamplingParams, _SAMPLING_DEFAULTS)
     add_flags(parser, EngineConfig, _ENGINE_DEFAULTS, exclude=_OPTIONS_WITHOUT_FLAG)
@@ -70,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return the exit code."""
+    """Run the command with the arguments `argv` (default: `sys.argv`) and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["serve"]:
         from jpaged.serve.__main__ import main as serve
@@ -97,35 +100,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[SamplingParams, dict[str, Any]]:
-    """What is asked of the sampler, and the options of `Engine`."""
+    """Return the sampling parameters and the keyword arguments of `Engine`. Exit with code 2 if an
+    option is invalid."""
     sampling_options = _SAMPLING_DEFAULTS | read_options(args, SamplingParams)
     options = _ENGINE_DEFAULTS | read_options(args, EngineConfig, exclude=_OPTIONS_WITHOUT_FLAG)
     try:
         EngineConfig(**options)
         params = SamplingParams(**sampling_options)
         if args.tools_demo and (params.n > 1 or not params.is_streamable):
-            raise ValueError("--tools-demo shows one answer: leave n, best_of and beam_width out")
+            raise ValueError("--tools-demo prints one answer: omit n, best_of and beam_width")
         return params, options
     except (TypeError, ValueError) as error:
         parser.error(error_info(error).command_line_text)
 
 
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """The prompt, or None for a conversation at the terminal or the demo's own questions."""
+    """Return the prompt, or None for a conversation or for the demo's example questions."""
     prompt = args.prompt
     if args.tools_demo and (args.chat or args.stats):
         conflicting_flag = "--chat" if args.chat else "--stats"
-        parser.error(f"--tools-demo cannot go with {conflicting_flag}: leave one of them out")
+        parser.error(f"--tools-demo cannot be used with {conflicting_flag}: omit one of them")
     if args.tools_demo and prompt is None:
         return None
     if prompt is None and sys.stdin.isatty():
         if args.chat:
             return None
-        parser.error('give a prompt, as in: jpaged "Count from 1 to 10"; or --chat to converse')
+        parser.error('prompt is missing: pass one, as in: jpaged "Count to 10", or pass --chat')
     if prompt in (None, "-"):
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
-        parser.error("the prompt is empty")
+        parser.error("the prompt is empty: pass at least one character")
     return prompt
 
 
@@ -135,7 +139,7 @@ def _run(
     if options.get("model"):
         from jpaged.models.checkpoint import check_model
 
-        check_model(options["model"])  # before JAX is imported
+        check_model(options["model"])  # reports an unusable model before JAX is imported
 
     from jpaged import Engine
 
@@ -166,7 +170,8 @@ def _run_tools_demo(engine: "Engine", params: SamplingParams, prompt: str | None
 
 
 def _discard_stdout() -> None:
-    """Keep the interpreter from failing to flush a closed stdout when it exits."""
+    """Redirect stdout to the null device. Python would otherwise fail at exit, when it flushes a
+    stdout whose reader is gone."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

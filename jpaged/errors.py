@@ -1,7 +1,7 @@
-"""Errors about options and fields of requests, and words for messages.
+"""Errors about options and request fields, and helpers that format values for messages.
 
-An error keeps the field's path, the field's value and the names of other fields apart from its
-words. So an API or a command line that calls a field otherwise can print its own name.
+An error stores the path and the value of the field separately from the message text. An API or a
+command line that has another name for the field can thus print its own name.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,17 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """An error in named parts. Its text is "PATH=VALUE PROBLEM: REMEDY".
+    """An error message in parts. `str` returns "PATH=VALUE PROBLEM: REMEDY".
 
     Attributes:
-        path: Path of the field at fault, such as "prompt[2]"; empty if no field is at fault.
-        problem: What is wrong. The strings alternate: text, path of another field, text, and so on.
-        value: The field's value as the text shows it; None if the text does not show it.
-        remedy: What to do, as strings like those of `problem`; empty if `problem` says what to do.
-        kind: Decides the HTTP status.
-        shows_path: Whether the text begins with the path.
+        path: Path of the invalid field, such as "prompt[2]"; empty if no field is invalid.
+        problem: Description of the error. The strings alternate: text, path of another field, text,
+            and so on.
+        value: Text of the field's value; None if the message omits the value.
+        remedy: Advice to the user, in alternating strings as in `problem`; empty if `problem`
+            includes the advice.
+        kind: Kind of error, which determines the HTTP status.
+        shows_path: Whether the message begins with the path.
     """
 
     path: str
@@ -46,7 +48,7 @@ class ErrorInfo:
 
     @property
     def command_line_text(self) -> str:
-        """The text for a command line, where an option is called by its flag."""
+        """The message for a command line, with the flag of the option instead of its path."""
         is_option = self.shows_path and self.value is not None and self.path.isidentifier()
         if not is_option:
             return str(self)
@@ -59,7 +61,7 @@ class ErrorInfo:
         return f"{words}: {''.join(self.remedy)}" if self.remedy else words
 
     def with_renamed_fields(self, names: Mapping[str, str]) -> "ErrorInfo":
-        """Return the same error with other names of fields; see `rename_path`."""
+        """Return a copy in which `rename_path` has replaced the paths of fields."""
 
         def text(parts: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(
@@ -71,7 +73,10 @@ class ErrorInfo:
 
 
 def rename_path(path: str, names: Mapping[str, str]) -> str:
-    """Replace the longest prefix of `path` that is a key of `names` by its new name."""
+    """Replace the longest prefix of `path` that is a key of `names` by the value of that key.
+
+    A prefix ends before a "." or "[", or at the end of `path`.
+    """
     prefix_ends = [i for i, character in enumerate(path) if character in ".["]
     for end in (len(path), *reversed(prefix_ends)):
         if path[:end] in names:
@@ -80,11 +85,11 @@ def rename_path(path: str, names: Mapping[str, str]) -> str:
 
 
 class RequestError(ValueError):
-    """An option or a field of a request cannot be accepted.
+    """The error for an invalid option or request field.
 
     Args:
         path, problem, value, kind, shows_path: See `ErrorInfo`.
-        remedy: What to do: one string, or alternating texts and paths as in `ErrorInfo`.
+        remedy: Advice to the user: one string, or alternating texts and paths as in `ErrorInfo`.
     """
 
     def __init__(
@@ -102,39 +107,39 @@ class RequestError(ValueError):
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> Self:
-        """Return the error that says `info`."""
+        """Return an error with the parts in `info`."""
         others = {name: getattr(info, name) for name in ("value", "remedy", "kind", "shows_path")}
         return cls(info.path, *info.problem, **others)
 
     def with_renamed_fields(self, names: Mapping[str, str]) -> Self:
-        """Return the same error with other names of fields; see `rename_path`."""
+        """Return a copy in which `rename_path` has replaced the paths of fields."""
         return self.from_info(self.info.with_renamed_fields(names))
 
 
 class RequestTypeError(RequestError, TypeError):
-    """The value of an option or a field has a type that cannot be accepted."""
+    """The error for an option or request field whose value has a wrong type."""
 
 
 def error_info(error: BaseException) -> ErrorInfo:
-    """Return the parts of a `RequestError`; for any other error, an `ErrorInfo` with its text."""
+    """Return the parts of a `RequestError`, or an `ErrorInfo` with the text of any other error."""
     if isinstance(error, RequestError):
         return error.info
     return ErrorInfo("", (str(error) or type(error).__name__,))
 
 
 def short_repr(value: object) -> str:
-    """A value as code, for errors: at most 60 characters."""
+    """Return the `repr` of a value for a message, cut to at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def format_count(number: int, noun: str, plural: str = "", *, number_format: str = "") -> str:
-    """Return the number and its noun, for messages: "1 block", "2 blocks".
+    """Return a number with its noun in the singular or plural: "1 block", "2 blocks".
 
     Args:
-        number: How many there are.
-        noun: What is counted.
-        plural: The noun after other numbers than 1; empty: the noun with an s.
-        form: The number's format; "," writes 2,000.
+        number: Number of items.
+        noun: Singular noun of the items.
+        plural: Plural noun; empty appends an "s" to `noun`.
+        number_format: Format specification of the number; "," writes 2,000.
     """
     return f"{number:{number_format}} {noun if number == 1 else plural or f'{noun}s'}"

@@ -1,11 +1,12 @@
-"""Options, each declared once: its default, what it may be, its flag and that flag's help.
+"""Dataclasses of options: each field declares a default, a check, a command-line flag and its help.
 
     @dataclass(frozen=True)
     class Config(Options):
-        block_size: int = integer(16, low=1, help="tokens in a block")
+        block_size: int = integer(16, low=1, help="number of tokens in a block")
 
-Making a `Config` checks every field; `add_flags` gives a command line `--block-size`, and
-`read_options` reads what was given. Every error names the option, its value and what it may be.
+Creating a `Config` checks every field. `add_flags` adds `--block-size` to a command line, and
+`read_options` returns the options that the command line sets. Every error names the option, its
+value and the accepted values.
 """
 
 import argparse
@@ -26,20 +27,26 @@ _BYTE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a dataclass: what it may be, and how a command line has it.
+    """The declaration of an option: its check, and its flag on a command line.
 
     Attributes:
-        check: Raises TypeError or ValueError for (its name, a value that it may not have).
-        kind: The type of a number or a switch; None of other options.
-        low, above, high: Bounds of a number, or of the numbers in it; the second is excluded.
-        served_high: The highest number that a server takes, where `high` is none.
-        help: For `--help`; empty: the option is no flag. The default follows it in brackets.
-        metavar: What stands for the value.
-        names: With dashes; none: the option's own name. A switch has a `--no-` form of each.
-        group: The heading under which `--help` has it; empty: that of all of the dataclass.
-        nargs, action: As argparse has them; several values make a list.
-        parse: Reads a value; ValueError or argparse.ArgumentTypeError if it is none.
-        shown: The default as people write it; None: as Python does.
+        check: Function of the option's name and value. Raises TypeError or ValueError if the value
+            is invalid.
+        value_type: int, float or bool for a number or a switch; None for other options.
+        low: Lowest valid number, or lowest number in a collection; None for no bound.
+        above: Bound that a valid number must exceed; None for no bound.
+        high: Highest valid number, or highest number in a collection; None for no bound.
+        server_max: Highest number that the HTTP server accepts if `high` is None.
+        help: Text for `--help`, to which the default is added in brackets. Empty: no flag.
+        metavar: Name of the value in `--help`.
+        flags: Flags with dashes; empty: one flag, derived from the option's name. A switch that is
+            on by default also has a `--no-` variant of each flag.
+        group: Heading of the option in `--help`; empty: the `group` of the dataclass.
+        nargs: Number of values, as in argparse; several values form a list.
+        action: Action of the flag, as in argparse.
+        parse: Function that converts the text of a value. Raises ValueError or
+            argparse.ArgumentTypeError if the text is invalid.
+        default_text: The default as shown in `--help`; None: `str` of the default.
     """
 
     check: Callable[[str, Any], None]
@@ -59,10 +66,14 @@ class Option:
 
 
 class Options:
-    """The base of dataclasses whose fields are made by the functions below: checks the fields.
+    """Base class of option dataclasses. Creating an instance checks every field.
+
+    Fields are declared with `integer`, `number`, `switch`, `choice` or `option`. The class argument
+    `group` is the heading of the options in `--help`.
 
     Raises:
-        TypeError, ValueError: naming the option, its value and what it may be.
+        TypeError, ValueError: A value is invalid. The message names the option, its value and the
+            accepted values.
     """
 
     _group: ClassVar[str] = ""
@@ -88,16 +99,17 @@ def integer(
     metavar: str = "N",
     **others: Any,
 ) -> Any:
-    """A field for an integer.
+    """Return a dataclass field for an integer option.
 
     Args:
-        default: With None, None may be given too.
-        low, high: Its bounds.
-        what: What it must be, for errors.
-        none: Whether None may be given though it is not the default.
-        unit: "bytes" lets the flag take 800M and 20G.
-        metavar: As of `Option`.
-        **others: The rest of `Option`.
+        default: Default value. If the default is None, None is a valid value.
+        low: Lowest valid integer.
+        high: Highest valid integer; None for no bound.
+        requirement: Description of the valid values for errors, as in "an integer, 1 or more".
+        allow_none: Whether None is a valid value although the default is an integer.
+        unit: "bytes" makes the flag accept values such as 800M and 20G.
+        metavar: Name of the value in `--help`.
+        **others: Other attributes of `Option`.
     """
     requirement = requirement or f"an integer, {low} or more"
 
@@ -127,7 +139,18 @@ def number(
     unit: str = "",
     **others: Any,
 ) -> Any:
-    """A field for a finite number; `requirement` says after "a number" which, else as of `integer`."""
+    """Return a dataclass field for an option that is a finite number.
+
+    Args:
+        default: Default value. If the default is None, None is a valid value.
+        requirement: Description of the valid values that follows "a number" in errors, as in "of
+            seconds above 0". Empty: derived from the bounds.
+        low: Lowest valid number; None for no bound.
+        above: Bound that a valid number must exceed; None for no bound.
+        high: Highest valid number; None for no bound.
+        unit: Unit of the default in `--help`, such as "s".
+        **others: Other attributes of `Option`.
+    """
     requirement = requirement or _describe_range(low, above, high)
 
     def check(name: str, value: object) -> None:
@@ -143,23 +166,25 @@ def number(
 
 
 def _describe_range(low: float | None, above: float | None, high: float | None) -> str:
-    """The bounds in words, after "a number"."""
+    """Return the bounds in words that follow "a number", as in "at least 0"."""
     if high is None:
-        least = "but neither NaN nor infinite" if low is None else f"at least {low}"
+        least = "that is finite" if low is None else f"at least {low}"
         return least if above is None else f"above {above}"
     return f"from {low} to {high}" if above is None else f"above {above} and at most {high}"
 
 
 def switch(default: bool, **others: Any) -> Any:
-    """A field for True or False. The flag of one that is off turns it on; of one that is on, it has
-    a `--no-` form that turns it off."""
+    """Return a dataclass field for an option that is True or False.
+
+    The flag turns the option on. If the default is True, a `--no-` variant turns the option off.
+    """
     return option(
         default, check_bool, value_type=bool, default_text="on" if default else "", **others
     )
 
 
 def choice(default: str | None, choices: Collection[str], **others: Any) -> Any:
-    """A field for one of some words, or None where that is the default."""
+    """Return a dataclass field for a string out of `choices`. A None default allows None too."""
 
     def check(name: str, value: object) -> None:
         if value not in choices and (value is not None or default is not None):
@@ -172,22 +197,29 @@ def choice(default: str | None, choices: Collection[str], **others: Any) -> Any:
 def option(
     default: Any, check: Callable[[str, Any], None] = lambda name, value: None, **others: Any
 ) -> Any:
-    """A field that `check` checks; `others` has the rest of `Option`."""
+    """Return a dataclass field whose values `check` validates.
+
+    Args:
+        default: Default value, which is not checked.
+        check: Function of the option's name and value. Raises TypeError or ValueError if the value
+            is invalid. By default every value is valid.
+        **others: Other attributes of `Option`.
+    """
     return field(default=default, metadata={"option": Option(check, **others)})
 
 
 @cache
 def declared_options(options: type[Options]) -> dict[str, tuple[Any, Option]]:
-    """By name each option's default and what it is."""
+    """Return the default and the declaration of each option, by name."""
     declared = [f for f in fields(cast(Any, options)) if "option" in f.metadata]
     return {f.name: (f.default, f.metadata["option"]) for f in declared}
 
 
 class CommandLine(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line on stderr and exits with code 2.
+    """An argument parser that reports an error in one line on stderr and exits with code 2.
 
-    An unknown option is reported before any other mistake, together with the known option that is
-    spelled most like it. Options cannot be abbreviated.
+    An unknown option is reported before any other error, with a suggestion if a known option has a
+    similar name. Options cannot be abbreviated.
     """
 
     def __init__(self, **options: Any):
@@ -195,7 +227,7 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse `args` (default: the process's arguments)."""
+        """Parse `args` (default: `sys.argv`). Exit with code 2 if an argument is invalid."""
         args = sys.argv[1:] if args is None else list(args)
         unknown = self._unknown_option(args)
         if unknown is not None:
@@ -208,15 +240,15 @@ class CommandLine(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and the message in one line."""
+        """Print the message in one line on stderr, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def _unknown_option(self, args: Sequence[str]) -> str | None:
-        """Return the first argument that looks like an option and is none.
+        """Return the first argument that looks like an option but is unknown, or None.
 
-        argparse itself would take the next argument, the option's value, for a positional one. An
-        argument that stands where an option needs its value is left to argparse, which names the
-        option that lacks a value and does not show what may be a secret.
+        argparse alone would read the value after an unknown option as a positional argument. An
+        argument in the place of a required value is left to argparse. The error of argparse names
+        the option without a value, and does not print the argument, which may be a secret.
         """
         needs_value = False
         for argument in args:
@@ -232,8 +264,10 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def nearest_option(name: str, known: Iterable[str]) -> str | None:
-    """Return the option that `name` was probably meant to be: one that begins with it, or else one
-    that is spelled like it."""
+    """Return the known option that the user probably meant; None if no option is similar.
+
+    An option that begins with `name` is preferred to an option with a similar spelling.
+    """
     by_word = {option.strip("-"): option for option in known}
     word = name.strip("-").replace("_", "-")
     longer = [other for other in by_word if len(word) > 2 and other.startswith(word)]
@@ -247,13 +281,13 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     exclude: Collection[str] = (),
 ) -> None:
-    """Add a flag for every option that has help.
+    """Add a flag to a parser for every option with a help text.
 
     Args:
-        parser: Gets the flags, under the headings of their groups.
-        options: A dataclass.
-        defaults: Defaults of this command line, where they are not the dataclass's.
-        leave_out: Options that are no flags of this command line.
+        parser: Parser that receives the flags, under the headings of their groups.
+        options: Option dataclass.
+        defaults: Defaults to show in `--help` instead of the defaults of the dataclass.
+        exclude: Names of options that receive no flag.
     """
     groups: dict[str, Any] = {}
     for name, (default, declared) in declared_options(options).items():
@@ -292,7 +326,13 @@ def _format_default(default: Any, default_text: str | None) -> str:
 def read_options(
     args: argparse.Namespace, options: type[Options], exclude: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The options of a dataclass that were given as flags."""
+    """Return the options that the command line sets, by name.
+
+    Args:
+        args: Parsed arguments of a parser with the flags of `add_flags`.
+        options: Option dataclass.
+        exclude: Names of options to omit.
+    """
     names = [
         name for name in declared_options(options) if hasattr(args, name) and name not in exclude
     ]
@@ -300,14 +340,19 @@ def read_options(
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes: '123456', '800M', '20G' (powers of 1024)."""
+    """Convert text such as "123456", "800M" or "20G" to a number of bytes. K, M, G and T are powers
+    of 1024.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not a number of bytes.
+    """
     unit = _BYTE_UNITS.get(text[-1:].upper())
     try:
         number = int(float(text[:-1]) * unit) if unit else int(text)
     except (ValueError, OverflowError):
         number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 800M or 20G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 800M or 20G")
     return number
 
 
@@ -326,11 +371,8 @@ def _make_parser(value_type: type, requirement: str) -> Callable[[str], Any]:
     return parse
 
 
-# Checks: each error names the option, its value and what it may be.
-
-
 def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless it is True or False."""
+    """Raise RequestTypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise RequestTypeError(name, "must be True or False", value=repr(value))
 
@@ -338,7 +380,19 @@ def check_bool(name: str, value: object) -> None:
 def check_int(
     name: str, value: object, *, low: int, high: int | None = None, requirement: str = ""
 ) -> None:
-    """Raise TypeError unless it is an integer (no bool), ValueError unless within the bounds."""
+    """Check that a value is an integer within bounds.
+
+    Args:
+        name: Name of the option or field, for errors.
+        value: Value to check.
+        low: Lowest valid integer.
+        high: Highest valid integer; None for no bound.
+        requirement: Description of the valid values, for errors. Empty: derived from `low`.
+
+    Raises:
+        RequestTypeError: The value is not an integer. A bool does not count as an integer.
+        RequestError: The value is out of bounds.
+    """
     requirement = requirement or f"an integer, {low} or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestTypeError(
@@ -362,7 +416,20 @@ def check_float(
     above: float | None = None,
     high: float | None = None,
 ) -> None:
-    """Raise TypeError unless it is a number, ValueError unless finite and within the bounds."""
+    """Check that a value is a finite number within bounds.
+
+    Args:
+        name: Name of the option or field, for errors.
+        value: Value to check.
+        requirement: Description of the valid values that follows "a number" in errors.
+        low: Lowest valid number; None for no bound.
+        above: Bound that a valid number must exceed; None for no bound.
+        high: Highest valid number; None for no bound.
+
+    Raises:
+        RequestTypeError: The value is not a number. A bool does not count as a number.
+        RequestError: The value is not finite or out of bounds.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise RequestTypeError(

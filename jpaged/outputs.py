@@ -1,4 +1,4 @@
-"""What comes out of the engine; names and meanings are vLLM's where it has them."""
+"""Outputs of the engine: answers and deltas, named as in vLLM where vLLM has the same class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from jpaged.observe.statistics import RequestMetrics
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one candidate for a token.
+    """Log-probability of a token that could have been chosen at one position.
 
     Attributes:
-        logprob: Natural logarithm of its probability.
-        rank: 1 for the likeliest token, counted over the whole vocabulary.
-        decoded_token: Its text alone; None without a tokenizer.
+        logprob: Natural logarithm of the token's probability.
+        rank: Rank of the token in the whole vocabulary; 1 is the most probable token.
+        decoded_token: Text of the token alone; None without a tokenizer.
     """
 
     logprob: float
@@ -27,21 +27,21 @@ class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
-        index: Its place among the answers to the same prompt: the sample's number, or with
-            `best_of` above n and beam search its rank.
-        text: The detokenised answer so far, without a matched stop string (unless
-            `include_stop_str_in_output`); while the answer grows, text that may be the start of
-            a stop string or an incomplete character is missing.
-        token_ids: Every sampled token, those of a stop string or a stop token included.
-        cumulative_logprob: Sum of the tokens' log probabilities, if `logprobs` were asked for or
-            the answers are ranked (`best_of` above n, `beam_width`).
-        logprobs: For each token its candidates by token id, if asked for: a sequence whose entries
-            are made when it is first read.
-        finish_reason: "stop", "length", "abort" or "error"; None while it grows.
-        stop_reason: The stop string or stop token id that ended it; None for the end-of-text
-            token or another reason.
-        score: Of an answer of a beam search: cumulative_logprob over the number of tokens to the
-            power of `length_penalty`, by which the answers are ranked.
+        index: Index of the answer among the answers to the prompt: the number of the sample, or
+            the rank for a beam search and for `best_of` above `n`.
+        text: Detokenised text so far. A matched stop string is removed unless
+            `include_stop_str_in_output` is set. Until the answer ends, an incomplete character and
+            a possible start of a stop string are left out.
+        token_ids: All sampled tokens, including the tokens of a stop string and a stop token.
+        cumulative_logprob: Sum of the tokens' log-probabilities. None unless the request set
+            `logprobs`, or ranks its answers (`best_of` above `n`, or `beam_width`).
+        logprobs: For each token, the log-probabilities of the top tokens and of the chosen token,
+            by token id; None unless requested. The entries are created when they are first read.
+        finish_reason: "stop", "length", "abort" or "error"; None until the answer ends.
+        stop_reason: Stop string or stop token id that ended the answer; None if the model's end
+            token or another cause ended the answer.
+        score: Score that ranks the answers of a beam search: `cumulative_logprob` divided by the
+            number of tokens to the power `length_penalty`. None for a sample.
     """
 
     index: int
@@ -55,28 +55,29 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether it will not change any more."""
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request and what has come of it so far.
+    """A request with all of its output so far.
 
     Attributes:
-        request_id: The id given to, or by, `add_request`.
-        prompt: The prompt's text; None if it came as token ids.
-        prompt_token_ids: The prompt's tokens.
-        prompt_logprobs: For each prompt token its candidates by token id (None for the first,
-            which nothing predicts), if asked for.
-        outputs: The n answers in the order of their samples, unfinished ones too. With `best_of`
-            above n the n best samples, best first: while they grow, those that are best so far. Of
-            a beam search the n best answers, best first (fewer if the vocabulary has no more); none
-            before its end, if it was aborted, or if it failed.
-        finished: Whether all answers are finished.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request first
-            joined the batch.
-        metrics: When things happened.
+        request_id: Id of the request, as passed to or returned by `add_request`.
+        prompt: Text of the prompt; None if the prompt was given as token ids.
+        prompt_token_ids: Tokens of the prompt.
+        prompt_logprobs: For each prompt token, the log-probabilities of the top tokens and of the
+            prompt's own token, by token id; None unless requested. The first entry is None, since
+            no token precedes the first token.
+        outputs: The `n` answers in the order of the samples, including unfinished answers. With
+            `best_of` above `n`: the `n` samples that are best so far, best first. For a beam
+            search: the `n` best answers, best first, or fewer if too few tokens have a finite
+            log-probability. The list is empty until the search ends, and if it is aborted or fails.
+        finished: Whether all answers are complete.
+        num_cached_tokens: Number of prompt tokens whose KV came from the prefix cache when the
+            request first joined the batch.
+        metrics: Times of the request's events.
     """
 
     request_id: str
@@ -91,20 +92,22 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What `Engine.stream` yields: the growth of an answer since the delta before it.
+    """New text and tokens of an answer since its previous delta; `Engine.stream` yields deltas.
 
-    The texts of all deltas of an answer, joined, are its final `CompletionOutput.text`; likewise
-    the token ids. `print(delta, end="")` prints the text. The text can be empty while tokens came:
-    an incomplete character and a possible start of a stop string are held back.
+    Joined in order, the deltas' texts are the final `CompletionOutput.text` of the answer, and
+    their tokens the final `token_ids`. `print(delta, end="")` prints the text. A delta may have
+    tokens without text, because an incomplete character and a possible start of a stop string are
+    held back.
 
     Attributes:
-        text: The new text.
-        token_ids: The new tokens.
-        finish_reason: Set on the last delta: "stop", "length", "abort" or "error".
-        stop_reason: As in `CompletionOutput`, on the last delta.
-        logprobs: For each new token its candidates by token id, if asked for.
-        request_id: Whose answer it is.
-        index: Which of the request's answers: the sample's number.
+        text: New text.
+        token_ids: New tokens.
+        finish_reason: "stop", "length", "abort" or "error" in the last delta; None before.
+        stop_reason: Stop string or stop token id that ended the answer, in the last delta only.
+        logprobs: For each new token, the log-probabilities of the top tokens and of the chosen
+            token, by token id; None unless requested.
+        request_id: Id of the request.
+        index: Index of the answer, as in `CompletionOutput`.
     """
 
     text: str
@@ -117,7 +120,7 @@ class TextDelta:
 
     @classmethod
     def of(cls, request_id: str, answer: CompletionOutput) -> "TextDelta":
-        """A whole answer."""
+        """Return one delta that contains a whole answer."""
         return cls(
             text=answer.text,
             token_ids=tuple(answer.token_ids),
@@ -133,24 +136,25 @@ class TextDelta:
 
     @property
     def finished(self) -> bool:
-        """Whether this is the answer's last delta."""
+        """Whether this delta is the last delta of the answer."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What `Engine.take_deltas` gives: the growth of a request since the one before it.
+    """New output of a request since its previous delta, as returned by `Engine.take_deltas`.
 
     Attributes:
-        request_id: Whose it is.
-        deltas: What its answers grew by, at most one each. Which answers a beam search or a
-            `best_of` above n returns is known only at its end: then they come whole, best first.
-        finished: Whether all answers are finished; nothing of the request follows.
-        prompt_logprobs: As in `RequestOutput`, once, not later than the first output token.
+        request_id: Id of the request.
+        deltas: New output, at most one delta per answer. A beam search, and a request with
+            `best_of` above `n`, returns whole answers in its last delta, best first.
+        finished: Whether all answers are complete. No delta of the request follows.
+        prompt_logprobs: As in `RequestOutput`. Set once, in the delta of the first output token or
+            earlier.
         num_cached_tokens: As in `RequestOutput`.
-        metrics: When things happened, of one that is finished.
-        error: Why the request failed, of one that ended with finish_reason "error".
-        error_info: The parts of `error`; None if the engine is at fault.
+        metrics: Times of the request's events; None until the request is finished.
+        error: Message of the error that ended the request; None unless `finish_reason` is "error".
+        error_info: Parts of `error`; None if the fault lies with the engine, not with the request.
     """
 
     request_id: str

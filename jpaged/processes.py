@@ -1,8 +1,8 @@
-"""Child processes: how one is started, the channel to it, and how it ends.
+"""Child processes: start and end them, and exchange messages over a channel.
 
-A child is a Python that runs the `main` of a module. The first argument of `main` is the child's
-end of a socket pair, the channel. On a channel each message is its length, 4 bytes, big endian, and
-its bytes.
+A child is a Python process that runs the function `main` of a module. The channel is a socket pair,
+and the first argument of `main` is the child's end. A message on the channel is its length (4
+bytes, big endian), followed by its bytes.
 """
 
 import json
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 LENGTH_HEADER = struct.Struct("!I")
 
 MAX_MESSAGE_BYTES = 2**30
-"""Bytes of the largest message that a `MessageSocket` receives."""
+"""Maximum size in bytes of a message that a `MessageSocket` receives."""
 
 _MAX_CHUNKS_PER_RECEIVE = 8
-"""Chunks, of a MiB at most, that `MessageSocket.receive` reads in one call."""
+"""Maximum number of chunks, of up to 1 MiB each, that one `MessageSocket.receive` call reads."""
 
 _CHILD_SCRIPT = """
 import importlib, json, os, signal, socket, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends the child
 try:
     os.fstat(2)
 except OSError:  # stderr is closed
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-os.dup2(2, 1)  # keep what libraries print out of the parent's standard output
+os.dup2(2, 1)  # print to stderr: stdout may be the parent's output
 path, module, channel, *arguments = sys.argv[1:]
 sys.path[:] = json.loads(path)
 channel = socket.socket(fileno=int(channel))
@@ -46,13 +46,21 @@ sys.exit(importlib.import_module(module).main(channel, *arguments))
 
 
 def can_start_python() -> bool:
-    """Whether a Python can be started; in a frozen program, `sys.executable` is no Python."""
+    """Return whether this process can start a Python process as a child.
+
+    A frozen program cannot, because its `sys.executable` is the program, not a Python interpreter.
+    """
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 def child_command(module: str, channel: int, *arguments: object) -> list[str]:
-    """Return the command line of a child, which inherits the descriptor `channel` and finds modules
-    where this process does."""
+    """Return the command line of a child process with the `sys.path` of this process.
+
+    Args:
+        module: Module whose `main` the child runs.
+        channel: Descriptor of the child's end of the channel, which the child must inherit.
+        arguments: Arguments of `main` after the channel, passed as strings.
+    """
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     return [
         sys.executable,
@@ -67,7 +75,7 @@ def child_command(module: str, channel: int, *arguments: object) -> list[str]:
 
 
 def exit_with_parent(sock: socket.socket) -> None:
-    """Start a thread that ends this process once the parent has closed its end of the channel."""
+    """Start a thread that ends this process when the parent closes its end of the channel."""
 
     def wait() -> None:
         closed = select.poll()
@@ -79,7 +87,7 @@ def exit_with_parent(sock: socket.socket) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Return the exit code of a child process in words, a signal by its name."""
+    """Return a text for the exit code of a child process, such as "killed by SIGSEGV" for -11."""
     if code >= 0:
         return f"exit code {code}"
     hint = ": out of memory?" if code == -signal.SIGKILL else ""
@@ -87,16 +95,20 @@ def describe_exit(code: int) -> str:
 
 
 class Child:
-    """A child process, and the parent's end of the channel (`sock`).
+    """A running child process and the parent's end of the channel.
+
+    Attributes:
+        sock: Parent's end of the channel.
+        process: The child process.
 
     Args:
-        module: The module whose `main` the child runs.
-        arguments: The arguments of `main` after the channel; they arrive as strings.
-        files: Descriptors that the child inherits under the same numbers.
-        leads_group: Whether the child leads a process group, which Ctrl-C in a terminal does not
-            reach. The group is killed with the child.
-        errors: Standard error of the child, as `subprocess.Popen` takes it.
-        environment: Variables in addition to those of this process.
+        module: Module whose `main` the child runs.
+        arguments: Arguments of `main` after the channel, passed as strings.
+        pass_fds: Descriptors that the child inherits under the same numbers.
+        is_group_leader: Whether the child leads its own process group. Ctrl-C in a terminal does
+            not reach this group, and `kill` kills the whole group.
+        stderr: Standard error of the child, as for `subprocess.Popen`; None to inherit.
+        extra_env: Environment variables to set in addition to the variables of this process.
     """
 
     def __init__(
@@ -120,26 +132,31 @@ class Child:
                     process_group=0 if is_group_leader else None,
                     env={**os.environ, **(extra_env or {})},
                 )
-            except BaseException:  # an interrupt, too: without the channel the child ends
+            except BaseException:  # includes KeyboardInterrupt; a closed channel ends the child
                 self.sock.close()
                 raise
 
     def exit_code(self, seconds: float) -> int | None:
-        """Return the child's exit code, or -N if signal N killed it. Return None if the child still
-        runs after `seconds`."""
+        """Wait at most `seconds` for the child to end, and return its exit code.
+
+        Returns:
+            The exit code, -N if signal N killed the child, or None if the child is still running.
+        """
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> bool:
-        """Kill the child and wait for its end; return False in a fork of the parent, which leaves
-        the child alone."""
+        """Kill the child, wait until the child has ended, and return True.
+
+        In a fork of the parent process, return False and do nothing.
+        """
         if os.getpid() != self._parent_pid:
             return False
-        if self.process.returncode is None:  # else another process may have its id by now
+        if self.process.returncode is None:  # the id of an ended child may have a new owner
             if self._is_group_leader:
-                with suppress(ProcessLookupError):  # the system has reaped all of it
+                with suppress(ProcessLookupError):  # raised if the whole group has ended
                     os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()
@@ -147,14 +164,16 @@ class Child:
         return True
 
     def kill_and_close(self) -> None:
-        """Kill the child and close the channel; in a fork of the parent, close the fork's copy of
-        the channel alone."""
+        """Kill the child and close the channel.
+
+        In a fork of the parent process, only close the fork's copy of the channel.
+        """
         self.kill()
         self.sock.close()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that block, whatever `socket.setdefaulttimeout` was told."""
+    """Return two connected blocking sockets, regardless of `socket.setdefaulttimeout`."""
     ours, theirs = socket.socketpair()
     ours.setblocking(True)
     theirs.setblocking(True)
@@ -162,18 +181,26 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def frame_message(*parts: bytes) -> bytes:
-    """Join the parts of a message, and put the length of the message in front."""
+    """Return the bytes of a message on a channel: the length, followed by the joined `parts`."""
     return b"".join((LENGTH_HEADER.pack(sum(map(len, parts))), *parts))
 
 
 def send(sock: socket.socket, message: bytes) -> None:
-    """Send a message over a socket that blocks."""
+    """Send a message over a blocking socket."""
     sock.sendall(frame_message(message))
 
 
 def receive(sock: socket.socket, received_fds: list[int] | None = None) -> bytes | None:
-    """Return the next message of a socket that blocks; None once the peer has closed it. A
-    descriptor that comes with the message is added to `files`."""
+    """Wait for the next message on a blocking socket, and return the message.
+
+    Args:
+        sock: Blocking socket.
+        received_fds: List to which a file descriptor sent with the message is appended. None:
+            descriptors are not received.
+
+    Returns:
+        The message, or None if the peer has closed the channel.
+    """
     try:
         if received_fds is None:
             header = _receive(sock, LENGTH_HEADER.size)
@@ -181,13 +208,13 @@ def receive(sock: socket.socket, received_fds: list[int] | None = None) -> bytes
             header, new_fds, _, _ = socket.recv_fds(sock, LENGTH_HEADER.size, 1, socket.MSG_WAITALL)
             received_fds += new_fds
         return _receive(sock, LENGTH_HEADER.unpack(header)[0]) if header else None
-    except ConnectionError:  # the peer has closed it without reading what was sent
+    except ConnectionError:  # the peer closed the channel before it had read everything
         return None
 
 
 def _receive(sock: socket.socket, size: int) -> bytes | None:
     data = b""
-    while len(data) < size:  # a process that was stopped meanwhile gets less than it waits for
+    while len(data) < size:  # despite MSG_WAITALL, SIGSTOP can make recv return less than `size`
         part = sock.recv(size - len(data), socket.MSG_WAITALL)
         if not part:
             return None
@@ -196,16 +223,20 @@ def _receive(sock: socket.socket, size: int) -> bytes | None:
 
 
 async def read_message(reader: "asyncio.StreamReader") -> bytes:
-    """Return the next message of a stream; asyncio.IncompleteReadError at the end."""
+    """Return the next message of a stream.
+
+    Raises:
+        asyncio.IncompleteReadError: The stream ended.
+    """
     (size,) = LENGTH_HEADER.unpack(await reader.readexactly(LENGTH_HEADER.size))
     return await reader.readexactly(size)
 
 
 class MessageSocket:
-    """An end of a channel that sends and receives messages and never waits for its peer to read.
+    """One end of a channel, with a buffer so that `send` never waits for the peer.
 
     Args:
-        sock: The end; owned by the link from now on.
+        sock: Connected socket. `close` closes this socket.
     """
 
     def __init__(self, sock: socket.socket):
@@ -216,19 +247,19 @@ class MessageSocket:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether the peer keeps up: all that was sent so far is on its way."""
+        """Whether all sent messages have left the buffer of this process."""
         return not self._outgoing
 
     def send(self, message: bytes) -> None:
-        """Send a message as soon as the peer takes it."""
+        """Send a message, or buffer the message until the socket accepts more bytes."""
         self._outgoing += frame_message(message)
         self._flush()
 
     def receive(self, timeout: float) -> bytes | None:
-        """Return the next message; None if none has come within `timeout` seconds.
+        """Return the next message, or None if no complete message arrives within `timeout` seconds.
 
         Raises:
-            EOFError: the other side is gone.
+            EOFError: The peer has closed the channel, or has sent an invalid length.
         """
         if (message := self._pop_message()) is not None:
             return message
@@ -241,7 +272,7 @@ class MessageSocket:
         return self._pop_message()
 
     def close(self) -> None:
-        """Send what can be sent at once, and close the socket."""
+        """Send the buffered bytes that the socket accepts immediately, and close the socket."""
         self._flush()
         self._sock.close()
 
@@ -251,30 +282,30 @@ class MessageSocket:
                 del self._outgoing[: self._sock.send(self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # the peer is gone; `receive` will find out
+        except OSError:  # the peer is gone; `receive` reports this
             self._outgoing.clear()
 
     def _read_available(self) -> None:
-        """Read what has come, but at most `_MAX_CHUNKS_PER_RECEIVE` chunks: steps wait meanwhile."""
+        """Read the available bytes, but limit the chunks so that steps are not delayed."""
         try:
             for _ in range(_MAX_CHUNKS_PER_RECEIVE):
                 chunk = self._sock.recv(1 << 20)
                 if not chunk:
-                    raise EOFError("the other side is gone")
+                    raise EOFError("the peer has closed the channel")
                 self._incoming += chunk
         except BlockingIOError:
             pass
         except ConnectionError as error:
-            raise EOFError("the other side is gone") from error
+            raise EOFError("the connection to the peer is lost") from error
 
     def _pop_message(self) -> bytes | None:
-        """Return the first message, once all of it has come."""
+        """Return the next buffered message, or None if no complete message has arrived."""
         data, start = self._incoming, LENGTH_HEADER.size
         if len(data) < start:
             return None
         (size,) = LENGTH_HEADER.unpack_from(data)
         if size > MAX_MESSAGE_BYTES:
-            raise EOFError(f"a message of {size} bytes: the other side is not jpaged")
+            raise EOFError(f"message length {size} is too large: the peer is not jpaged")
         if len(data) < start + size:
             return None
         message = bytes(data[start : start + size])

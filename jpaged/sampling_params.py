@@ -1,6 +1,6 @@
-"""What a request asks of the sampler: `SamplingParams`, checked when it is made.
+"""`SamplingParams`: the sampling parameters of a request, checked when they are created.
 
-The names and defaults are vLLM's, since users know them. Nothing here imports JAX.
+The names and defaults are vLLM's, because users know them. This module does not import JAX.
 """
 
 import heapq
@@ -13,10 +13,11 @@ from jpaged.options import Options, check_float, check_int, integer, number, opt
 from jpaged.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
-"""The most log-probabilities a token that an engine gives unless it is told otherwise."""
+"""Default maximum of `logprobs` and `prompt_logprobs`, per token."""
 
 _MAX_SERVED_SEQUENCES = 2**16
-"""The most answers or beams that a server reads; what an engine takes is less, and its own."""
+"""Maximum number of answers or beams in the schema of the HTTP API. The limit of an engine,
+`max_num_seqs`, is lower."""
 
 _MAX_LOGIT_BIAS = 100
 
@@ -36,7 +37,8 @@ _BEAM_SEARCH_VALUES: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None,),
     "structured_outputs": (None,),
 }
-"""What a beam search has no use for, and the values that ask nothing of it; the first is told."""
+"""Parameters that a beam search cannot use, with the neutral values that a beam search accepts. An
+error recommends the first value."""
 
 
 def _check_early_stopping(name: str, value: object) -> None:
@@ -49,10 +51,12 @@ def _check_stop(name: str, value: object) -> None:
         raise RequestTypeError(name, "must be a string or a list of strings", value=repr(value))
     for text in (value,) if isinstance(value, str) else value or ():
         if not isinstance(text, str):
-            raise RequestTypeError(name, f"must hold strings only, not {text!r}", value=repr(value))
+            raise RequestTypeError(
+                name, f"must contain strings only, not {text!r}", value=repr(value)
+            )
         if not text:
             raise RequestError(
-                name, "has an empty string", value=repr(value), remedy="leave it out"
+                name, "has an empty string", value=repr(value), remedy="remove the empty string"
             )
 
 
@@ -61,7 +65,7 @@ def _check_token_ids(name: str, ids: object) -> None:
         return
     if not isinstance(ids, list | tuple | set | frozenset):
         raise RequestTypeError(name, "must be a list of token ids", value=repr(ids))
-    if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # in C for the usual case
+    if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # fast, without a Python loop
         return
     for token_id in ids:
         check_int(f"token id in {name}", token_id, low=0, requirement="an integer, 0 or more")
@@ -71,7 +75,7 @@ def _check_allowed_ids(name: str, ids: object) -> None:
     _check_token_ids(name, ids)
     if ids is not None and not ids:
         raise RequestError(
-            name, "allows no token at all", value="[]", remedy="name some, or pass None for all"
+            name, "allows no token", value="[]", remedy="pass at least one, or None for all tokens"
         )
 
 
@@ -92,141 +96,177 @@ def _check_logit_bias(name: str, biases: object) -> None:
 
 
 def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise ValueError unless the model has these tokens."""
+    """Raise RequestError if a token id is not below `vocab_size`."""
     if ids and max(ids) >= vocab_size:
         unknown = heapq.nsmallest(5, (token_id for token_id in ids if token_id >= vocab_size))
         raise RequestError(
             name,
-            f"names token ids {unknown} that the model does not have",
-            remedy=f"ids go from 0 to {vocab_size - 1}",
+            f"has token ids {unknown}, which the model does not have",
+            remedy=f"use ids from 0 to {vocab_size - 1}",
         )
 
 
 def _check_structured_outputs(name: str, value: object) -> None:
     if value is not None and not isinstance(value, StructuredOutputs):
-        raise RequestTypeError(name, "must be StructuredOutputs", value=_format_value(value))
+        raise RequestTypeError(
+            name, "must be a StructuredOutputs or None", value=_format_value(value)
+        )
 
 
 def _format_value(value: object) -> str:
-    """As code, but of a long collection its length alone."""
+    """Return the `repr` of a value, or only the length of a long collection."""
     if isinstance(value, Collection) and not isinstance(value, str) and len(value) > 20:
         return f"({len(value)} values)"
     return repr(value)
 
 
-@no_type_check  # it checks itself, with messages for people: `temperature=0` is as good as 0.0
+@no_type_check  # `Options` checks types; a runtime type checker would reject `temperature=0`
 @dataclass(frozen=True)
 class SamplingParams(Options, group="how tokens are chosen"):
-    """How the tokens of one request are chosen and when it ends.
+    """Parameters that control how the tokens of a request are chosen, and when an answer ends.
 
     Args:
-        n: answers to return. Each is a sample of its own, in the order of their numbers: sample i
-            has the seed `seed + i` (modulo 2**64), so it is what a request of n=1 with that seed
-            gives. With best_of above n, or beam_width: the best ones, best first.
-        best_of: sample so many and return the n of the highest cumulative log-probability, best
-            first; None or n samples n, and ranks none.
-        beam_width: search for the most probable answers with so many beams, instead of sampling;
-            the search is that of transformers' `generate(num_beams=...)`. It and the tokens that
-            end an answer are at most 20 together. A seed has no effect on it.
-        length_penalty: of beams: an answer's score is its cumulative log-probability divided by its
-            number of tokens to this power; above 0 favours long answers, below 0 short ones.
-        early_stopping: when a beam search with beam_width complete answers is over: True at once;
-            False when no beam scores better at its present length; "never" when none can. But for
-            True a search may go on to max_tokens to be sure.
-        temperature: divides the logits; 0 takes the most probable token.
-        top_p: keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
-        top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
-        min_p: keep the tokens at least this fraction as probable as the most probable one.
-        repetition_penalty: above 1 discourages tokens seen in the prompt or the output.
-        presence_penalty: taken off the logit of every token that the output has.
-        frequency_penalty: taken off once for each time the output has the token.
-        seed: a 64-bit integer; the same seed gives the same tokens whatever else runs. Of the
-            first sample; see `n`.
-        stop: a string or strings that end the text.
-        stop_token_ids: tokens that end it.
-        include_stop_str_in_output: leave the stop string in the text.
-        ignore_eos: go on past the model's own end token.
-        max_tokens: the most tokens to make; None goes on to the engine's max_model_len.
-        min_tokens: no end token and no stop string counts before this many.
-        logprobs: log-probabilities of this many top tokens (and the chosen one) a token.
-        prompt_logprobs: likewise for every prompt token.
-        logit_bias: token id to a value in [-100, 100] added to its logit.
-        allowed_token_ids: no other token may be chosen.
-        structured_outputs: what the answer must obey, such as a JSON schema. It ends as soon as
-            nothing more may follow; where ignore_eos is set, only then. Log-probabilities are those
-            among the tokens that may follow.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text at all; without it only token ids come back.
+        n: Number of answers. The answers are independent samples, returned in order. Sample i has
+            the seed `seed + i` (modulo 2**64), and equals the answer to a request with `n=1` and
+            that seed. With `beam_width`, or `best_of` above `n`: the `n` best answers, best first.
+        best_of: Number of samples. The `n` samples with the highest cumulative log-probability are
+            returned, best first. None or `n`: all samples are returned, in order.
+        beam_width: Number of beams of a beam search, which replaces sampling and ignores the seed.
+            The search equals `generate(num_beams=...)` of Hugging Face transformers. The width plus
+            the number of end and stop tokens may not exceed 20.
+        length_penalty: Exponent of the length in a beam's score: the cumulative log-probability
+            divided by the number of tokens to this power. Above 0 favours long answers, below 0
+            short answers.
+        early_stopping: When a beam search with `beam_width` complete answers stops. True:
+            immediately. False: when no beam, scored at its current length, beats the worst answer.
+            "never": when no beam can beat the worst answer at any length.
+        temperature: Divisor of the logits; 0 chooses the most probable token.
+        top_p: Keep the smallest set of tokens whose probabilities sum to at least this value; 1
+            keeps all tokens.
+        top_k: Number of most probable tokens to keep; 0 or -1 keeps all tokens.
+        min_p: Keep the tokens whose probability is at least this fraction of the highest
+            probability.
+        repetition_penalty: Factor above 1 that makes tokens of the prompt and the output less
+            probable; below 1 makes them more probable.
+        presence_penalty: Number subtracted from the logit of each token that occurs in the output.
+        frequency_penalty: Number subtracted from the logit of a token for each time that the token
+            occurs in the output.
+        seed: 64-bit integer that determines the random draws of the first sample, regardless of
+            other requests; see `n`. None: the engine chooses a seed.
+        stop: String, or strings, that end the text.
+        stop_token_ids: Token ids that end the answer.
+        include_stop_str_in_output: Keep the stop string in the text.
+        ignore_eos: Continue after the model's end token.
+        max_tokens: Maximum number of output tokens; None allows as many as `max_model_len` does.
+        min_tokens: Number of output tokens before which end tokens cannot be chosen and stop
+            strings are ignored.
+        logprobs: For each output token, return the log-probabilities of this many most probable
+            tokens, and of the chosen token. None returns no log-probabilities.
+        prompt_logprobs: As `logprobs`, for each prompt token.
+        logit_bias: Number from -100 to 100 to add to the logit of a token, by token id.
+        allowed_token_ids: The only tokens that may be chosen; None allows all tokens.
+        structured_outputs: Structured-output specification that the answer must match, such as a
+            JSON schema. The answer ends when the specification allows no further token; with
+            `ignore_eos`, only then. Log-probabilities are relative to the allowed tokens.
+        skip_special_tokens: Omit special tokens from the text.
+        detokenize: Return text. False: only token ids are returned.
 
     Raises:
-        TypeError, ValueError: naming the parameter, its value and what it may be.
+        TypeError, ValueError: A value is invalid. The message names the parameter, its value and
+            the valid values.
     """
 
-    n: int = integer(1, low=1, server_max=_MAX_SERVED_SEQUENCES, help="answers; stderr names each")
+    n: int = integer(
+        1, low=1, server_max=_MAX_SERVED_SEQUENCES, help="number of answers; stderr names each"
+    )
     best_of: int | None = integer(
         None,
         low=1,
         server_max=_MAX_SERVED_SEQUENCES,
         metavar="M",
-        help="draw M samples, show the N likeliest",
+        help="number of samples, of which the N most probable are printed",
     )
     beam_width: int | None = integer(
         None,
         low=1,
         server_max=_MAX_SERVED_SEQUENCES,
         metavar="K",
-        help="search with K beams, show the N best",
+        help="number of beams of a beam search, which prints the N best answers",
     )
     length_penalty: float = number(
-        1.0, metavar="A", help="power of its length that divides a beam's score"
+        1.0, metavar="A", help="exponent of the length by which a beam's score is divided"
     )
     early_stopping: bool | Literal["never"] = option(
-        False, _check_early_stopping, help="end a search with its K-th answer", default_text=""
+        False,
+        _check_early_stopping,
+        help="end the beam search at the K-th complete answer",
+        default_text="",
     )
-    temperature: float = number(1.0, low=0, metavar="T", help="0: the likeliest tokens")
+    temperature: float = number(
+        1.0, low=0, metavar="T", help="divisor of the logits; 0: choose the most probable token"
+    )
     top_p: float = number(
-        1.0, above=0, high=1, metavar="P", help="keep the top tokens of this mass"
+        1.0,
+        above=0,
+        high=1,
+        metavar="P",
+        help="keep the most probable tokens whose probabilities sum to P",
     )
     top_k: int = integer(
         0,
         low=-1,
-        requirement="a count, or 0 or -1 to keep all tokens",
+        requirement="a number of tokens, or 0 or -1 to keep all tokens",
         metavar="K",
-        help="keep the K likeliest; 0: all",
+        help="keep the K most probable tokens; 0: all",
     )
-    min_p: float = number(0.0, low=0, high=1, metavar="P", help="keep tokens over P x the top one")
+    min_p: float = number(
+        0.0,
+        low=0,
+        high=1,
+        metavar="P",
+        help="keep tokens that are at least P times as probable as the top token",
+    )
     repetition_penalty: float = number(
-        1.0, above=0, metavar="R", help="over 1: discourage tokens of prompt and answer"
+        1.0,
+        above=0,
+        metavar="R",
+        help="above 1: make tokens of the prompt and the answer less probable",
     )
     presence_penalty: float = number(
         0.0,
         low=-2,
         high=2,
         metavar="R",
-        help="number taken off the logit of each token that the answer has",
+        help="number subtracted from the logit of each token in the answer",
     )
     frequency_penalty: float = number(
         0.0,
         low=-2,
         high=2,
         metavar="R",
-        help="number taken off a token's logit each time the answer has it",
+        help="number subtracted from the logit of a token for each time the answer has the token",
     )
     seed: int | None = integer(
         None,
         low=-(2**63),
         high=2**64 - 1,
         requirement="a 64-bit integer",
-        help="the same N gives the same answer",
+        help="seed of the random draws; the same seed gives the same draws",
     )
     stop: str | Collection[str] | None = option(
-        None, _check_stop, metavar="TEXT", action="append", help="end before TEXT; may be repeated"
+        None,
+        _check_stop,
+        metavar="TEXT",
+        action="append",
+        help="end the answer before TEXT; may be repeated",
     )
     stop_token_ids: Collection[int] | None = option(None, _check_token_ids)
     include_stop_str_in_output: bool = switch(False)
-    ignore_eos: bool = switch(False, help="go on past the model's end token")
-    max_tokens: int | None = integer(16, low=1, allow_none=True, help="longest answer")
-    min_tokens: int = integer(0, low=0, help="shortest answer")
+    ignore_eos: bool = switch(False, help="continue after the model's end token")
+    max_tokens: int | None = integer(
+        16, low=1, allow_none=True, help="maximum number of tokens in an answer"
+    )
+    min_tokens: int = integer(0, low=0, help="minimum number of tokens in an answer")
     logprobs: int | None = integer(None, low=0, server_max=MAX_LOGPROBS)
     prompt_logprobs: int | None = integer(None, low=0, server_max=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = option(
@@ -251,36 +291,36 @@ class SamplingParams(Options, group="how tokens are chosen"):
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop",
-                "needs the text",
+                "cannot be found without text",
                 value=repr(self.stop),
-                remedy="leave detokenize on or use stop_token_ids",
+                remedy="set detokenize=True, or use stop_token_ids",
             )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple: empty when there is none."""
+        """The stop strings as a tuple, empty if there are none."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def num_samples(self) -> int:
-        """Sequences that are sampled: those returned and those that rank below them."""
+        """Number of sequences to sample, including samples that are not returned."""
         return self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """Whether which samples are returned, and in which order, depends on their likelihood."""
+        """Whether the engine draws more than `n` samples, and returns the `n` most probable."""
         return self.num_samples > self.n
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether the log-probabilities of tokens are wanted, by the caller or for a ranking."""
+        """Whether the caller, a ranking or a beam search needs the tokens' log-probabilities."""
         return self.logprobs is not None or self.is_ranked or self.beam_width is not None
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether the logits change before the temperature: penalties, biases, forbidden tokens."""
+        """Whether penalties, biases or forbidden tokens change the logits before temperature."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -291,12 +331,12 @@ class SamplingParams(Options, group="how tokens are chosen"):
 
     @property
     def biases_logits(self) -> bool:
-        """Whether single tokens are favoured or forbidden from the start to the end."""
+        """Whether `logit_bias` or `allowed_token_ids` changes the logits of every output token."""
         return bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p may leave tokens out."""
+        """Whether top-k, top-p or min-p can exclude tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def validate_for(
@@ -307,17 +347,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
     ) -> None:
-        """Checks what depends on the model and the engine.
+        """Check the parameters against the limits of a model and an engine.
 
         Args:
-            vocab_size: the width of the logits, V.
-            max_logprobs: the most log-probabilities the engine gives a token.
-            eos_token_ids: the model's own end tokens.
-            max_num_seqs: the most sequences of a step; None for no bound.
-            max_model_len: the most tokens of a sequence; None for no bound.
+            vocab_size: Width V of the logits.
+            max_logprobs: Maximum number of log-probabilities per token that the engine returns.
+            eos_token_ids: End tokens of the model.
+            max_num_seqs: Maximum number of sequences in a step; None for no bound.
+            max_model_len: Maximum number of tokens of a sequence; None for no bound.
 
         Raises:
-            ValueError: naming the parameter, its value and what it may be.
+            ValueError: A parameter exceeds a limit. The message names the parameter, its value and
+                the limit.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             _check_ids_below(name, getattr(self, name) or (), vocab_size)
@@ -346,50 +387,59 @@ class SamplingParams(Options, group="how tokens are chosen"):
 
     @property
     def is_streamable(self) -> bool:
-        """Whether which answers are returned is known from the start."""
+        """Whether answers can be streamed. Ranked samples and beams are chosen only at the end."""
         return self.beam_width is None and not self.is_ranked
 
     def check_streamable(self) -> None:
-        """Raises ValueError if which answers are returned is known only at the end."""
-        remedy = "use generate, or add_request and step, which bring whole answers"
+        """Raise RequestError if the answers cannot be streamed; see `is_streamable`."""
+        remedy = "use generate, or add_request and step, which return whole answers"
         if self.beam_width is not None:
             raise RequestError(
                 "beam_width",
-                "cannot be streamed, for no answer is known before the search is over",
+                "cannot be streamed, because a search has no answers until its end",
                 value=f"{self.beam_width}",
                 remedy=remedy,
             )
         if not self.is_streamable:
             raise RequestError(
                 "best_of",
-                f"above n={self.n} cannot be streamed, for the best are known only at the end",
+                f"above n={self.n} cannot be streamed, because the best are known only at the end",
                 value=f"{self.best_of}",
                 remedy=remedy,
             )
 
     def first_forbidden_ids(self, eos_token_ids: Collection[int] = ()) -> frozenset[int]:
-        """The tokens that may not be chosen until there are `min_tokens` of output."""
+        """Return the tokens that may not be chosen before the output has `min_tokens` tokens.
+
+        Args:
+            eos_token_ids: End tokens of the model.
+        """
         if not self.min_tokens:
             return frozenset()
         return self.ending_ids(eos_token_ids)
 
     def ending_ids(self, eos_token_ids: Collection[int] = ()) -> frozenset[int]:
-        """The tokens that end the output: stop_token_ids and, unless ignored, the model's own."""
+        """Return the tokens that end the output.
+
+        Args:
+            eos_token_ids: End tokens of the model, which are left out if `ignore_eos` is set.
+        """
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids or ()) | frozenset(own)
 
     def names_that_forbid_all(
         self, token_ids: Collection[int], num_output_tokens: int, eos_token_ids: Collection[int]
     ) -> list[str]:
-        """Return the names of the parameters that together forbid every one of `token_ids`.
+        """Return the names of the parameters that together forbid all of `token_ids`.
 
         Args:
-            token_ids: The tokens that may be chosen otherwise.
-            num_output_tokens: Tokens of the output before the choice.
-            eos_token_ids: The model's own end tokens.
+            token_ids: Tokens that other constraints, such as a grammar, allow.
+            num_output_tokens: Current number of output tokens.
+            eos_token_ids: End tokens of the model.
 
         Returns:
-            An empty list if a token may be chosen, or `token_ids` is empty.
+            The names of the parameters, or an empty list if at least one token is allowed or
+            `token_ids` is empty.
         """
         allowed = token_ids if self.allowed_token_ids is None else self.allowed_token_ids
         is_early = num_output_tokens < self.min_tokens
@@ -409,7 +459,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
                 "best_of",
                 f"is less than n={self.n}",
                 value=f"{self.best_of}",
-                remedy="the n returned are taken from best_of samples, so raise best_of or lower n",
+                remedy="raise best_of or lower n, because n of the best_of samples are returned",
             )
         if self.temperature == 0 and self.beam_width is None and self.num_samples > 1:
             name = "n" if self.best_of is None else "best_of"
@@ -417,17 +467,17 @@ class SamplingParams(Options, group="how tokens are chosen"):
                 name,
                 "with temperature=0 gives the same answer each time",
                 value=f"{self.num_samples}",
-                remedy=f"leave {name} at 1, raise temperature, or search with beam_width",
+                remedy=f"leave {name} at 1, raise temperature, or use beam_width",
             )
 
     def _check_beams(self) -> None:
-        """What a beam search takes, and what is its alone."""
+        """Raise RequestError for parameters that conflict with beam search, or that need one."""
         if self.beam_width is None:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
                     raise RequestError(
                         name,
-                        "is for beam search",
+                        "is for beam search only",
                         value=repr(getattr(self, name)),
                         remedy=f"set beam_width, or leave {name} at {default}",
                     )
@@ -436,8 +486,8 @@ class SamplingParams(Options, group="how tokens are chosen"):
             raise RequestError(
                 "n",
                 (
-                    f"is more than beam_width={self.beam_width}, which is how many answers a "
-                    "search has"
+                    f"is more than beam_width={self.beam_width}, the number of answers that a "
+                    "beam search finds"
                 ),
                 value=f"{self.n}",
                 remedy="lower n or raise beam_width",
@@ -448,11 +498,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
                 raise RequestError(
                     name,
                     (
-                        f"cannot go with beam_width={self.beam_width}, for a search takes the "
-                        "most probable answers"
+                        f"cannot be combined with beam_width={self.beam_width}, because a beam "
+                        "search does not sample"
                     ),
                     value=_format_value(value),
-                    remedy=f"leave {name} at {accepted_values[0]}, or sample without beam_width",
+                    remedy=f"leave {name} at {accepted_values[0]}, or omit beam_width",
                 )
 
     def _check_some_token_allowed(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -465,26 +515,29 @@ class SamplingParams(Options, group="how tokens are chosen"):
             tokens_text = f"the allowed_token_ids={list(ids)[:20]}"
         raise RequestError(
             "min_tokens",
-            f"forbids every one of {tokens_text}, which all end the output",
+            f"forbids every one of {tokens_text}, because all of them end the output",
             value=f"{self.min_tokens}",
-            remedy="allow another token or leave min_tokens at 0",
+            remedy="allow a token that does not end the output, or leave min_tokens at 0",
         )
 
     def _check_fits_batch(self, max_num_seqs: int) -> None:
-        """All sequences of a request run together or not at all."""
+        """Raise RequestError if the request's sequences do not fit in one batch together."""
         set_names = (name for name in ("beam_width", "best_of") if getattr(self, name) is not None)
         name = next(set_names, "n")
         count = getattr(self, name)
         if count > max_num_seqs:
             raise RequestError(
                 name,
-                f"sequences run at once, and the engine has max_num_seqs={max_num_seqs}",
+                f"sequences must run in one batch, which has at most max_num_seqs={max_num_seqs}",
                 value=f"{count}",
-                remedy=f"lower {name} or make the engine with max_num_seqs={count}",
+                remedy=f"lower {name}, or create the engine with max_num_seqs={count}",
             )
 
     def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
-        """Each beam must bring enough next tokens for an exact search; see `BeamSearch`."""
+        """Raise RequestError if `max_logprobs` next tokens per beam are too few for a beam search.
+
+        An exact search needs `BeamSearch.num_candidates` next tokens per beam.
+        """
         num_endings = len(self.ending_ids(eos_token_ids))
         limit = max_logprobs - num_endings
         if (self.beam_width or 0) > limit:
@@ -492,8 +545,8 @@ class SamplingParams(Options, group="how tokens are chosen"):
             raise RequestError(
                 "beam_width",
                 (
-                    f"is more than {limit}, the most with {num_endings} tokens that end an answer "
-                    f"(together at most {max_logprobs})"
+                    f"is more than {limit}, the maximum with {num_endings} end and stop tokens "
+                    f"(beams, end and stop tokens together: at most {max_logprobs})"
                 ),
                 value=f"{self.beam_width}",
                 remedy=remedy,

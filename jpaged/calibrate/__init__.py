@@ -1,1 +1,1 @@
-"""Scales for a KV cache in FP8, from a text."""
+"""Calibration of the FP8 scales of a KV cache with a text."""

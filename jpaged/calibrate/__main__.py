@@ -1,12 +1,15 @@
-"""`python -m jpaged.calibrate MODEL TEXT FOLDER`: scales for a KV cache in FP8.
+"""Compute the FP8 scales of a KV cache: `python -m jpaged.calibrate MODEL TEXT FOLDER`.
 
-Runs a text through the model and takes the largest absolute key and value of each layer, over 448,
-as the scales, rounded up to powers of 2. With such scales only those numbers are stored otherwise
-than with 1 that are too large for FP8, or so small that it has them with fewer bits.
+The command runs a text through the model and finds the largest absolute key and value of each
+layer. A scale is this number divided by 448 and rounded up to a power of 2. Compared with scale 1,
+a power of 2 changes the stored form of only two kinds of numbers: numbers that are too large for
+FP8, and numbers so small that FP8 stores them with fewer bits.
 
-FOLDER gets them in a small safetensors file, links to the checkpoint's own files, and a config.json
-whose `kv_cache_scheme` tells of the scales, as compressed-tensors writes it. It is then loaded with
-`kv_cache_dtype="fp8"`. Exit codes: 0, 1 for an error, 2 for a mistake in the command line.
+The command writes a checkpoint to FOLDER: a small safetensors file with the scales, links to the
+files of the original checkpoint, and a config.json whose `kv_cache_scheme` describes the scales in
+the format of compressed-tensors. Load FOLDER with `kv_cache_dtype="fp8"`.
+
+Exit codes: 0 for success, 1 for an error, 2 for a wrong command line.
 """
 
 import sys
@@ -17,16 +20,24 @@ from jpaged.options import CommandLine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return the exit code."""
+    """Run the command and return its exit code.
+
+    Args:
+        argv: Command-line arguments; None for the arguments of the process.
+    """
     parser = CommandLine(prog="jpaged.calibrate", description=__doc__)
     parser.add_argument("model", help="checkpoint folder or Hugging Face id")
-    parser.add_argument("text", type=Path, help="a text file such as the model will see, in UTF-8")
-    parser.add_argument("folder", type=Path, help="what to write; new, or empty")
+    parser.add_argument("text", type=Path, help="UTF-8 text file, similar to later prompts")
+    parser.add_argument("folder", type=Path, help="output folder, new or empty")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", default="auto", choices=dtypes, help="of the weights (auto)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (2048)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=dtypes, help="dtype of the weights (auto)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=2048, help="maximum number of tokens in a sequence (2048)"
+    )
     args = parser.parse_args(argv)
-    # Loading these takes a while, which the help does without.
+    # Importing these modules is slow, and --help works without them.
     from jpaged.models.checkpoint import check_model
     from jpaged.terminal.session import format_error
 
@@ -42,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for layer, (k, v) in scales.items():
         print(f"{layer}: k_scale {k:.3g}, v_scale {v:.3g}")
-    print(f'written to {args.folder}: load it with kv_cache_dtype="fp8"')
+    print(f'wrote {args.folder}: load it with kv_cache_dtype="fp8"')
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Scales of keys and values in FP8, from what a text gives, and a checkpoint that has them."""
+"""FP8 scales of keys and values, measured with a text and written as a checkpoint."""
 
 import json
 import os
@@ -34,7 +34,8 @@ from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX, LayerKV, select_backend
 BLOCK_SIZE = 16
 SCALES_FILE_NAME = "kv_scales.safetensors"
 LINKED_FILE_NAME = "weights.safetensors"
-"""What `model.safetensors` is linked as."""
+"""Name of the link to the original `model.safetensors`. Loaders read a file of that name before the
+index, and would not find the scales."""
 
 KV_CACHE_SCHEME = {
     "num_bits": 8,
@@ -43,52 +44,55 @@ KV_CACHE_SCHEME = {
     "strategy": "tensor",
     "dynamic": False,
 }
-"""compressed-tensors' words for one scale of all keys of a layer, and one of all values."""
+"""Value of `kv_cache_scheme` in config.json, in the format of compressed-tensors: one scale for the
+keys of a layer and one for its values."""
 
 UNQUANTIZED_WEIGHTS = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
-"""Its words for weights as they are."""
+"""Value of `quantization_config` in config.json for unquantized weights, in the format of
+compressed-tensors."""
 
 
 def calibrate(
     model: str | Path, text: str, folder: str | Path, *, dtype: str = "auto", length: int = 2048
 ) -> dict[str, tuple[float, float]]:
-    """Write a checkpoint with scales of the keys and values that a text gives.
+    """Measure the FP8 scales of keys and values with a text, and write a checkpoint with them.
 
     Args:
-        model: checkpoint folder or hub id.
-        text: such as the model will see; cut into sequences.
-        folder: what to write; must not be there yet, or be empty.
-        dtype: of the weights, as of `Engine`.
-        length: most tokens of a sequence.
+        model: Checkpoint folder or Hugging Face id.
+        text: Text similar to later prompts. The text is split into sequences.
+        folder: Output folder; must be new or empty.
+        dtype: Dtype of the weights, as in `EngineConfig`.
+        length: Maximum number of tokens in a sequence.
 
     Returns:
-        The scales of keys and of values, by the layer's path.
+        Scale of the keys and scale of the values, by the path of the layer.
 
     Raises:
-        ValueError: an empty text, a `length` below 2, a folder that has something in it.
-        CheckpointError: a checkpoint that cannot be loaded, or has scales already.
+        ValueError: The text is empty, `length` is below 2, `folder` exists and is not an empty
+            folder, or the model computes keys or values that are not finite.
+        CheckpointError: The checkpoint cannot be loaded, or already has scales.
     """
     source, folder = resolve_checkpoint(model), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; give a folder that is new, or empty")
+        raise ValueError(f"{folder} already exists and is not an empty folder: pass a new folder")
     if all((source / name).exists() for name in (SINGLE_FILE_NAME, LINKED_FILE_NAME)):
         raise CheckpointError(
-            f"{source} has {SINGLE_FILE_NAME}, which is linked as {LINKED_FILE_NAME}, and a file of that "
-            "name too; rename it"
+            f"{source} has a file {LINKED_FILE_NAME}: rename it, because calibration links "
+            f"{SINGLE_FILE_NAME} under that name"
         )
     raw_config = read_config(source)
     config = read_model_config(raw_config)
     if config.quantization is not None and config.quantization.has_kv_scales:
-        raise CheckpointError(f"{source} has scales of keys and values; load it as it is")
+        raise CheckpointError(f"{source} already has scales of keys and values: load it as it is")
     if (source / SCALES_FILE_NAME).exists():
         raise CheckpointError(
-            f"{source} has a file {SCALES_FILE_NAME}, as what is written; rename it"
+            f"{source} already has a file {SCALES_FILE_NAME}, which calibration writes: rename it"
         )
     if length < 2:
         raise ValueError(f"length={length} must be at least 2 tokens")
     token_ids = Tokenizer.from_folder(source).encode(text)
     if not token_ids:
-        raise ValueError("the text has no tokens; give one such as the model will see")
+        raise ValueError("the text has no tokens: pass a text similar to later prompts")
     length = min(length, config.max_position_embeddings)
     platform = jax.devices()[0].platform
     weights_dtype = resolve_dtype(dtype, config, platform)
@@ -103,8 +107,11 @@ def calibrate(
 
 
 def _split_sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int]]:
-    """The text's tokens in pieces of `length`, each after the text's first token: that may be the
-    one that begins a text, whose keys are like no others."""
+    """Yield the tokens of a text in sequences of at most `length` tokens.
+
+    Every sequence begins with the first token of the text. This may be the tokenizer's
+    beginning-of-text token, whose keys differ from all other keys.
+    """
     first, rest = token_ids[0], token_ids[1:]
     for start in range(0, max(len(rest), 1), length - 1):
         yield [first, *rest[start : start + length - 1]]
@@ -117,8 +124,18 @@ def measure_max_abs(
     length: int,
     dtype: jnp.dtype,
 ) -> np.ndarray:
-    """The largest absolute key and value of each layer, [layers, 2], in sequences of up to
-    `length` tokens."""
+    """Return the largest absolute key and value of each layer.
+
+    Args:
+        model: The loaded model.
+        config: Configuration of the model.
+        sequences: Token ids of each sequence.
+        length: Maximum number of tokens in a sequence.
+        dtype: Dtype of the KV cache.
+
+    Returns:
+        float32 [layers, 2]: keys in column 0, values in column 1.
+    """
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(config, num_blocks + 1, BLOCK_SIZE, dtype)
     graph, state = nnx.split(model)
@@ -141,8 +158,12 @@ def _run_sequence(
     num_tokens: Int32[Array, ""],
     pool: tuple[LayerKV, ...],
 ) -> tuple[Float32[Array, "layers 2"], tuple[LayerKV, ...]]:
-    """What a sequence of `num_tokens` tokens leaves in blocks 1 and up, where those of sequences before
-    it may be too; padding goes to block 0."""
+    """Return the largest absolute key and value of each layer in the pool after a forward pass, and
+    the pool.
+
+    The sequence has `num_tokens` tokens, which are written from block 1 on. Padding is written to
+    block 0. The maxima also cover KV of earlier sequences that is still in the pool.
+    """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
         block_tables=jnp.arange(1, pool[0].k.shape[0], dtype=jnp.int32)[None],
@@ -157,16 +178,19 @@ def _run_sequence(
 
 
 def compute_scales(max_abs: np.ndarray) -> np.ndarray:
-    """The scales, 1 where a layer has zeros alone.
+    """Return the scale for each maximum: a power of 2, or 1 if the maximum is 0.
+
+    Args:
+        max_abs: Largest absolute key and value of each layer, [layers, 2].
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: A maximum is not finite.
     """
     if not np.isfinite(max_abs).all():
         layer, kind = np.argwhere(~np.isfinite(max_abs))[0]
         raise ValueError(
             f"the {('keys', 'values')[kind]} of layer {layer} are not finite: the checkpoint is "
-            "broken, or needs another dtype (bfloat16 for float16)"
+            "broken or needs another dtype; with float16, try bfloat16"
         )
     scales = np.exp2(np.ceil(np.log2(np.maximum(max_abs, FP8_MIN_ABSMAX) / FP8_MAX)))
     return np.where(max_abs > 0, scales, 1).astype(np.float32)
@@ -175,15 +199,14 @@ def compute_scales(max_abs: np.ndarray) -> np.ndarray:
 def _write_checkpoint(
     source: Path, folder: Path, raw_config: dict, scales: dict[str, tuple[float, float]]
 ) -> None:
-    """The folder: links, the scales, and what tells of them."""
     tensors = read_tensor_infos(source)
     folder.mkdir(parents=True, exist_ok=True)
     linked = {SINGLE_FILE_NAME: LINKED_FILE_NAME}
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in ("config.json", INDEX_FILE_NAME):
             os.symlink(file.resolve(), folder / linked.get(file.name, file.name))
-    # What stands before the names of layers differs by family and may be left out; where it is the
-    # usual one, other loaders find the scales too.
+    # jpaged also finds scales whose names have no prefix. The usual prefix lets other loaders find
+    # the scales, but some families use a different prefix.
     is_usual = any(it.name.startswith("model.layers.") for it in tensors)
     prefix = "model." if is_usual else ""
     scale_tensors = {

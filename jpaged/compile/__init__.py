@@ -1,1 +1,1 @@
-"""What programs an engine needs, where they are kept, and who compiles them."""
+"""Compilation of an engine's programs: recipes, stores, builder and worker processes."""

@@ -1,7 +1,7 @@
-"""Builds an engine's programs: traced and lowered one by one, compiled many at once.
+"""Trace, lower and compile an engine's programs in background threads.
 
-Programs are compiled ahead of time and called as compiled executables, so that nothing can compile
-while serving: a shape that was not foreseen is an error, not a pause.
+All programs are compiled before the engine serves requests, and launches call the executables.
+Launching an unexpected shape therefore raises an error instead of compiling a new program.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,28 +22,32 @@ T = TypeVar("T")
 
 
 class ThreadSettings:
-    """The settings of the thread that makes this, as far as JAX lets a thread have its own."""
+    """JAX settings of the thread that creates the object, to be applied in other threads.
+
+    Only settings that JAX lets a thread override are included.
+    """
 
     def __init__(self):
-        self._values = _thread_settings()
+        self._values = _read_thread_settings()
 
     def run(self, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Call `work` under these settings, in whatever thread."""
-        present = _thread_settings()
+        """Call `work` in the current thread with these settings, and return the result."""
+        current = _read_thread_settings()
         with ExitStack() as stack:
             for name, value in self._values.items():
-                if value is not present[name] and value != present[name]:
+                if value is not current[name] and value != current[name]:
                     stack.enter_context(_setting_context(name)(value))
             return work(*args, **keywords)
 
 
-def _thread_settings() -> Mapping[str, Any]:
+def _read_thread_settings() -> Mapping[str, Any]:
     names = [name for name in jax.config.values if _setting_context(name) is not None]
     return {name: getattr(jax.config, name) for name in names}
 
 
 def _setting_context(name: str) -> Any:
-    """What sets it for a block of code, if there is such a thing."""
+    """Return the function whose result sets a JAX setting inside a `with` block; None if JAX has no
+    such function for the setting."""
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
@@ -51,22 +55,26 @@ _CACHE_REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 _NUM_MEASURING_THREADS = 32
-"""Threads that compile programs with matrix products, which may wait to be measured."""
+"""Number of threads that compile programs with matrix products. These threads may wait for the
+measurements of `AutotuningCompiler`."""
 
 
 class ProgramBuilder:
-    """Builds programs in the background; a context that leaves nothing running behind.
+    """Builder of programs in background threads.
 
-    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
-    compiling does not, so many programs are compiled at once while that goes on. All threads work
-    under the settings of JAX that hold where the builder is made.
+    The builder is a context manager: on exit it cancels waiting programs and waits for its threads.
+
+    Tracing and lowering hold Python's lock, so one thread traces and lowers all programs in the
+    order in which they were added. Compiling releases the lock, so other threads compile many
+    programs concurrently. All threads use the JAX settings of the thread that creates the builder.
 
     Args:
-        threads: Compilations at once of programs without matrix products; the others, which may
-            wait for their products to be measured, come on top.
-        store: Where earlier engines left what they traced and lowered.
-        progress: Called with (built so far, all) while a caller waits.
-        compiler: What compiles them.
+        num_threads: Number of threads that compile programs without matrix products. Programs with
+            matrix products have `_NUM_MEASURING_THREADS` more threads.
+        store: Store of lowered programs; None to trace every program.
+        report_progress: Function that `programs` calls with the number of programs built so far and
+            the number of all programs.
+        compiler: Compiler of the lowered programs; None for a `Compiler`.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class ProgramBuilder:
         self._measurers = ThreadPoolExecutor(_NUM_MEASURING_THREADS)
         self._futures: dict[ProgramName, Future[Any]] = {}
         self._loaded: set[ProgramName] = set()
-        self._last_lookup = local()  # of each thread, whether JAX's cache had the program
+        self._last_lookup = local()  # per thread: whether JAX's cache had the program
         self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
@@ -96,17 +104,17 @@ class ProgramBuilder:
         self._closed = True
         jax.monitoring.unregister_event_listener(self._note_lookup)
         pools = self._tracer, self._compilers, self._measurers
-        for wait_for in (False, True):  # all are told before one is waited for
+        for wait_for in (False, True):  # cancel in all pools before waiting for one
             for pool in pools:
                 pool.shutdown(wait=wait_for, cancel_futures=True)
 
     @property
     def num_loaded(self) -> int:
-        """The number of programs so far that came compiled from JAX's cache on disk."""
+        """Number of added programs that were loaded from JAX's cache on disk so far."""
         return len(self._loaded & self._futures.keys())
 
     def add(self, recipes: Iterable[Recipe]) -> None:
-        """Begin with these, unless their like was added before."""
+        """Start to build programs, except programs whose name was added before."""
         for recipe in recipes:
             if recipe.name in self._futures:
                 continue
@@ -117,13 +125,13 @@ class ProgramBuilder:
             )
 
     def iter_built(self) -> Iterator[tuple[ProgramName, Any]]:
-        """Each that was added, as soon as it is compiled."""
+        """Yield the name and the executable of each added program as soon as it is compiled."""
         names = {compiled: name for name, compiled in self._futures.items()}
         for compiled in as_completed(names):
             yield names[compiled], compiled.result()
 
     def programs(self) -> Programs:
-        """Wait for all that were added."""
+        """Wait for all added programs, and return them by name."""
         built = {}
         for name, program in self.iter_built():
             built[name] = program
@@ -133,11 +141,17 @@ class ProgramBuilder:
         return built
 
     def workspace(self, recipes: Iterable[Recipe], while_compiling: Callable[[], None]) -> int:
-        """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
+        """Return the total bytes of temporaries and newly allocated outputs of several programs.
 
-        If it is not yet, `while_compiling` is called. What that adds is traced and lowered behind them,
-        and compiled later: XLA compiles a Mosaic kernel only while the process compiles nothing
-        else, so `recipes` would wait for all of it.
+        The store keeps the number. If the store does not have the number yet, compile the programs.
+        Programs that `while_compiling` adds are traced and lowered after `recipes`, and compiled
+        only when `recipes` are compiled. XLA compiles a Mosaic kernel only while the process
+        compiles nothing else, so `recipes` would otherwise wait for all added programs.
+
+        Args:
+            recipes: Recipes of the programs.
+            while_compiling: Function that is called while `recipes` are compiled. The function may
+                add other programs to the builder.
         """
         drafts = [recipe.with_unique_name() for recipe in recipes]
 
@@ -160,11 +174,11 @@ class ProgramBuilder:
 
     def _compile_draft(self, draft: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, draft.lower)
-        # All of the compilers' threads may wait in `_compile_when_allowed`, and so for the drafts.
+        # All threads of `_compilers` may be in `_compile_when_allowed`, waiting for the drafts. The
+        # drafts therefore run in another pool.
         return self._submit(self._measurers, self._compile, draft, traced)
 
     def _compile(self, recipe: Recipe, traced: Future[Any]) -> Any:
-        """Compile it when it is traced."""
         lowered = traced.result()
         if self._closed:
             raise CancelledError
@@ -175,7 +189,8 @@ class ProgramBuilder:
         return program
 
     def _note_lookup(self, event: str, **_: object) -> None:
-        """Note whether JAX's cache had a program. JAX calls this in the thread that compiles."""
+        """Record whether JAX's cache had a program. JAX calls the function in the thread that
+        compiles the program."""
         if event == _CACHE_REQUEST_EVENT:
             self._last_lookup.was_hit = False
         elif event == _CACHE_HIT_EVENT:
@@ -187,8 +202,16 @@ class ProgramBuilder:
 
 
 def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
-    """With a store, what was exported is lowered in every start, the first one too: only so is it
-    the same to JAX's own cache."""
+    """Return the lowered program of a recipe.
+
+    With a store, load the exported program, or trace the recipe and store the exported program. The
+    exported program is lowered on every start, including the first: JAX's cache finds an executable
+    by the lowered text, and lowering the recipe directly would give a different text.
+
+    Args:
+        recipe: The recipe to lower.
+        store: Store of exported programs; None to trace and lower the recipe directly.
+    """
     if store is None:
         return recipe.lower()
     exported = store.load(recipe.key)

@@ -1,4 +1,7 @@
-"""The door of this folder: an engine's numbers settled and its programs built while it starts."""
+"""Choose an engine's sizes and build its programs while the engine starts.
+
+`jpaged.engine` imports no other module of `jpaged.compile`.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,20 +28,21 @@ __all__ = ["Compilation", "SizingResult", "prepare_jax", "with_usable_cache"]
 
 
 class Compilation:
-    """Settles an engine's numbers and builds its programs, in the background, as a context.
+    """Background work of an engine's start: sizing the engine and building its programs.
 
-    It begins on entry and leaves no thread and no process behind.
+    The object is a context manager. The work begins on entry; on exit all threads and processes
+    have ended.
 
     Args:
-        config: The caller's wishes.
-        folder: The checkpoint's.
-        plan: The model, not loaded yet.
-        dtype: Of the weights, and of the pool unless the model has another.
-        devices: What the engine runs on, before the weights are there.
-        say: Tells a line about the start.
+        config: Options of the engine.
+        folder: Checkpoint folder.
+        plan: Plan of the model, whose weights are not loaded yet.
+        dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
+        devices: Devices of the engine, before weights are loaded to them.
+        report: Function that receives lines of text about the start.
 
     Raises:
-        ValueError: the numbers asked for do not go together, or the weights alone do not fit.
+        ValueError: Options contradict each other, or the weights alone exceed the device memory.
     """
 
     def __init__(
@@ -55,8 +59,10 @@ class Compilation:
         self._split, self._shared = SplitModel.of(plan.abstract_model), SharedCalls(backend)
         self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._report, self._num_reported = report, 0
-        own = model.shard(len(devices))
-        store = open_program_store(config.compilation_cache_dir, own, plan.abstract_model, device)
+        shard_config = model.shard(len(devices))
+        store = open_program_store(
+            config.compilation_cache_dir, shard_config, plan.abstract_model, device
+        )
         has_gemm_record = is_autotuned(device, self._split, self._sizing)
         compiler = make_compiler(plan.abstract_model, backend, has_gemm_record=has_gemm_record)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._report_progress, compiler)
@@ -85,20 +91,20 @@ class Compilation:
         self._stack.__exit__(*error)
 
     def wait_for_sizes(self) -> SizingResult:
-        """Wait until every number is settled.
+        """Wait for the engine's sizes, and return them.
 
         Raises:
-            ValueError: the engine as configured does not fit.
+            ValueError: The configured engine does not fit in memory.
         """
         return self._sizing_future.result()
 
     def programs(self) -> Programs:
-        """Wait for every program."""
+        """Wait for all programs, and return them by name."""
         self._add_future.result()
         return self._builder.programs()
 
     def _run_sizing(self) -> SizingResult:
-        """Where that needs a compilation, workers begin meanwhile."""
+        # If sizing needs a compilation, the workers start meanwhile.
         sizing, start = self._sizing, self._workers.start
         return sizing.fit(sizing.workspace(self._builder, self._shared, start))
 
@@ -108,12 +114,12 @@ class Compilation:
         self._builder.add(self._workers.iter_compiled(needed, runtime, self._report_progress))
 
     def _report_progress(self, done: int, total: int) -> None:
-        """Report how many programs this start has compiled: at each tenth program, and at the end.
+        """Report the number of compiled programs after every tenth program and after the last.
 
-        The reported number never falls. At the end, also report how many programs an earlier start
-        had compiled.
+        The reported number never falls. After the last program, also report how many programs were
+        loaded from the cache of an earlier start.
         """
-        # Programs that workers compile also come from JAX's cache, but this start compiled them.
+        # Programs of workers are also loaded from JAX's cache, but count as compiled by this start.
         num_loaded = 0 if self._workers.processes else self._builder.num_loaded
         num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
         if num_compiled > self._num_reported and (is_last or num_compiled % 10 == 0):
@@ -124,7 +130,15 @@ class Compilation:
 
 
 def is_autotuned(device: Any, split: SplitModel, sizing: Sizing) -> bool:
-    """Whether XLA would measure nothing of the products of steps: measurements that ship are given
-    to it first."""
+    """Return whether XLA needs no measurements for the matrix products of steps.
+
+    This holds on a CPU, and if shipped measurements cover all row counts of the steps. The shipped
+    measurements are installed first.
+
+    Args:
+        device: One of the engine's devices.
+        split: The model, or its shapes.
+        sizing: Sizing of the engine, which knows the row counts.
+    """
     record = install_gemm_record(device)
     return device.platform == "cpu" or record.covers(split.shard_leaves, sizing.gemm_row_counts)

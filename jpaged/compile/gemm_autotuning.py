@@ -1,14 +1,16 @@
-"""Which GEMM algorithms XLA takes: measurements that ship, or few made here.
+"""Choose XLA's GEMM algorithms: from shipped measurements, or from a few measurements at the start.
 
-A record (`tools.record_products`) is of a kind of device and of versions of XLA and cuBLAS: XLA's
-own files, and of which models, by the shapes of their weights, and of how many rows the products
-are in it.
+jpaged ships records of XLA's measurements, which `tools.record_products` writes. A record is valid
+for one kind of device, one version of XLA and one version of cuBLAS. The record has XLA's files of
+measurements. It also lists the models whose products were measured, identified by the shapes of
+their weights, and the row counts of these products.
 
-Without one, XLA would measure two dozen ways to compute a product and two for many another fusion,
-on a device that only one process can measure on at a time: most of a cold start. Here it measures
-products of many rows alone, by cuBLASLt's algorithms alone, of which its own first choice is up to
-a quarter slower than the fastest; of fewer rows that choice is as fast in a step as the one that is
-the fastest by itself (docs/decisions/0013). All other fusions are XLA's native kernels.
+Without a record, XLA would measure many algorithms for every matrix product and for many other
+fusions. Only one process at a time can measure on a device, so this would be most of a cold start.
+`AutotuningCompiler` therefore measures only products with many rows, and only cuBLASLt's
+algorithms, because cuBLASLt's default choice can be much slower for many rows. For fewer rows the
+default choice is as fast in a step (docs/decisions/0013). All other fusions use XLA's native
+kernels.
 """
 
 import fcntl
@@ -30,6 +32,7 @@ import jaxlib
 import msgspec
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from typing_extensions import override
 
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import write_atomically
@@ -39,13 +42,14 @@ from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
 
 AUTOTUNING_DIR = Path(__file__).parent.parent / "assets" / "autotuning"
-"""Where records are."""
+"""Folder of the records."""
 
 MIN_MEASURED_ROWS = 192
-"""Rows from which products are measured."""
+"""Minimum number of rows of products that are measured."""
 
 MAX_WAIT_S = 60.0
-"""For other processes that measure; one may have been stopped."""
+"""Maximum seconds to wait for other processes that measure. A stopped process (SIGSTOP) would keep
+the lock."""
 
 CompilerOptions = dict[str, Any]
 
@@ -57,28 +61,36 @@ NO_AUTOTUNING: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_
 
 
 class Compiler:
-    """Compiles what recipes were lowered to; XLA measures what it does not find recorded."""
+    """Compiler of lowered recipes. XLA measures products for which it finds no measurements."""
 
     key = ""
-    """Tells it from compilers of other programs from the same text."""
+    """Name of the compiler. `ProgramBuilder.workspace` stores one number per compiler, because
+    different compilers make different programs from the same text."""
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
-        """The program."""
+        """Compile a lowered program, and return the executable.
+
+        Args:
+            recipe: Recipe of the program.
+            lowered: Result of `recipe.lower`.
+        """
         return lowered.compile(dict(recipe.options))
 
 
 class AutotuningCompiler(Compiler):
-    """Compiles programs whose products are not recorded.
+    """Compiler of programs whose matrix products have no shipped measurements.
 
-    The products of a number of rows are measured before the first program that has them is
-    compiled, by themselves, one after the other in all processes that share the folder, so that
-    none measures another one's work. A product that a program has in another form is measured
-    again with it, which is right too, only less exact.
+    Before the first program with products of some row count is compiled, these products are
+    measured separately. A lock lets only one of the processes that share the folder measure at a
+    time, so that one measurement does not slow down another.
+
+    If a program fuses a product differently, XLA measures the fusion again when it compiles the
+    program. This measurement is less exact.
 
     Args:
         model: The model, or its shapes.
-        backend: The kernels' implementation.
-        folder: Where XLA keeps its measurements; None if it does not.
+        backend: Implementation of the kernels.
+        folder: Folder in which XLA keeps its measurements; None if XLA keeps them in memory.
     """
 
     key = "unrecorded"
@@ -86,14 +98,15 @@ class AutotuningCompiler(Compiler):
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
-        self._measured: set[Path] = set()  # here or by others; a folder may not keep marks
+        # The marks are also kept in memory, in case the folder is read-only.
+        self._measured: set[Path] = set()
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
         facts = weights_digest(SplitModel.of(model).shard_leaves), backend
         self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
+    @override
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
-        """The program; its products are measured first, if they are to be and were not yet."""
         _, rows = recipe.gemm_key or ("none", 0)
         if rows < MIN_MEASURED_ROWS:
             return lowered.compile({**recipe.options, **NO_AUTOTUNING})
@@ -106,11 +119,11 @@ class AutotuningCompiler(Compiler):
         with self._lock:
             if done in self._measured:
                 return
-            if self._folder is None:  # XLA has it in this process's memory then
+            if self._folder is None:  # XLA then keeps measurements in memory
                 measure_gemms(self._model, part, rows, self._backend)
             elif not done.exists():
                 with _measurement_lock(self._folder):
-                    if not done.exists():  # another process has been at it
+                    if not done.exists():  # another process may have measured during the wait
                         measure_gemms(self._model, part, rows, self._backend)
                         with suppress(OSError):
                             done.touch()
@@ -118,36 +131,45 @@ class AutotuningCompiler(Compiler):
 
 
 def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
-    """Have XLA measure the products of `rows` rows that it computes itself, of a layer or the head.
+    """Make XLA measure the matrix products of a layer or of the output head.
+
+    Products of jpaged's own kernels are skipped, because XLA does not choose their algorithms.
+
+    Args:
+        model: The model, or its shapes.
+        part: "layer" or "head".
+        rows: Number of rows of the products.
+        backend: Implementation of the kernels.
 
     Returns:
-        How many programs were compiled for it.
+        Number of programs that were compiled for the measurements.
     """
     head = model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
     steps = [head] if part == "head" else _layer_steps(model, backend)
     one_device_mesh, num_compiled = Mesh(jax.local_devices()[:1], (MESH_AXIS,)), 0
-    placed = partial(global_shape_struct, one_device_mesh, axis=None)
+    to_global = partial(global_shape_struct, one_device_mesh, axis=None)
     for module, step, widths in steps:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
         arguments, bound = (split.shard_leaves, *inputs), split.bind(step)
-        if model.config.tensor_parallel_size > 1:  # its sums over devices are of one
-            arguments = jax.tree.map(placed, arguments)
+        if model.config.tensor_parallel_size > 1:  # the model's all-reduces need a mesh
+            arguments = jax.tree.map(to_global, arguments)
             bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
-        if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
+        if "stablehlo.dot" in lowered.as_text():  # no dot if jpaged's kernels compute the product
             lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1
     return num_compiled
 
 
 GemmStep = tuple[nnx.Module, Callable[..., Any], list[tuple[int, ...]]]
-"""A part of a model, what it computes with products, and the widths of its inputs."""
+"""A module, a function that computes matrix products of the module, and the shape of each input
+without the row axis."""
 
 
 def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
-    """A layer without its attention, each as programs have it: what XLA fuses with a product, a
-    bias or the residual stream, belongs to what it measures."""
+    """Yield the matrix products of a layer, with a bias or the residual stream where programs add
+    one. XLA fuses these additions with the product and measures the fusion."""
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
@@ -168,8 +190,8 @@ def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: 
 
 @contextmanager
 def _measurement_lock(folder: Path) -> Iterator[None]:
-    """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the
-    system has no such lock, all the same."""
+    """Hold the folder's lock for measurements. Proceed without the lock after `MAX_WAIT_S` seconds,
+    or if the lock file cannot be created or locked."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "measuring.lock").open("w")
@@ -178,28 +200,34 @@ def _measurement_lock(folder: Path) -> Iterator[None]:
         return
     with lock:
         until = time.monotonic() + MAX_WAIT_S
-        with suppress(OSError):  # there may be no such lock here
+        with suppress(OSError):  # the file system may not support locks
             while time.monotonic() < until:
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 time.sleep(0.02)
-        yield  # closing the file gives the lock back
+        yield  # closing the file releases the lock
 
 
 class GemmRecord(msgspec.Struct, frozen=True):
-    """What was measured.
+    """Record of XLA's measurements on one kind of device.
 
     Attributes:
-        rows: By the digest of a model's weights: rows of its products.
-        results: XLA's files, by their paths in its folder of them; in JSON in base 64.
+        rows: Measured row counts, by the result of `weights_digest` for each model.
+        results: Contents of XLA's files, by their paths in XLA's folder of measurements. In JSON,
+            contents are base64.
     """
 
     rows: dict[str, list[int]]
     results: dict[str, bytes]
 
     def covers(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
-        """Whether a model with such weights has nothing left to measure in steps of such rows."""
+        """Return whether all products of a model are recorded.
+
+        Args:
+            leaves: The model's parameters, or their shapes.
+            rows: Row counts of the products.
+        """
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
 
@@ -207,13 +235,13 @@ EMPTY_RECORD = GemmRecord({}, {})
 
 
 def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool) -> Compiler:
-    """What compiles an engine's programs, in whichever process.
+    """Return the compiler for an engine's programs, in the engine's process or in a worker.
 
     Args:
         model: The model, or its shapes.
-        backend: The kernels' implementation.
-        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
-            device is a CPU.
+        backend: Implementation of the kernels.
+        has_gemm_record: Whether XLA needs no measurements for the products: a record covers the
+            products, or the device is a CPU.
     """
     if has_gemm_record:
         return Compiler()
@@ -223,8 +251,10 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:
-    """Of the shapes and dtypes of a model's weights, which decide what its products are; single
-    numbers, as the scales of its KV are, have no part in them."""
+    """Return a digest of the shapes and dtypes of a model's weights, which determine its products.
+
+    Scalars, such as the scales of the KV cache, are ignored because no product depends on them.
+    """
     weights = [leaf for leaf in leaves if math.prod(leaf.shape) > 1]
     return _digest(*sorted((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in weights))
 
@@ -234,29 +264,30 @@ def _digest(*facts: Any) -> str:
 
 
 def install_gemm_record(device: Any) -> GemmRecord:
-    """Let XLA find how products are computed fastest, as recorded on such a device, where it keeps
-    its own measurements: it then measures nothing of that. What is there already stays.
+    """Copy the shipped measurements for a device to the folder in which XLA keeps its measurements.
 
-    XLA looks each up under the numbers of the device and the text of the product, and takes it if
-    the library that was the fastest still has the version it had: it measures all else.
+    Existing files of the folder are kept. XLA finds a measurement by the properties of the device
+    and the text of the product, and uses the measurement if the version of the recorded library is
+    unchanged. XLA measures all other products.
 
     Returns:
-        What XLA finds; nothing if there is no record, or no place for it.
+        The installed record; an empty record if there is no record for the device, or if XLA has no
+        writable local folder.
     """
     cache, path = jax.config.values["jax_compilation_cache_dir"], gemm_record_path(device)
     if cache is None or "://" in cache or not path.is_file():
         return EMPTY_RECORD
     try:
         record = read_record(path)
-    except (OSError, ValueError) as error:  # XLA measures then
-        warnings.warn(f"{path} is not used: {error}", stacklevel=2)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the GEMM record {path} is ignored: {error}", stacklevel=2)
         return EMPTY_RECORD
     folder = autotuning_folder(Path(cache))
     try:
         for name, result in record.results.items():
             if not (folder / name).exists():
                 write_atomically(folder / name, result)
-    except OSError:  # for reading alone, or full
+    except OSError:  # read-only or full
         return EMPTY_RECORD
     return record
 
@@ -265,20 +296,23 @@ def read_record(path: Path) -> GemmRecord:
     """Read a record.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or names what is not in XLA's folder.
+        OSError: The file cannot be read.
+        ValueError: The file is damaged, or a name in the record leads outside XLA's folder.
     """
     record = msgspec.json.decode(path.read_bytes(), type=GemmRecord)
     for name in record.results:
         parts = PurePosixPath(name).parts
         if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
-            raise ValueError(f"{name!r} is no file in a folder")
+            raise ValueError(f"{name!r} is not the relative path of a file")
     return record
 
 
 def gemm_record_path(device: Any) -> Path:
-    """Where such a device's products are recorded, if they are: for the same XLA and cuBLAS, of
-    whose algorithms XLA keeps a number, which says nothing in another version."""
+    """Return the path of the record for a device, which may not exist.
+
+    The path names the versions of jaxlib and cuBLAS. XLA stores the number of a cuBLAS algorithm,
+    which may mean another algorithm in another version.
+    """
     kind = device.device_kind.replace(" ", "_").replace("/", "_")
     return AUTOTUNING_DIR / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"
 
@@ -287,9 +321,9 @@ def _cublas_version() -> str:
     for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-    return "system"  # that of a CUDA installed otherwise
+    return "system"  # CUDA was not installed from PyPI
 
 
 def autotuning_folder(cache: Path) -> Path:
-    """Where XLA keeps its measurements within JAX's compilation cache."""
+    """Return the folder of XLA's measurements inside JAX's compilation cache."""
     return cache / "xla_gpu_per_fusion_autotune_cache_dir"

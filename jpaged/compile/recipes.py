@@ -1,4 +1,4 @@
-"""What each program of an engine is compiled from: a step, and the shapes of its arguments."""
+"""Recipes of an engine's programs: step functions and the shapes of their arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,34 +27,42 @@ from jpaged.runtime.steps import (
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
-# JAX exports these kernel calls only if asked to, because another version of JAX may not read them.
-# A stored program is only used with the version that exported it.
+# By default JAX refuses to export these kernel calls, because another version of JAX may not read
+# them. A stored program is only loaded by the version of JAX that exported the program.
 ALLOWED_KERNEL_CALLS = [
     export.DisabledSafetyCheck.custom_call(target)
     for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
 ]
 
-
 SYNCHRONOUS_COLLECTIVES = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
-"""XLA's compiler option that runs collectives on the stream of the step. By default they may have
-another stream, but the step waits for each of them anyway, and changing streams twice takes time
-(docs/decisions/0015)."""
+"""XLA compiler options that run collectives on the stream of the step. By default XLA may run a
+collective on another stream. The step waits for every collective anyway, so changing streams only
+takes time (docs/decisions/0015)."""
 
 REPLICATED = PartitionSpec()
-"""How results lie that every device has."""
+"""Sharding of results that every device has completely."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a program is compiled from: a step function, and the shapes of its arguments.
+    """Input of a program's compilation: a step function and the shapes of its arguments.
 
-    `donate` names the arguments whose memory the program reuses. Programs with equal `gemm_key`
-    have the same matrix products, except those of the output head, which computes `num_logits_rows`
-    rows. A program that does not need the pool does not depend on the size of the pool. `options`
-    are XLA's compiler options by name; the code that compiles the lowered program must pass them.
+    With tensor parallelism, the shapes are shapes of global arrays. The function takes the shards
+    of one device, until `on_mesh` maps the function over the mesh.
 
-    With tensor parallelism, the shapes are those of the global arrays. The function takes one
-    device's shards, until `on_mesh` maps it over the mesh.
+    Attributes:
+        name: Name of the program: the name of the step, and a key.
+        function: The step function.
+        arguments: Shapes of the positional arguments.
+        keywords: Shapes of the keyword arguments, by name.
+        donate: Names of the arguments whose memory the program reuses for results.
+        gemm_key: Part of the model whose matrix products the program has, and the number of their
+            rows. Programs with equal keys have the same products, except for the output head.
+            None: The program has no products that XLA measures.
+        num_logits_rows: Number of rows that the output head computes.
+        needs_pool: Whether the program depends on the size of the pool.
+        options: XLA's compiler options by name. Code that compiles the lowered program must pass
+            these options.
     """
 
     name: ProgramName
@@ -71,16 +79,16 @@ class Recipe:
         """Return a recipe that runs on all devices of a mesh, with `SYNCHRONOUS_COLLECTIVES`.
 
         Args:
-            mesh: The devices. None: return this recipe.
-            results: The `PartitionSpec` of each result, or one for all of them.
+            mesh: Mesh of the devices. None: return this recipe.
+            results: `PartitionSpec` of each result, or one `PartitionSpec` for all results.
         """
         if mesh is None:
             return self
 
-        def placed(it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def with_sharding(it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return global_shape_struct(mesh, it, None) if it.sharding is None else it
 
-        arguments, keywords = jax.tree.map(placed, (self.arguments, dict(self.keywords)))
+        arguments, keywords = jax.tree.map(with_sharding, (self.arguments, dict(self.keywords)))
         function = wrap_in_shard_map(self.function, mesh, arguments, keywords, results)
         options = {**self.options, **SYNCHRONOUS_COLLECTIVES}
         return replace(
@@ -89,41 +97,51 @@ class Recipe:
 
     @property
     def jitted_step(self) -> Any:
-        """The jitted step."""
+        """The jitted step function."""
         return jax.jit(self.function, donate_argnames=self.donate)
 
     def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
-        """Trace and lower to what can be kept, for the device at hand unless told."""
+        """Trace the step, and return the exported program, which can be stored.
+
+        Args:
+            platforms: Platforms to lower for; None for the platform of the local device.
+        """
         exporting = export.export(
             self.jitted_step, platforms=platforms, disabled_checks=ALLOWED_KERNEL_CALLS
         )
         return exporting(*self.arguments, **self.keywords)
 
     def lower(self, exported: export.Exported | None = None) -> Any:
-        """Lower what was exported, or trace first."""
+        """Lower the program.
+
+        Args:
+            exported: Exported program of this recipe; None to trace the step.
+        """
         jitted_step = self.jitted_step if exported is None else self.step_from_export(exported)
         return jitted_step.lower(*self.arguments, **self.keywords)
 
     def compile(self, exported: export.Exported | None = None) -> Any:
-        """Lower and compile."""
+        """Lower and compile the program, with the recipe's compiler options.
+
+        Args:
+            exported: Exported program of this recipe; None to trace the step.
+        """
         return self.lower(exported).compile(dict(self.options))
 
     def with_unique_name(self) -> "Recipe":
-        """Return this recipe under a unique name, to inspect the compiled program.
+        """Return this recipe with a unique name, so that JAX's cache has no program of that name.
 
-        JAX's cache has no program of that name, so the program is compiled anew. A program from the
-        cache may not report its memory.
+        Use the result to read the memory analysis of a compiled program, which may be missing if
+        the program comes from the cache.
         """
         return self._with_function(self.function, f"draft_{uuid4().hex}")
 
     def step_from_export(self, exported: export.Exported) -> Any:
-        """The step, jitted, as it was exported."""
+        """Return a jitted step that calls an exported program of this recipe."""
         return self._with_function(exported.call, exported.fun_name).jitted_step
 
     def _with_function(self, function: Callable, name: str) -> "Recipe":
-        """The same of another function and name."""
-
-        @wraps(self.function)  # arguments are donated by name
+        @wraps(self.function)  # keeps the argument names, which `donate` refers to
         def run(*arguments, **keywords):
             return function(*arguments, **keywords)
 
@@ -132,20 +150,21 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Tells it from all recipes of an engine's steps with the same back end."""
+        """Text that identifies the recipe among all recipes of an engine's steps."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
         return repr((self.name, str(tree), shapes, sorted(self.options.items())))
 
 
 class SharedCalls:
-    """Calls functions that several programs have; lowers each once per set of shapes.
+    """Caller of functions that several programs share. Each function is lowered once per set of
+    argument shapes.
 
     JAX's settings and the device must be the same for all calls.
 
     Args:
-        backend: The implementation of the kernels. `Backend.TRITON` lowers for an NVIDIA GPU, even
-            if there is none here. Other backends lower for the local device.
+        backend: Implementation of the kernels. `Backend.TRITON` lowers for an NVIDIA GPU, even on a
+            machine without a GPU. Other backends lower for the local device.
     """
 
     def __init__(self, backend: Backend):
@@ -156,8 +175,9 @@ class SharedCalls:
         """Return the result of `function` for trees of arrays.
 
         Args:
-            function: A `partial` of a function in a module, with hashable keywords.
-            arrays, named: Its positional and keyword arguments.
+            function: A `partial` of a module-level function, with hashable keywords.
+            arrays: Positional arguments of `function`.
+            named: Keyword arguments of `function`.
         """
         shapes, named_shapes = jax.tree.map(_shape, (arrays, named))
         leaves, tree = jax.tree.flatten((shapes, named_shapes))
@@ -176,7 +196,6 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _sharded_shape(array: Any) -> jax.ShapeDtypeStruct:
-    """With its sharding, if it lies on several devices."""
     sharding = array.sharding if tree_mesh(array) is not None else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
@@ -186,13 +205,13 @@ for _kind in (KVState, LayerKV, SampleInputs, SampledTokens, SamplingState):
 
 
 class Recipes:
-    """Everything that an engine compiles: `PROGRAMS` with the shapes of its arguments.
+    """Recipes of all programs of an engine: every step in `PROGRAMS` with all its keys.
 
     Args:
-        split: The model.
-        shapes: Shapes of the device's arrays.
-        config: The runtime's numbers.
-        shared: Calls what programs have in common.
+        split: The model, or its shapes.
+        shapes: Shapes of the arrays that live on the device.
+        config: Sizes and limits of the runtime.
+        shared_calls: Caller of functions that several programs share; None to create one.
     """
 
     def __init__(
@@ -213,8 +232,11 @@ class Recipes:
         }
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Decode steps of the smallest batch come first, with their bursts: XLA compiles the kernel
-        of a fused layer, which only they have, while it compiles nothing else."""
+        """Iterate over all recipes; decode steps and bursts of the smallest batch come first.
+
+        Only these programs have the kernel of a fused layer, and XLA compiles that kernel only
+        while the process compiles nothing else.
+        """
         smallest = self._config.buckets.decode_batch_sizes[0]
 
         def is_later(name: ProgramName) -> bool:
@@ -250,7 +272,7 @@ class Recipes:
             arguments,
             keywords,
             donate=tuple(result for result in step.results if result in step.arguments),
-            # The compiler measures none for a CPU.
+            # XLA measures no products on a CPU.
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,
@@ -264,13 +286,15 @@ class Recipes:
         return recipe.on_mesh(self._split.mesh, tuple(specs) if len(specs) > 1 else specs[0])
 
     def without_pool(self) -> Iterator[Recipe]:
-        """Those that are the same whatever the pool's size."""
+        """Return the recipes of all programs that do not depend on the size of the pool."""
         steps = (step for step in PROGRAMS.values() if not step.needs_pool)
         return map(self.__getitem__, self._program_names(steps))
 
     def largest_step(self) -> tuple[Recipe, Recipe]:
-        """The forward and the sampling program that take the most memory on top of what stays. The
-        pool's size does not enter it, so any `num_blocks` gives the same answer."""
+        """Return the prefill program and the sampling program that need the largest workspace.
+
+        The choice does not depend on `num_blocks`.
+        """
         buckets = self._config.buckets
         prefill, sample = max(buckets.prefill_shapes), (max(buckets.decode_batch_sizes), FULL_LEVEL)
         return self["prefill", prefill], self["sample", sample]
@@ -280,14 +304,19 @@ class Recipes:
         return ((step.name, key) for step in steps for key in step.keys(config, shapes))
 
     def _value_shape(self, name: str, sizes: ProgramSizes) -> Any:
-        """The shape of an input or result; None if it lies whole on every device."""
+        """Return the shape of a step's input or result; None for a result that is not in
+        `INPUT_SHAPES`, which every device has completely."""
         return (
             INPUT_SHAPES[name](self._config, self._shapes, sizes) if name in INPUT_SHAPES else None
         )
 
 
 def _partition_specs(tree: Any) -> Any:
-    """How results lie on the devices: as an argument of the same name, else whole on each."""
+    """Return the `PartitionSpec` of each shape in a tree.
+
+    The specification of a shape without a sharding is `REPLICATED`. `tree` is None for a result
+    that is replicated.
+    """
     if tree is None:
         return REPLICATED
     return jax.tree.map(

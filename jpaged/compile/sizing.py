@@ -1,4 +1,4 @@
-"""How much of the device is for what: weights, sampling, a step's workspace, the pool."""
+"""Choose an engine's sizes and limits, and divide the device memory by purpose."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,29 +23,40 @@ from jpaged.runtime.steps import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
 from pallas_kernels import Backend, select_backend
 
-_DRAFT_BLOCKS = 2
-"""Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
+_MINIMAL_POOL_BLOCKS = 2
+"""Number of blocks in the pool with which the workspace of the largest step is measured. The
+workspace does not depend on this number."""
 
 _SMALL_ARRAY_BYTES = 256 * 2**20
-"""Bytes for what no program's account has: steps' inputs, results on their way to the host, the
-places for these with their guards (`jpaged.runtime.allocation_guard`), 8 MiB through which devices
-sum (`jpaged.runtime.peer_memory`), and the allocator's gaps."""
+"""Bytes reserved for arrays that no program's memory analysis counts: inputs of steps, results in
+transfer to the host, the buffers of `jpaged.runtime.allocation_guard`, the exchange memory of
+`jpaged.runtime.peer_memory`, and gaps between allocations."""
 
 _STEPS_IN_FLIGHT = 2
-"""Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
-Steps that a burst would have may be more; they decode, and their logits are counted."""
+"""Maximum number of large steps whose workspaces exist at the same time: the running step and the
+next launched step. Decode steps of a burst may be launched one by one, so more of these steps can
+be in flight; `_burst_logits_bytes` counts their logits."""
 
 POOL_BLOCK_MULTIPLE = 64
-"""Blocks by which pools sized to the device differ, so that nearly equal free memory finds the same
-compiled programs."""
+"""The number of blocks of a pool sized to the device is rounded down to a multiple of this number.
+Starts with nearly equal free memory then find the same compiled programs."""
 
 MAX_BLOCKS = 2**18
-"""Most blocks of a pool sized to the device: of a tiny model more would fit than a host can use."""
+"""Maximum number of blocks in a pool sized to the device. Without a limit, a tiny model would get
+more blocks than the host can manage."""
 
 
 @dataclass(frozen=True)
 class PlatformDefaults:
-    """What `None` stands for on a kind of device."""
+    """Default values of engine options on one kind of device, for options that are None.
+
+    Attributes:
+        max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        max_model_len: Maximum number of tokens in a sequence.
+        few_programs: Whether to compile fewer shapes and pad more.
+        num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -55,19 +66,27 @@ class PlatformDefaults:
 
 
 MAX_BURST_WEIGHT_BYTES = 5 * 10**9
-"""Of the weights that an H200 reads, at 4 TB/s, in the 1.3 ms that its host takes to launch a step:
-larger models have no bursts unless they are asked for."""
+"""Maximum bytes of weights per device for which bursts are on by default: about as many as an H200
+reads (4 TB/s) in the 1.3 ms that the host takes to launch a step. With larger models the device
+takes longer than the host, so bursts do not help."""
 
-# The host takes about 1.3 ms to launch a step, and a small model's device as little as 0.7.
+# The host takes about 1.3 ms to launch a step. A step of a small model can take only 0.7 ms, so
+# bursts keep the device busy.
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, num_scheduler_steps=4)
-# A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small.
-# Its matrix products gain little from more than 64 rows, so that one bucket of prefill is enough.
+# A CPU has few cores to compile each bucket, and shares its memory with the rest of the machine.
+# Matrix products on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
 CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class SizingResult(NamedTuple):
-    """Every number settled."""
+    """Sizes of an engine.
+
+    Attributes:
+        runtime: Sizes and limits of the runtime.
+        account: Memory of each device by purpose.
+        shapes: Shapes of the arrays that live on the device.
+    """
 
     runtime: RuntimeConfig
     account: MemoryAccount
@@ -75,19 +94,20 @@ class SizingResult(NamedTuple):
 
 
 class Sizing:
-    """Settles every number of an engine, and accounts for the device's memory.
+    """Sizing of an engine: chooses its sizes and limits, and accounts for the device memory.
 
-    To be made before the weights are on the device: what it holds then is others'.
+    Create the object before the weights are loaded: device memory in use at that time is treated as
+    memory of other programs.
 
     Args:
-        config: The caller's wishes.
-        model: The model's configuration.
+        config: Options of the engine.
+        model: Configuration of the whole model.
         split: The model, or its shapes.
-        dtype: Of the weights, and of the pool unless the model has another.
-        devices: What the engine runs on.
+        dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
+        devices: Devices of the engine.
 
     Raises:
-        ValueError: the numbers asked for do not go together, or the weights alone do not fit.
+        ValueError: Options contradict each other, or the weights alone exceed the device memory.
     """
 
     def __init__(
@@ -104,12 +124,13 @@ class Sizing:
         limits = [limit for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
         self._weight_bytes = per_device_bytes(split.leaves)
-        if self._weight_bytes > self._max_bytes:  # before a byte of them is there
+        if self._weight_bytes > self._max_bytes:  # fail before any weight is loaded
             more = "" if self._device_limit is None else ", or more devices (tensor_parallel_size)"
             raise ValueError(
-                f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB{self._per_device_text} as "
-                f"{dtype.name}, and {self._memory_owner} memory is {self._max_bytes / 2**30:,.1f} GiB: take a "
-                f"smaller model or dtype{more}; config.json says {model.size_summary}"
+                f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB"
+                f"{self._per_device_text} as {dtype.name}, but {self._memory_owner} memory is "
+                f"{self._max_bytes / 2**30:,.1f} GiB: use a smaller model or dtype{more}; "
+                f"config.json says {model.size_summary}"
             )
         limits = resolve_limits(
             config,
@@ -120,18 +141,18 @@ class Sizing:
         )
         limits = replace(limits, has_peer_memory=can_use_peer_memory(devices, dtype))
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
-        # Until the pool's size is known, only swap_space bounds the blocks in host memory.
+        # Until the size of the pool is known, only swap_space limits the blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))
 
     @property
     def _host_block_bytes(self) -> int:
-        """Bytes of host memory that a block takes: what all devices have of it."""
+        """Bytes of host memory per block: the shards of all devices."""
         return self._num_devices * self._block_bytes
 
     @property
     def gemm_row_counts(self) -> set[int]:
-        """Rows that the products of steps have."""
-        limits, shapes = self._limits, self._draft_shapes
+        """Row counts of the matrix products in all programs that compute the scheduler's plans."""
+        limits, shapes = self._limits, self._minimal_pool_shapes
         keys = [(step, key) for step in PLAN_PROGRAMS for key in step.keys(limits, shapes)]
         return {step.sizes(limits, key)["num_tokens"] for step, key in keys}
 
@@ -141,14 +162,20 @@ class Sizing:
         shared_calls: SharedCalls,
         start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
-        """Bytes of the largest step's temporaries; 0 where they are not worth a compilation.
+        """Return the bytes of temporaries and new outputs of the largest step; 0 on a CPU.
 
-        If it has to be compiled, programs that have no part in the pool are begun meanwhile: by
-        `start_workers` unless it says no, else by the builder. `shared_calls` is as of `Recipes`.
+        If the size is not stored yet, the step is compiled. Programs that do not depend on the pool
+        are started meanwhile.
+
+        Args:
+            builder: Builder that compiles the step.
+            shared_calls: Caller of functions that several programs share.
+            start_workers: Function that starts compile workers and returns whether workers run. If
+                no workers run, the builder compiles the programs that do not depend on the pool.
         """
-        if self._device_limit is None:  # a CPU step's
+        if self._device_limit is None:  # on a CPU, the workspace is not counted
             return 0
-        recipes = Recipes(self._split, self._draft_shapes, self._limits, shared_calls)
+        recipes = Recipes(self._split, self._minimal_pool_shapes, self._limits, shared_calls)
 
         def while_compiling() -> None:
             if not start_workers(self._limits):
@@ -157,10 +184,13 @@ class Sizing:
         return builder.workspace(recipes.largest_step(), while_compiling)
 
     def fit(self, workspace: int) -> SizingResult:
-        """The numbers, the memory, and the shapes of what lives on the device.
+        """Choose the size of the pool and of swap space, and return all sizes.
+
+        Args:
+            workspace: Bytes of the largest step's workspace, from `workspace`.
 
         Raises:
-            ValueError: the engine as configured does not fit.
+            ValueError: The configured engine does not fit in memory.
         """
         config = self._config
         account = self._account_without_pool(workspace)
@@ -174,7 +204,7 @@ class Sizing:
         )
         if account.total > self._max_bytes:
             raise ValueError(
-                f"the engine as configured does not fit in {self._memory_owner} memory "
+                f"the configured engine does not fit in {self._memory_owner} memory "
                 f"({self._max_bytes / 2**20:,.1f} MiB):\n"
                 + "\n".join(account.lines())
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
@@ -185,7 +215,7 @@ class Sizing:
 
     @property
     def _max_bytes(self) -> int:
-        """Bytes that each device may have; virtual ones of a CPU have the machine's together."""
+        """Maximum bytes per device. Virtual devices of a CPU share the memory of the machine."""
         return (
             physical_memory_bytes() // self._num_devices
             if self._device_limit is None
@@ -196,19 +226,21 @@ class Sizing:
     def _memory_owner(self) -> str:
         if self._device_limit is not None:
             return "the device's"
-        return "this machine's" if self._num_devices == 1 else "each one's part of this machine's"
+        return (
+            "this machine's" if self._num_devices == 1 else "each device's share of this machine's"
+        )
 
     @property
     def _per_device_text(self) -> str:
         return "" if self._num_devices == 1 else f" on each of {self._num_devices} devices"
 
     @cached_property
-    def _draft_shapes(self) -> DeviceShapes:
-        limits = replace(self._limits, num_blocks=_DRAFT_BLOCKS)
+    def _minimal_pool_shapes(self) -> DeviceShapes:
+        limits = replace(self._limits, num_blocks=_MINIMAL_POOL_BLOCKS)
         return DeviceShapes.of(self._model, limits, self._dtype, self._split.mesh)
 
     def _account_without_pool(self, step_bytes: int) -> MemoryAccount:
-        shapes, workspace = self._draft_shapes, 0
+        shapes, workspace = self._minimal_pool_shapes, 0
         if self._device_limit is not None:
             large = max(step_bytes, self._burst_logits_bytes())
             workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAY_BYTES
@@ -217,13 +249,12 @@ class Sizing:
         return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
-        """Of the steps that would be one burst, launched one by one."""
+        """Return the bytes of the logits of a burst's steps, if they are launched one by one."""
         limits = self._limits
         rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _choose_num_blocks(self, account: MemoryAccount) -> int:
-        """As many blocks as asked for, or as fit."""
         config, limits = self._config, self._limits
         if config.num_blocks is not None:
             return config.num_blocks
@@ -231,12 +262,13 @@ class Sizing:
             return self._fit_blocks(config.kv_cache_memory_bytes)
         if account.limit is not None:
             return min(self._fit_blocks(account.limit - account.total), MAX_BLOCKS)
-        # Memory that belongs to everybody: no more than the sequences can use.
+        # On a CPU, other programs need the memory too. Allocate only what the sequences can use.
         useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
         return min(self._fit_blocks(CPU_KV_CACHE_BYTES), useful)
 
     def _fit_blocks(self, available: int) -> int:
-        """How many fit in so many bytes, rounded down to whole granules if there are any."""
+        """Return how many blocks fit in `available` bytes. A number above `POOL_BLOCK_MULTIPLE` is
+        rounded down to a multiple of `POOL_BLOCK_MULTIPLE`."""
         blocks = max(available, 0) // self._block_bytes
         return (
             blocks // POOL_BLOCK_MULTIPLE * POOL_BLOCK_MULTIPLE
@@ -246,18 +278,16 @@ class Sizing:
 
 
 def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
-    """What `None` stands for with `weight_bytes` bytes of them."""
+    """Return the default values of options for a device that holds `weight_bytes` of weights."""
     if device.platform == "cpu":
         return CPU_DEFAULTS
-    if (
-        weight_bytes > MAX_BURST_WEIGHT_BYTES
-    ):  # the device is busy for longer than the host: no bursts
+    if weight_bytes > MAX_BURST_WEIGHT_BYTES:
         return replace(GPU_DEFAULTS, num_scheduler_steps=1)
     return GPU_DEFAULTS
 
 
 def _memory_limit(device: Any) -> int | None:
-    """Bytes for this engine: what JAX has reserved less what others hold."""
+    """Return the bytes that JAX has reserved minus the bytes in use; None without a limit."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -272,22 +302,22 @@ def resolve_limits(
     backend: Backend,
     defaults: PlatformDefaults,
 ) -> RuntimeConfig:
-    """Settle every number but the pool's size, which is left at 0.
+    """Return the runtime's sizes and limits, with `num_blocks` and `num_host_blocks` still 0.
 
     Args:
-        config: The caller's wishes.
-        model_max_len: Positions the model knows.
+        config: Options of the engine.
+        model_max_len: Number of positions that the model supports.
         vocab_size: Width of the logits.
-        backend: The kernels' implementation.
-        defaults: What None stands for on this device.
+        backend: Implementation of the kernels.
+        defaults: Values of options that are None.
 
     Raises:
-        ValueError: the wishes contradict each other or the model.
+        ValueError: Options contradict each other or the model.
     """
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ValueError(
             f"max_model_len={config.max_model_len} is more than the {model_max_len} positions of "
-            f"the model; give at most {model_max_len}"
+            f"the model: pass at most {model_max_len}"
         )
     burst = config.num_scheduler_steps or defaults.num_scheduler_steps
     if config.loop_mode is LoopMode.SYNCHRONOUS:
@@ -298,7 +328,8 @@ def resolve_limits(
     if budget < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: a step "
-            "must have room for one token of every sequence; raise the first or lower the second"
+            "must have room for one token of every sequence; raise max_num_batched_tokens or lower "
+            "max_num_seqs"
         )
     return RuntimeConfig(
         block_size=config.block_size,
@@ -314,15 +345,18 @@ def resolve_limits(
 
 
 def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> RuntimeConfig:
-    """Settle the pool's size: a sequence of `max_model_len` must fit alone, or it might never run.
+    """Return `limits` with the size of the pool, and `max_model_len` lowered if necessary.
+
+    A sequence of `max_model_len` tokens must fit in the empty pool. Otherwise the sequence could
+    never run.
 
     Args:
-        limits: From `resolve_limits`.
-        num_blocks: Blocks of the pool, the null block included.
-        config: The caller's wishes; a `max_model_len` asked for is not shortened silently.
+        limits: Result of `resolve_limits`.
+        num_blocks: Number of blocks in the pool, including the null block.
+        config: Options of the engine. If `max_model_len` is set there, it is not lowered.
 
     Raises:
-        ValueError: the pool is too small.
+        ValueError: The pool has no usable block, or `max_model_len` in `config` exceeds the pool.
     """
     capacity = (num_blocks - 1) * limits.block_size
     if capacity < 1:
@@ -334,24 +368,28 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
         raise ValueError(
             f"max_model_len={config.max_model_len} tokens do not fit in the KV pool of "
             f"{format_count(num_blocks - 1, 'block')} of {limits.block_size} "
-            f"({format_count(capacity, 'token')}); lower "
-            f"max_model_len to {capacity} or give the pool more (num_blocks, "
-            "kv_cache_memory_bytes, gpu_memory_utilization)"
+            f"({format_count(capacity, 'token')}): lower max_model_len to {capacity}, or raise "
+            "num_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
         )
     max_model_len = min(limits.max_model_len, capacity)
     return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
 def with_swap(runtime: RuntimeConfig, config: EngineConfig, bytes_per_block: int) -> RuntimeConfig:
-    """Settle how many blocks host memory holds: what fits, and no more than the pool has.
+    """Return `runtime` with the number of blocks in host memory, at most as many as in the pool.
+
+    Args:
+        runtime: Sizes and limits of the runtime, including the size of the pool.
+        config: Options of the engine.
+        bytes_per_block: Bytes of host memory per block.
 
     Raises:
-        ValueError: not one fits, and the caller asked for swap.
+        ValueError: `preemption_mode` is "swap", but `swap_space` holds no block.
     """
     num_host_blocks = min(config.host_blocks(bytes_per_block), runtime.num_blocks - 1)
     if not num_host_blocks and config.preemption_mode == PreemptionMode.SWAP:
         raise ValueError(
             f"swap_space={config.swap_space!r} GiB does not hold a block of {bytes_per_block:,} "
-            "bytes; give more, or use preemption_mode='recompute'"
+            "bytes: raise swap_space, or pass preemption_mode='recompute'"
         )
     return replace(runtime, num_host_blocks=num_host_blocks)

@@ -1,8 +1,9 @@
-"""Where programs are kept: lowered ones in a store of ours, compiled ones in JAX's own cache.
+"""Store lowered programs on disk, and set up JAX's cache of compiled programs.
 
-A lowered program is kept as `jax.export` serialises it, under a digest of all that it is made from:
-the code in memory that steps are traced from, the shapes, the model, the settings and versions of
-JAX, the device (docs/decisions/0008). What cannot be read is traced again.
+A lowered program is stored as `jax.export` serialises it. The file name is a digest of everything
+that the program depends on: the code in memory that steps are traced from, the shapes, the model,
+the settings and versions of JAX, and the device (docs/decisions/0008). A program whose file cannot
+be read is traced again.
 """
 
 import hashlib
@@ -31,64 +32,68 @@ from jpaged.models.config import ModelConfig
 from pallas_kernels import select_backend
 
 MAX_STORE_BYTES = 256 * 2**20
-"""Of all programs in a folder; those not used for longest are deleted."""
+"""Maximum bytes of all files in a store. The least recently used files are deleted."""
 
 _TRACED_MODULES = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
 _SETTING_PREFIXES = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
 _IGNORED_PREFIXES = ("TF_CPP_", "NVIDIA_VISIBLE_", "NVIDIA_DRIVER_", "NVIDIA_REQUIRE_")
-"""What is logged, and which GPUs a container has: no program depends on it."""
-_CACHE_PREFIXES = ("_abc_", "__msgspec_")  # which others leave in classes
+"""Prefixes of environment variables that programs do not depend on: what is logged, and which GPUs
+a container has."""
+_CACHE_PREFIXES = ("_abc_", "__msgspec_")
+"""Prefixes of class attributes in which libraries cache data."""
 _DIGEST_BYTES = 32
 
 
 class ProgramStore:
-    """A folder of lowered programs.
+    """Store of lowered programs in a folder.
 
     Args:
-        folder: Where they are; made if it is not there.
-        made_from: What all programs of an engine depend on besides code, shapes and JAX; its `repr`
-            must tell one from another.
-        device: What they run on.
+        folder: Folder of the store; created by the first write.
+        dependencies: Object that all programs of an engine depend on, in addition to code, shapes
+            and JAX. Different objects must have different results of `repr`.
+        device: Device that the programs run on.
     """
 
-    def __init__(self, folder: Path, made_from: Any, device: Any):
+    def __init__(self, folder: Path, dependencies: Any, device: Any):
         self._folder, self._can_save = folder, True
         self._common_digest = _digest(
-            repr(made_from), _describe_environment(device), _code_digest()
+            repr(dependencies), _describe_environment(device), _code_digest()
         )
 
     @property
     def dependency_digest(self) -> str:
-        """The digest of what all its programs depend on."""
+        """Digest of everything that all programs of the store depend on, as hexadecimal text."""
         return self._common_digest.hex()
 
     def has(self, key: str) -> bool:
-        """Whether there is a program under `key`, damaged or not."""
+        """Return whether the store has a file for `key`. The file may be damaged."""
         return self._path(key).is_file()
 
     def load(self, key: str) -> export.Exported | None:
-        """The program kept under `key`, or None."""
+        """Return the program stored under `key`; None if the file is missing or damaged."""
         payload = self._read(key)
         if payload is None:
             return None
         try:
             return export.deserialize(bytearray(payload))
-        except Exception as error:  # whatever a file of the right digest may still be
-            warnings.warn(f"a stored program is traced again: {error}", stacklevel=2)
+        except Exception as error:  # JAX raises many types of errors for an invalid file
+            warnings.warn(
+                f"a stored program cannot be loaded, and is traced again: {error}", stacklevel=2
+            )
             return None
 
     def save(self, key: str, exported: export.Exported) -> None:
-        """Keep a program; what cannot be kept is told once."""
+        """Store a program. The first failure gives a warning and turns off storing."""
         if not self._can_save:
             return
         try:
             self._write(key, bytes(exported.serialize()))
-        except Exception as error:  # some programs cannot be kept, some folders not be written
+        except Exception as error:  # from writing the file, or from serialising the program
             self._can_save = False
-            warnings.warn(f"programs are not kept: {error}", stacklevel=2)
+            warnings.warn(f"programs are not stored: {error}", stacklevel=2)
 
     def load_or_compute(self, key: str, compute: Callable[[], int]) -> int:
-        """A number kept under `key`, computed if it is not."""
+        """Return the number stored under `key`; compute and store a missing number."""
         payload = self._read(key)
         if payload is not None and payload.isdigit():
             return int(payload)
@@ -98,8 +103,8 @@ class ProgramStore:
         return value
 
     def prune(self, max_bytes: int = MAX_STORE_BYTES) -> None:
-        """Delete what was not used for longest until `max_bytes` are left."""
-        with suppress(OSError):  # another process may do the same
+        """Delete the least recently used files until the store has at most `max_bytes`."""
+        with suppress(OSError):  # another process may delete files too
             found = [(file.stat(), file) for file in self._folder.iterdir()]
             excess = sum(stat.st_size for stat, _ in found) - max_bytes
             for stat, file in sorted(found, key=lambda item: item[0].st_mtime):
@@ -117,7 +122,7 @@ class ProgramStore:
             content = path.read_bytes()
         except OSError:
             return None
-        with suppress(OSError):  # others' folder may be for reading alone
+        with suppress(OSError):  # the folder may be read-only
             os.utime(path)
         digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         return payload if _digest(payload) == digest else None
@@ -127,11 +132,12 @@ class ProgramStore:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file, its folder made if it is not there, in one go: a reader, in another
-    process too, finds all of it or what was there before.
+    """Write a file atomically, and create its folder if necessary.
+
+    Readers, also in other processes, see either the complete new content or the previous state.
 
     Raises:
-        OSError: it cannot be written; then nothing is left of it.
+        OSError: The file cannot be written. No partial file remains.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{uuid4().hex}")
@@ -151,14 +157,17 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def traced_modules() -> list[str]:
-    """The modules in memory that steps are traced from, sorted."""
+    """Return the sorted names of the imported modules that steps are traced from."""
     roots = tuple(f"{root}." for root in _TRACED_MODULES)
     return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
 
 
 def jax_settings() -> dict[str, Any]:
-    """JAX's settings as they hold in this thread, less what no program depends on: where it caches,
-    and how its client takes its share of the device; how large that is counts by itself."""
+    """Return the values of JAX's settings in this thread, by name.
+
+    Settings that no program depends on are left out: settings of caches, and options of the client.
+    The fraction of the device memory is one of these options; `device_memory_bytes` covers it.
+    """
     values = jax.config.values.items()
     return {
         name: getattr(jax.config, name, value)
@@ -168,12 +177,15 @@ def jax_settings() -> dict[str, Any]:
 
 
 def device_memory_bytes(device: Any) -> int | None:
-    """How much of the device JAX's client may use, where it says so; XLA schedules by it."""
+    """Return the bytes of device memory that JAX's client may use; None if the device has no limit.
+
+    XLA's scheduling of a program depends on this limit.
+    """
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _describe_environment(device: Any) -> str:
-    """Versions, settings and the device."""
+    """Return a text of the versions, settings and device properties that programs depend on."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -181,7 +193,7 @@ def _describe_environment(device: Any) -> str:
     }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    # Some kernels have a program a core, and a device may be lent with fewer than its kind has.
+    # Some kernels launch one program per core, and a shared device may offer only some cores.
     cores = getattr(device, "core_count", None)
     chip = (
         client.platform,
@@ -195,8 +207,8 @@ def _describe_environment(device: Any) -> str:
 
 
 def _code_digest() -> bytes:
-    """A digest of the modules that steps are traced from: their files, and what they hold now,
-    where a function or number may have been replaced."""
+    """Return a digest of the modules that steps are traced from: of their files and, in case a
+    function or constant was patched, of their current contents."""
     modules = [sys.modules[name] for name in traced_modules()]
     tables = sorted((Path(sys.modules["pallas_kernels"].__path__[0]) / "tuned").glob("*.json"))
     files = [Path(module.__file__) for module in modules if module.__file__] + tables
@@ -219,7 +231,7 @@ def _module_parts(module: ModuleType) -> Iterator[bytes]:
 
 
 def _constant_parts(value: object) -> Iterator[bytes]:
-    """Yield the parts of a constant, such as a table of records."""
+    """Yield the bytes to hash for a constant, such as a table of records."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key).encode()
@@ -235,28 +247,33 @@ def _constant_parts(value: object) -> Iterator[bytes]:
 
 
 def _value_part(value: object) -> bytes:
-    """Functions by their code, plain values as they are, all else by its type."""
+    """Return the bytes to hash for a value: the code of a function, the `repr` of a plain value, or
+    the type name of any other value."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     elif isinstance(value, property):
         value = value.fget
     function = inspect.unwrap(value) if callable(value) else value
     if isinstance(function, FunctionType):
-        return marshal.dumps(function.__code__, 2)  # version 2 has no back references, which vary
+        return marshal.dumps(
+            function.__code__, 2
+        )  # later versions have back references, which vary
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
 
 
 CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
-"""JAX's, read where the options of its client do not say."""
+"""Environment variable of JAX that selects the GPU client if no client option does."""
 
 
 def with_usable_cache(config: EngineConfig) -> EngineConfig:
-    """The configuration, its folder of compiled programs made; without one if that is the default
-    and cannot be used. Warns of what is not kept.
+    """Create the folder of compiled programs, and return the configuration.
+
+    If the folder is read-only, return the configuration and warn. If the folder is the default and
+    cannot be used at all, warn and set `compilation_cache_dir` to None.
 
     Raises:
-        ValueError: a folder that was asked for cannot be used.
+        ValueError: A folder other than the default can be neither written nor read.
     """
     cache = config.compilation_cache_dir
     if cache is None:
@@ -266,26 +283,34 @@ def with_usable_cache(config: EngineConfig) -> EngineConfig:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return config
-    except (OSError, ValueError) as error:  # ValueError: no name of a folder
+    except (OSError, ValueError) as error:  # ValueError: invalid characters
         problem = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
-    remedy = "give a folder that can, or None to compile at each start"
+    remedy = "pass a writable folder, or None to compile at every start"
     if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):  # False for any error
-        warnings.warn(f"{problem}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
+        warnings.warn(
+            f"{problem}: every start compiles the programs that are not in the folder; {remedy}",
+            stacklevel=2,
+        )
         return config
     if str(cache) != DEFAULT_COMPILATION_CACHE:
         raise ValueError(f"{problem}: {remedy}")
-    warnings.warn(f"{problem}, so that each start compiles all; {remedy}", stacklevel=2)
+    warnings.warn(f"{problem}: every start compiles all programs; {remedy}", stacklevel=2)
     return replace(config, compilation_cache_dir=None)
 
 
 def prepare_jax(config: EngineConfig) -> None:
-    """JAX's own settings, which take effect if the process has not used a device before.
+    """Set JAX's client options and cache folder for an engine, unless they are set already.
 
-    JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
-    Once a device is in use its reservation stays, and the memory account starts from it. The client
-    that dispatches from a thread of its own is asked for, unless JAX's own variable says which: a
-    small model's device waits for the engine's thread, and a launch takes that thread 1.0 ms with
-    this client and 1.25 to 1.8 with the other (Qwen3-0.6B, 256 sequences: docs/performance.md).
+    The client options take effect only if the process has not used a device before.
+
+    By default JAX reserves three quarters of a GPU. `gpu_memory_utilization` replaces this
+    fraction. The client that launches from a separate thread is selected, unless the environment
+    variable `CLIENT_VARIABLE` is set.
+    With this client, a launch blocks the engine's thread for less time. The device waits for that
+    thread if the model is small (docs/performance.md).
+
+    Args:
+        config: Options of the engine.
     """
     if jax.config.values["jax_pjrt_client_create_options"] is None:
         options: dict[str, Any] = {"memory_fraction": float(config.gpu_memory_utilization)}
@@ -301,7 +326,20 @@ def prepare_jax(config: EngineConfig) -> None:
 def open_program_store(
     cache: str | Path | None, model_config: ModelConfig, model: nnx.Module, device: Any
 ) -> ProgramStore | None:
-    """Where programs are kept in `cache`, if they may be: only of models whose code is ours."""
+    """Return the store of an engine's lowered programs.
+
+    Only programs of models in the package `jpaged` are stored: the store's digest covers only the
+    code of these models.
+
+    Args:
+        cache: The engine's `compilation_cache_dir`.
+        model_config: Configuration of one device's shard of the model.
+        model: The model, or its shapes.
+        device: Device that the programs run on.
+
+    Returns:
+        The store; None without a cache, or for a model outside `jpaged`.
+    """
     if cache is None or not type(model).__module__.startswith("jpaged."):
         return None
     folder = Path(os.path.expanduser(cache)) / "programs"

@@ -1,9 +1,9 @@
-"""Processes that compile shares of an engine's programs for its start (docs/decisions/0012).
+"""Worker processes that compile programs while an engine starts (docs/decisions/0012).
 
-Within one process tracing holds Python's lock, and XLA compiles a Mosaic kernel only while it
-compiles nothing else; several processes have a lock and a compiler each. What they compile reaches
-the engine through the caches on disk, as in a second start. A program that no worker tells of, for
-whatever reason, is compiled in the engine's own process.
+Within one process, tracing holds Python's lock, and XLA compiles a Mosaic kernel only while the
+process compiles nothing else. Several processes work in parallel. Each worker compiles some of the
+programs and writes them to the caches on disk, from which the engine's process loads them. The
+engine's process compiles every program that no worker reports.
 """
 
 import gc
@@ -50,30 +50,33 @@ from jpaged.runtime.steps import PROGRAMS
 T = TypeVar("T")
 
 _NICENESS = 5
-"""Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
+"""Niceness of workers. The engine's process, which loads the model and sizes the pool at the same
+time, has precedence."""
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What a worker compiles, all of it fit for JSON.
+    """Job of one worker. JSON can represent every field.
 
     Attributes:
-        cache: The engine's `compilation_cache_dir`.
-        folder: The checkpoint's.
-        dtype: Of the weights.
-        settings: JAX's, as they hold where the engine is made.
-        client: Options of JAX's client of the device there.
-        modules: Those that have a part in what programs are made from.
-        made_from: The digest of that, as the engine's own process has it.
-        tied: Whether the output head is the embedding; None: as config.json says.
-        quantization: The engine's.
-        kv_cache_dtype: As of `ModelConfig`.
-        num_devices: Devices that share the model.
-        share, of: Which share of the programs, of how many.
-        threads: Compilations at once.
-        limits: The runtime's numbers, the pool's size not settled; set when a worker is started.
-        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
-            device is a CPU.
+        cache_dir: The engine's `compilation_cache_dir`.
+        folder: Checkpoint folder.
+        dtype: Dtype of the weights.
+        jax_settings: JAX's settings in the thread that creates the engine.
+        client_options: Options of JAX's device client in the engine's process.
+        modules: Names of the modules that steps are traced from.
+        dependency_digest: `ProgramStore.dependency_digest` in the engine's process.
+        tie_word_embeddings: Whether the output head is the embedding; None to read config.json.
+        quantization: The engine's `quantization`.
+        kv_cache_dtype: `kv_cache_dtype` of the `ModelConfig`.
+        num_devices: Number of tensor-parallel devices.
+        worker_index: Index of the worker.
+        num_workers: Number of workers.
+        num_threads: Number of threads that compile.
+        limits: Sizes and limits of the runtime before the pool is sized; None until the worker is
+            started.
+        has_gemm_record: Whether XLA needs no measurements for matrix products: a record covers the
+            products, or the device is a CPU.
     """
 
     cache_dir: str
@@ -95,16 +98,24 @@ class CompileJob:
 
 
 def select_worker_recipes(
-    made: Iterable[Recipe], worker_index: int, num_workers: int
+    recipes: Iterable[Recipe], worker_index: int, num_workers: int
 ) -> list[Recipe]:
-    """A share of an engine's programs, of `of` that take about as long.
+    """Return the programs that one worker compiles, so that all workers take about equally long.
 
-    Dealt out first is what needs no pool, so those are the same shares by themselves, then the
-    longest. Programs that have kernels in common, as sampling levels of a batch or batches of as
-    many tokens, stay together.
+    Programs that share kernels form a group, such as all sampling levels of one batch size. Each
+    group goes to the worker with the lowest total of estimated compile times.
+
+    Groups that do not need the pool are assigned first, so their assignment is the same with and
+    without the other groups. Within each kind, groups are assigned in the order of
+    their compile times, the longest first.
+
+    Args:
+        recipes: Recipes of the programs of all workers.
+        worker_index: Index of the worker.
+        num_workers: Number of workers.
     """
     groups: dict[ProgramName, list[Recipe]] = {}
-    for recipe in made:
+    for recipe in recipes:
         kind, key = recipe.name
         groups.setdefault((kind, key[0] if isinstance(key, tuple) else key), []).append(recipe)
     shares, loads = [list[Recipe]() for _ in range(num_workers)], [0.0] * num_workers
@@ -123,17 +134,18 @@ def _group_seconds(group: list[Recipe]) -> float:
 def run_compile_job(
     job: CompileJob, wait_for_runtime: Callable[[], RuntimeConfig]
 ) -> Iterator[ProgramName]:
-    """Compile a share of an engine's programs: first those that have no part in the pool.
+    """Compile a worker's programs, beginning with programs that do not depend on the pool.
 
     Args:
-        order: What to compile.
-        wait_for_runtime: Brings the runtime's numbers when they are known.
+        job: Job of the worker.
+        wait_for_runtime: Function that waits for the engine's sizes and returns them.
 
     Yields:
-        The name of each program that is compiled.
+        Name of each compiled program.
 
     Raises:
-        ValueError: here programs would be made from something else than in the engine's process.
+        ValueError: Programs would depend on other code, settings or devices than in the engine's
+            process.
     """
     _apply_engine_settings(job)
     device = jax.local_devices()[0]
@@ -143,16 +155,20 @@ def run_compile_job(
         model_config = replace(model_config, tie_word_embeddings=job.tie_word_embeddings)
     dtype = jnp.dtype(job.dtype)
     mesh = make_mesh(jax.local_devices(), job.num_devices)
-    own = model_config.shard(job.num_devices)
+    shard_config = model_config.shard(job.num_devices)
     draft = make_abstract_model(model_config, dtype, mesh)
-    store = open_program_store(job.cache_dir, own, draft, device)
+    store = open_program_store(job.cache_dir, shard_config, draft, device)
     if store is None or store.dependency_digest != job.dependency_digest:
-        raise ValueError("settings, code or share of the device are not the engine's process's")
+        raise ValueError(
+            "the code, settings or device memory of the worker and of the engine's process differ"
+        )
     split, limits = SplitModel.of(draft), cast(RuntimeConfig, job.limits)
     shared_calls = SharedCalls(limits.backend)
 
     def make_recipes(runtime: RuntimeConfig) -> Recipes:
-        return Recipes(split, DeviceShapes.of(own, runtime, dtype, mesh), runtime, shared_calls)
+        return Recipes(
+            split, DeviceShapes.of(shard_config, runtime, dtype, mesh), runtime, shared_calls
+        )
 
     compiler = make_compiler(draft, limits.backend, has_gemm_record=job.has_gemm_record)
     with ProgramBuilder(job.num_threads, store, compiler=compiler) as builder:
@@ -171,48 +187,52 @@ def run_compile_job(
 
 
 def _apply_engine_settings(job: CompileJob) -> None:
-    """Whatever of the engine's process decides how programs come out, and where they are kept."""
+    """Apply the JAX settings of the engine's process, and import the modules of the job."""
     for name, value in job.jax_settings.items():
         if jax.config.values.get(name) != value:
             jax.config.update(name, value)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # nothing is in vain
-    client_options = job.client_options | {
-        "preallocate": False
-    }  # the share is the engine's, and taken
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", 0.0
+    )  # cache also programs that compile fast
+    # The engine's process has reserved its fraction of the device memory already.
+    client_options = job.client_options | {"preallocate": False}
     jax.config.update("jax_pjrt_client_create_options", client_options)
     for module in job.modules:
         import_module(module)
 
 
 def main(sock: socket.socket) -> None:
-    """Compile what the parent orders, and report each program that is done, which is in both caches
-    by then. Never returns.
+    """Run a worker process: compile the parent's job, report each compiled program, and exit.
 
-    Two messages come: an `CompileJob`, and later the runtime's numbers.
+    The parent sends a `CompileJob`, and later the `RuntimeConfig`. When the worker reports a
+    program, the program is in the program store and in JAX's cache.
+
+    Args:
+        sock: Channel to the parent.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore SIGTERM
     os.nice(_NICENESS)
-    gc.disable()  # tracing makes millions of objects, and the process ends with them
+    gc.disable()  # collecting a trace's millions of objects is slow, and the process ends soon
     exit_with_parent(sock)
     code = 0
     try:
-        job = from_json(receive(sock) or b"", CompileJob)  # at the end, this fails
+        job = from_json(receive(sock) or b"", CompileJob)  # fails if the channel is closed
         for name in run_compile_job(job, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
     except Exception as error:
         code = 1
         with suppress(OSError):
             send(sock, to_json({"failed": f"{type(error).__name__}: {error}"}))
-    os._exit(code)  # with no clearing up, which other threads would hold up
+    os._exit(code)  # skip cleanup, which would wait for other threads
 
 
 def to_json(record: object) -> bytes:
-    """Return a record as JSON in ASCII, which holds paths that are not UTF-8 too."""
+    """Return a record as JSON. ASCII escapes also represent paths that are not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index)).encode()
 
 
 def from_json(message: bytes, kind: type[T]) -> T:
-    """Return the record that `to_json` was given."""
+    """Return the record of type `kind` that `to_json` encoded."""
     return msgspec.convert(json.loads(message), type=kind)
 
 
@@ -220,20 +240,26 @@ MAX_WORKERS = 16
 _CPUS_PER_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_PER_WORKER = 2**30
-"""What a process's context and programs take of a GPU, and some more."""
+"""Bytes of device memory reserved for the GPU context and programs of a worker."""
 _MEASURING_WORKER_DEVICE_BYTES = 7 * 2**28
-"""With the products it measures."""
+"""Bytes of device memory reserved for a worker that also measures matrix products."""
 
 
 def choose_num_workers(config: EngineConfig, device: Any, *, has_gemm_record: bool) -> int:
-    """How many processes compile in addition to the engine's own. Unless products are `has_gemm_record`
-    (see `CompileJob`), each measures some itself, and needs room for their factors."""
+    """Return the number of workers to start; 0 if the engine's process compiles all programs.
+
+    Args:
+        config: Options of the engine. `num_compile_workers` overrides the default.
+        device: One of the engine's devices.
+        has_gemm_record: See `CompileJob`. If False, workers measure matrix products, so each worker
+            needs more device memory.
+    """
     if config.num_compile_workers is not None:
         return config.num_compile_workers
     if device.platform == "cpu":
         return 0
     held, fraction = device_memory_bytes(device) or 0, _client_options().get("memory_fraction")
-    if fraction is None:  # what is left of the device is not known
+    if fraction is None:  # the free device memory is unknown
         return 0
     left = held / float(fraction) - held
     most = min(MAX_WORKERS, _num_available_cpus() // _CPUS_PER_WORKER)
@@ -252,14 +278,20 @@ def make_compile_jobs(
     tie_word_embeddings: bool | None = None,
     kv_cache_dtype: str | None = None,
 ) -> list[CompileJob]:
-    """One for each worker, to make the programs that this thread would right after its store; none
-    where what workers compile would not be found, or no Python is to be had.
+    """Return one job per worker, with JAX's settings of the current thread.
+
+    The result is empty if `choose_num_workers` returns 0, if the engine would not find the workers'
+    programs in a store or in JAX's cache, or if no Python interpreter can be started.
 
     Args:
-        config: The caller's wishes.
-        device: What the engine runs on.
-        store: Where workers leave what they lower, and the engine finds it.
-        folder, dtype, recorded, tied, kv_cache_dtype: As of `CompileJob`.
+        config: Options of the engine.
+        folder: See `CompileJob`.
+        dtype: Dtype of the weights.
+        device: One of the engine's devices.
+        store: Store of lowered programs, through which workers pass programs to the engine.
+        has_gemm_record: See `CompileJob`.
+        tie_word_embeddings: See `CompileJob`.
+        kv_cache_dtype: See `CompileJob`.
     """
     num_workers = choose_num_workers(config, device, has_gemm_record=has_gemm_record)
     if not num_workers or store is None or not _has_writable_cache() or not can_start_python():
@@ -284,16 +316,18 @@ def make_compile_jobs(
 
 
 class CompilePool:
-    """Workers that compile an engine's programs; a context that leaves no process behind.
+    """Pool of workers that compile an engine's programs.
+
+    The pool is a context manager that kills all workers on exit.
 
     Attributes:
-        processes: Those that were started, one an order.
+        processes: Started workers, in the order of their jobs.
 
     Args:
-        orders: One a worker; without any, all is left to the engine's own process.
-        store: Where they leave what they lower.
-        say: Tells a line about the start.
-        verbose: Let what workers write on stderr through.
+        jobs: One job per worker. Without jobs, the engine's process compiles all programs.
+        store: Store to which workers write lowered programs.
+        report: Function that receives lines of text about the start.
+        verbose: Whether to show the stderr output of workers.
     """
 
     def __init__(
@@ -315,23 +349,33 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._start_lock:  # another thread may be at it; there are no more after this
+        with self._start_lock:  # another thread may be starting workers; none start after this
             self._closed = True
-        for child in self.processes:  # all of them, before one is waited for
+        for child in self.processes:  # kill all workers before waiting for one
             child.process.kill()
         self._listeners.shutdown()
         for child in self.processes:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Begin with the programs that have no part in the pool; False if there are no workers."""
+        """Start the workers, which begin with programs that do not depend on the pool.
+
+        Args:
+            limits: Sizes and limits of the runtime before the pool is sized.
+
+        Returns:
+            Whether at least one worker was started.
+        """
         self._was_started = True
         with self._start_lock:
             try:
                 for job in () if self._closed else self._jobs:
                     self._start_worker(replace(job, limits=limits))
-            except (OSError, RuntimeError) as error:  # no more processes, or threads
-                self._report(f"no process to compile in could be started: {error}")
+            except (OSError, RuntimeError) as error:  # limit of processes or of threads reached
+                self._report(
+                    "a compile worker could not be started, so the engine's process compiles its "
+                    f"programs: {error}"
+                )
         return bool(self.processes)
 
     def iter_compiled(
@@ -340,9 +384,16 @@ class CompilePool:
         runtime: RuntimeConfig,
         report_progress: Callable[[int, int], None],
     ) -> Iterator[Recipe]:
-        """All of `needed`, each when a worker has compiled it, or when none will.
+        """Yield each recipe when a worker has compiled it, or when no worker will compile it.
 
-        Workers that were not started are now if there is much to do.
+        If the workers were not started before and many programs are missing in the store, start the
+        workers.
+
+        Args:
+            needed: Recipes of all programs of the engine.
+            runtime: Sizes and limits of the runtime, including the size of the pool.
+            report_progress: Function that is called with the number of recipes yielded so far and
+                the number of all recipes.
         """
         if not self._was_started and self._is_cache_cold(needed):
             self.start(runtime)
@@ -379,7 +430,10 @@ class CompilePool:
             self._messages.put((worker_index, None))
 
     def _reported_names(self, needed: Sequence[Recipe]) -> Iterator[str]:
-        """As workers tell them, and of a share all when its worker has ended or was not started."""
+        """Yield the name of each program that a worker reports.
+
+        When a worker has ended or was not started, yield the names of all its programs.
+        """
         running = len(self.processes)
         for job in self._jobs[running:] if running else ():
             yield from self._worker_program_names(job.worker_index, needed)
@@ -389,7 +443,7 @@ class CompilePool:
                 running -= 1
                 yield from self._worker_program_names(worker_index, needed)
             elif "failed" in message:
-                self._report(f"a process that compiles has ended: {message['failed']}")
+                self._report(f"a compile worker failed: {message['failed']}")
             elif "compiled" in message:
                 yield message["compiled"]
 
@@ -401,19 +455,19 @@ class CompilePool:
 
 
 def _send(child: Child, record: CompileJob | RuntimeConfig) -> None:
-    with suppress(OSError):  # it has ended, and the listener says so
+    with suppress(OSError):  # the worker has ended; its listener reports that
         send(child.sock, to_json(record))
 
 
 def _num_available_cpus() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the number of CPUs that this process may use, or of all CPUs if that is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _has_writable_cache() -> bool:
-    """Whether what a worker compiles is kept, and found again."""
+    """Return whether JAX's compilation cache is enabled and its folder is writable."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or not jax.config.values["jax_enable_compilation_cache"]:
         return False
@@ -421,15 +475,18 @@ def _has_writable_cache() -> bool:
 
 
 def _json_settings() -> dict[str, Any]:
-    """JAX's settings that JSON has, caches' included; if another one matters, workers will see that
-    theirs differs."""
+    """Return JAX's settings that JSON can represent, including settings of caches.
+
+    If another setting differs in a worker, the worker's `dependency_digest` differs, and the worker
+    refuses the job.
+    """
     caches = {name: value for name, value in jax.config.values.items() if "cache" in name}
     plain = (bool, int, float, str, type(None))
     return {name: it for name, it in (jax_settings() | caches).items() if isinstance(it, plain)}
 
 
 def _client_options() -> dict[str, Any]:
-    """As JAX reads them."""
+    """Return the options of JAX's device client, parsed as JAX parses them."""
     options = jax.config.values["jax_pjrt_client_create_options"]
     if isinstance(options, str):
         return dict(pair.split(":", 1) for pair in options.split(";") if ":" in pair)

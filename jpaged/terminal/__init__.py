@@ -1,1 +1,1 @@
-"""The command line's conversations: answers, chats and tool round trips at the terminal."""
+"""Answers, conversations and the calculator demo in the terminal."""

@@ -1,4 +1,4 @@
-"""Answers at the terminal: printed as they come, measured, one after another in a conversation."""
+"""Print answers to the terminal while they are generated, with statistics or as a conversation."""
 
 import contextlib
 import signal
@@ -20,11 +20,17 @@ HistoryMessage = Mapping[str, Any]
 
 
 class Session:
-    """Prompts put to one engine, answers printed as they come.
+    """A terminal session with one engine, which prints answers while they are generated.
 
     Attributes:
-        engine: The engine that answers.
-        answer: The text of the last answer, as far as it came; of several the first one's.
+        engine: Engine that generates the answers.
+        answer: Text of the answer to the last prompt, or of the first answer if `n` is above 1. The
+            text is incomplete after Ctrl-C or an error.
+
+    Args:
+        engine: Engine that generates the answers.
+        params: Sampling parameters of every prompt.
+        stats: Whether to print statistics to stderr after each prompt.
     """
 
     def __init__(self, engine: "Engine", params: SamplingParams, *, stats: bool):
@@ -34,18 +40,29 @@ class Session:
         self._stats = stats
 
     def ask_in_chat(self, prompt: str, history: Sequence[HistoryMessage] = ()) -> bool:
-        """As `ask`, through the chat template, with the messages before the prompt."""
+        """Send a user message with the earlier messages in `history`, and print the answer.
+
+        Returns:
+            False if Ctrl-C interrupted the answer.
+        """
         messages = [*history, {"role": "user", "content": prompt}]
         return self.ask(self.engine.render_chat(messages))
 
     def ask(self, prompt: str | list[int]) -> bool:
-        """Print the answer, or several one after the other; False if Ctrl-C cut it short.
+        """Send a prompt, and print the answer or answers.
 
-        Raises what the engine raises. With several, stderr tells before each which one it is. The
-        first is printed as it comes, the others when those before them have ended; what a beam
-        search found is printed at its end.
+        Several answers are printed in order, each below a heading on stderr. An answer is printed
+        while it is generated, or after the previous answer is complete. The answers of a beam
+        search are printed at the end of the search.
 
-        The first Ctrl-C takes effect between two steps of the engine; a second one does not wait.
+        The first Ctrl-C takes effect between two steps of the engine, a second Ctrl-C immediately.
+
+        Returns:
+            False if Ctrl-C interrupted the answer.
+
+        Raises:
+            RuntimeError: The request failed.
+            Exception: Any error of `Engine.add_request` or `Engine.advance`.
         """
         answer_stats = AnswerStats(self.engine, self._params) if self._stats else None
         printer, is_complete = AnswerPrinter(self._params.n), False
@@ -69,7 +86,7 @@ class Session:
         answer_stats: "AnswerStats | None",
         stop: threading.Event,
     ) -> None:
-        """Step until the answers have ended or `stop` is set."""
+        """Run the engine until the answers are complete or `stop` is set."""
         request_id, finished = self.engine.add_request(prompt, self._params), False
         try:
             while not finished and not stop.is_set():
@@ -89,10 +106,10 @@ class Session:
 
 
 class AnswerPrinter:
-    """Several growing answers on one terminal: one at a time, in order.
+    """Prints the answers to one prompt to the terminal, one after the other.
 
     Attributes:
-        texts: The answers so far; only of several is told which one it is.
+        texts: Text of each answer so far.
     """
 
     def __init__(self, num_answers: int):
@@ -101,7 +118,7 @@ class AnswerPrinter:
         self._current_index = -1
 
     def print_delta(self, delta: TextDelta) -> None:
-        """Print what it brings now, or when its answer's turn comes."""
+        """Print the new text of an answer, or keep the text until earlier answers are complete."""
         self.texts[delta.index] += delta.text
         self._is_ended[delta.index] |= delta.finished
         if self._current_index < 0:
@@ -112,14 +129,14 @@ class AnswerPrinter:
             self._begin_next_answer()
 
     def end_line(self) -> None:
-        """Nothing more comes: end the line. To be called once: each call ends one."""
+        """Print a newline if the current answer does not end with one. Call once per answer."""
         printed = self.texts[self._current_index] if self._current_index >= 0 else ""
         if printed and not printed.endswith("\n"):
             print(flush=True)
 
     def _begin_next_answer(self) -> None:
-        """Begin the next answer with what came of it so far: `print_delta` has noted that before."""
-        self.end_line()  # of the answer before it
+        """Print the heading of the next answer, and the text that the answer already has."""
+        self.end_line()
         self._current_index += 1
         if len(self.texts) > 1:
             print(
@@ -132,7 +149,10 @@ class AnswerPrinter:
 
 @contextlib.contextmanager
 def interrupt_flag() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C sets the flag instead of raising KeyboardInterrupt."""
+    """Yield a flag that the first Ctrl-C sets instead of raising KeyboardInterrupt.
+
+    A second Ctrl-C raises KeyboardInterrupt. Outside the main thread, Ctrl-C never sets the flag.
+    """
     flag = threading.Event()
 
     def handle(*_: object) -> None:
@@ -140,7 +160,8 @@ def interrupt_flag() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         flag.set()
 
-    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+    # Python sets signal handlers in the main thread only.
+    if threading.current_thread() is not threading.main_thread():
         yield flag
         return
     previous_handler = signal.signal(signal.SIGINT, handle)
@@ -151,13 +172,14 @@ def interrupt_flag() -> Iterator[threading.Event]:
 
 
 def converse(session: Session) -> int:
-    """Take turns with the person at the terminal until Ctrl-D; returns the exit code.
+    """Read messages from the terminal and answer each one, until Ctrl-D. Return the exit code.
 
-    Ctrl-C during an answer ends that answer only. A turn that fails is forgotten.
+    Ctrl-C during an answer only ends the answer. If an answer fails, the error is printed, and the
+    conversation continues without the message.
     """
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (its import gives input() line editing and history)
-    print("Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
+        import readline  # noqa: F401  (the import adds line editing and history to input())
+    print("Press Ctrl-D to end the conversation, Ctrl-C to stop an answer.", file=sys.stderr)
     history: list[HistoryMessage] = []
     while True:
         try:
@@ -177,12 +199,11 @@ def converse(session: Session) -> int:
 
 
 class AnswerStats:
-    """Times one answer and keeps the pool's figures while it is made."""
+    """Statistics of the answers to one prompt: token times, and the use of the block pool."""
 
     def __init__(self, engine: "Engine", params: SamplingParams):
-        from jpaged.observe.pool_text import (
-            BusyPoolSampler,  # with numpy, which --help does without
-        )
+        # Imported here because pool_text imports numpy, which would delay --help.
+        from jpaged.observe.pool_text import BusyPoolSampler
 
         self._engine = engine
         self._is_unstreamed = not params.is_streamable
@@ -190,11 +211,11 @@ class AnswerStats:
         self._busy_stats = self._start_stats
         self._pool = BusyPoolSampler(engine)
         self._start_time = self._read_clock()
-        self._token_times: list[tuple[float, int]] = []  # when, how many tokens
+        self._token_times: list[tuple[float, int]] = []  # time, number of tokens
         self._finish_reason: str | None = None
 
     def record(self, deltas: Sequence[TextDelta]) -> None:
-        """Note what a step brought."""
+        """Record the deltas of an engine step, and the state of the pool after the step."""
         if num_tokens := sum(len(delta.token_ids) for delta in deltas):
             self._token_times.append((self._read_clock(), num_tokens))
         for delta in deltas:
@@ -205,7 +226,7 @@ class AnswerStats:
             self._pool.record(stats)
 
     def report(self) -> str:
-        """The figures, a line each."""
+        """Return the statistics as text, one statistic per line."""
         now, start, busy = self._engine.stats(), self._start_stats, self._busy_stats
         num_slots = busy.num_used_blocks * busy.block_size
         num_preemptions = now.num_preemptions - start.num_preemptions
@@ -218,15 +239,15 @@ class AnswerStats:
                 f"total {now.num_blocks} (of {format_count(now.block_size, 'token')})",
                 f"prefix    {now.num_cached_tokens - start.num_cached_tokens} of the prompt's "
                 f"tokens cached, {format_count(now.num_cached_blocks, 'free block')} cached",
-                f"waste     {busy.num_waste_slots} of {format_count(num_slots, 'slot')} in last blocks "
-                f"({busy.waste:.1%})",
+                f"waste     {busy.num_waste_slots} of {format_count(num_slots, 'slot')} in last "
+                f"blocks ({busy.waste:.1%})",
                 f"pressure  {format_count(num_preemptions, 'preemption')}",
                 *self._pool.format_lines(),
             )
         )
 
     def _read_clock(self) -> float:
-        """Seconds; those spent on looking at the pool are not the engine's."""
+        """Return the current time in seconds, excluding the time spent on sampling the pool."""
         return time.perf_counter() - self._pool.seconds_spent
 
     @property
@@ -235,7 +256,7 @@ class AnswerStats:
 
     def _format_speed(self) -> str:
         if not self._token_times:
-            return "no token came"
+            return "no tokens"
         first, last = self._token_times[0], self._token_times[-1]
         if self._is_unstreamed:
             return f"answers after {last[0] - self._start_time:.3f} s"
@@ -247,5 +268,5 @@ class AnswerStats:
 
 
 def format_error(error: Exception) -> str:
-    """An error's message on one line, or its kind if it has none."""
+    """Return the message of an error in one line, or its type's name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,5 +1,5 @@
-"""A tool round trip at the terminal: the model calls a calculator, which runs here, and answers
-with what it computed (`python -m jpaged --tools-demo`)."""
+"""Demo of tool calls (`python -m jpaged --tools-demo`). The model calls a calculator, which runs in
+this process, and answers with the result."""
 
 import ast
 import contextlib
@@ -38,10 +38,10 @@ QUESTIONS = (
     "Calculate (12.5 + 7.25) * 16",
     "Sort pear, apple, fig",
 )
-"""What the demo asks unless it is given a question; the last one needs no calculator."""
+"""Default questions of the demo. The last question needs no calculator."""
 
 MAX_EXPRESSION_LENGTH = 200
-"""Characters."""
+"""Maximum number of characters in an expression for the calculator."""
 
 _ALLOWED_CHARACTERS = re.compile(r"[-+*/(). 0-9eE]+")
 _UNSUPPORTED_MESSAGE = "only numbers, + - * / and parentheses can be computed"
@@ -59,13 +59,13 @@ DemoMessage = dict[str, Any]
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / and parentheses.
+    """Compute an expression of numbers, + - * / and parentheses.
 
-    Whole numbers of up to 15 digits are exact, others have ten significant digits.
+    Integers of up to 15 digits are exact. Other results have ten significant digits.
 
     Raises:
-        ValueError: it is none, has more than `MAX_EXPRESSION_LENGTH` characters, divides by zero, or
-            its value is too large.
+        ValueError: The expression is invalid, has more than `MAX_EXPRESSION_LENGTH` characters,
+            divides by zero, or has a result that is too large.
     """
     if len(expression) > MAX_EXPRESSION_LENGTH:
         raise ValueError(f"the expression has more than {MAX_EXPRESSION_LENGTH} characters")
@@ -80,11 +80,11 @@ def calculate(expression: str) -> str:
     except OverflowError:
         raise ValueError("the result is too large") from None
     except (SyntaxError, MemoryError, RecursionError):
-        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
 
 
 def _evaluate(node: ast.AST) -> Fraction:
-    """Walks the expression: nothing in it is ever run as code."""
+    """Compute an expression from its syntax tree. Python code in the expression is never run."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -98,7 +98,15 @@ def _evaluate(node: ast.AST) -> Fraction:
 
 
 def run_tool_call(name: str, arguments: str) -> str:
-    """What the tool says to a call; of a call that is none, the mistake, for the model to see."""
+    """Run a tool call of the model.
+
+    Args:
+        name: Name of the tool.
+        arguments: Arguments of the call as JSON text.
+
+    Returns:
+        The result. For an invalid call, a text that explains the error to the model.
+    """
     try:
         parsed = json.loads(arguments)
         if name != CALCULATOR["function"]["name"]:
@@ -111,19 +119,19 @@ def run_tool_call(name: str, arguments: str) -> str:
 
 
 class ToolsDemo:
-    """Conversations with a calculator; each step is printed as it comes.
+    """Conversations in which the model can call a calculator. Every step is printed to stdout.
 
     Attributes:
-        is_interrupted: Whether Ctrl-C ended the last one.
+        is_interrupted: Whether Ctrl-C interrupted the last conversation.
 
     Args:
-        engine: Its model's chat template must write tools.
-        params: Of each answer.
-        family: How the model writes calls, one of `TOOL_CALL_FAMILIES`.
-        reasoning: How it writes reasoning, one of `REASONING_FAMILIES`.
+        engine: Engine whose model has a chat template with tools.
+        params: Sampling parameters of each message of the model.
+        family: Format in which the model writes tool calls, one of `TOOL_CALL_FAMILIES`.
+        reasoning: Format in which the model writes reasoning, one of `REASONING_FAMILIES`.
 
     Raises:
-        ValueError: the chat template leaves tools out.
+        ValueError: The chat template ignores tools.
     """
 
     def __init__(
@@ -135,21 +143,25 @@ class ToolsDemo:
         reasoning: str = "qwen3",
     ):
         self._engine = engine
-        self._params = replace(params, skip_special_tokens=False)  # tags may be some
+        # The tags of tool calls may be special tokens.
+        self._params = replace(params, skip_special_tokens=False)
         self.is_interrupted = False
         self._family, self._reasoning = family, reasoning
         messages = [{"role": "user", "content": "a"}]
         if engine.render_chat(messages) == engine.render_chat(messages, tools=[CALCULATOR]):
             raise ValueError(
-                "--tools-demo: the model's chat template writes no tools; leave --model out for "
-                "the embedded model, or name one whose template does"
+                "--tools-demo: the chat template of the model ignores tools; omit --model to use "
+                "the embedded model, or choose a model whose template supports tools"
             )
 
     def ask(self, question: str) -> list[DemoMessage]:
-        """Put a question, run what the model calls, and go on until it answers or Ctrl-C ends it.
+        """Ask a question and run the model's tool calls, until the model answers without a call.
+
+        The conversation also ends at Ctrl-C, or after the maximum number of messages of the model.
 
         Returns:
-            The conversation, as OpenAI writes it; ended by Ctrl-C it ends with what came so far.
+            The messages of the conversation in OpenAI's format. After Ctrl-C, the last message may
+            be incomplete.
         """
         printer, messages = _StepPrinter(), [{"role": "user", "content": question}]
         printer.print_step("question", question)
@@ -172,7 +184,7 @@ class ToolsDemo:
     def _generate_message(
         self, messages: Sequence[DemoMessage], printer: "_StepPrinter", interrupted: threading.Event
     ) -> DemoMessage:
-        """One message of the model, printed as it comes."""
+        """Return the next message of the model, and print the message while it is generated."""
         content, calls = "", list[DemoMessage]()
         prompt_messages = [_parse_call_arguments(message) for message in messages]
         prompt = self._engine.render_chat(prompt_messages, tools=[CALCULATOR])
@@ -203,7 +215,10 @@ class ToolsDemo:
 
 
 def _parse_call_arguments(message: DemoMessage) -> DemoMessage:
-    """A message as templates take it: arguments of calls as objects, where they are some."""
+    """Return a copy of a message for chat templates, which need tool-call arguments as objects.
+
+    Arguments that are not valid JSON stay text.
+    """
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -214,19 +229,19 @@ def _parse_call_arguments(message: DemoMessage) -> DemoMessage:
 
 
 class _StepPrinter:
-    """The steps on stdout: each begins a line with what it is, and may grow."""
+    """Prints the steps of a conversation to stdout, each on a line with a label such as "call"."""
 
     def __init__(self) -> None:
         self._label = ""
 
     def print_step(self, label: str, text: str) -> None:
-        """A step, whole."""
+        """Print a complete step with its label."""
         self._begin_line(label)
         print(text, end="", flush=True)
         self.end_line()
 
     def print_event(self, event: ParserEvent) -> None:
-        """What the model says, as it comes."""
+        """Print new text of the model. A new label starts a new line."""
         if isinstance(event, CallStart):
             self._begin_line("call")
             print(event.name, end=" ")
@@ -239,7 +254,7 @@ class _StepPrinter:
             print(event.text, end="", flush=True)
 
     def end_line(self) -> None:
-        """End the line, if one is open."""
+        """End the current line, if there is one."""
         if self._label:
             print(flush=True)
         self._label = ""
