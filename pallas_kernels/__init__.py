@@ -1,9 +1,9 @@
-"""Paged attention kernels for JAX: one public entry an op, the same on every back end.
+"""Device ops of paged attention for JAX, with the same public functions on every backend.
 
-All arrays are arguments and all results are returned. Each op is a folder: its entry, which checks
-the arguments and chooses the implementation, plain XLA, Pallas Triton, Pallas Mosaic GPU for Hopper
-GPUs, and what their launch parameters are chosen by. Nothing outside this package knows which
-implementation runs.
+The ops are pure functions: they take all arrays as arguments and return all results. Each folder
+holds related ops. The folder's `__init__.py` checks the arguments and chooses an implementation:
+plain XLA, Pallas Triton, or Pallas Mosaic GPU for Hopper GPUs. The folder's `tuning.py`, if it
+exists, chooses the launch parameters.
 """
 
 from pallas_kernels.all_reduce import (

@@ -1,7 +1,7 @@
-"""Argument checks that the ops' own are made of.
+"""Argument checks that several ops share.
 
-They see static facts only (shapes, dtypes, Python numbers), so they cost nothing inside `jax.jit`
-and hold for tracers. Each error names the parameter, its value and the remedy.
+The checks read only shapes, dtypes and Python numbers. Tracers therefore pass through the checks,
+and a compiled `jax.jit` function runs without the checks.
 """
 
 import math
@@ -10,23 +10,27 @@ import jax.numpy as jnp
 
 from pallas_kernels.types import FP8, FP8_PAIR_DTYPE, KVScales
 
-FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # of activations and weights
 POOL_DTYPES = (*FLOAT_DTYPES, FP8_PAIR_DTYPE)
 MAX_BLOCK_SIZE = 256
 
 
 def check_array(name, array, axes, dtypes=FLOAT_DTYPES, **sizes):
-    """Refuse an array of other axes, of other sizes of these, or of another dtype.
+    """Check the shape and dtype of an array argument.
 
     Args:
-        name: of the parameter, for the error.
-        array: what was given.
-        axes: as "[T, 2, D]"; a number is a size.
-        dtypes: those it may have, or the only one; None for any.
-        sizes: of axes, by their names; an axis that has none here may have any size.
+        name: Name of the parameter, for the error message.
+        array: The argument.
+        axes: Names of the expected axes, such as "[T, 2, D]". A number is a required size.
+        dtypes: The allowed dtype or a tuple of allowed dtypes; None allows any.
+        sizes: Required sizes by axis name. An axis without a required size may have any size.
 
     Returns:
-        `sizes` and those of the other axes.
+        A dict of the sizes of all named axes, including `sizes`.
+
+    Raises:
+        ValueError: The shape does not match.
+        TypeError: The dtype is not allowed.
     """
     names = axes.strip("[]").split(", ") if axes != "[]" else []
     known = sizes | {axis: int(axis) for axis in names if axis.isdigit()}
@@ -43,12 +47,18 @@ def check_array(name, array, axes, dtypes=FLOAT_DTYPES, **sizes):
 
 
 def check_pool(kv, name="kv"):
-    """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements; its sizes,
-    H that of a head."""
-    if kv.k.dtype == FP8:  # cast to integers they would be other numbers
-        raise TypeError(
-            f"{name}.k has dtype {kv.k.dtype}; give its numbers in pairs (`pack_fp8_pairs`)"
-        )
+    """Check the shapes, dtypes and block size of a KV pool.
+
+    Returns:
+        A dict of the sizes P, S, K and H, where H is the head size of an FP8 pool too.
+
+    Raises:
+        ValueError: The shapes differ, the block size is out of range, or the head size is 0.
+        TypeError: The dtypes differ or are not supported.
+    """
+    # An FP8 pool gets a special error, since following "cast it" would change the values.
+    if kv.k.dtype == FP8:
+        raise TypeError(f"{name}.k has dtype {kv.k.dtype}: pack the pool with `pack_fp8_pairs`")
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
     check_array(f"{name}.v", kv.v, "[P, S, K, H]", kv.k.dtype, **sizes)
     if not 1 <= sizes["S"] <= MAX_BLOCK_SIZE:
@@ -61,11 +71,16 @@ def check_pool(kv, name="kv"):
 
 
 def resolve_pool_scales(kv, scales):
-    """The scales of a scaled pool, ones if none are given; None for one that takes none."""
+    """Check `scales` and return the scales to use: ones by default, None for a pool without scales.
+
+    Raises:
+        ValueError: The pool is not in FP8 but `scales` is set, or a scale has a wrong shape.
+        TypeError: A scale is not float32.
+    """
     if not kv.is_scaled:
         if scales is not None:
             raise ValueError(
-                f"scales are given for a pool of {kv.k.dtype}; only one in FP8 has them"
+                f"scales is set but the pool has dtype {kv.k.dtype}: omit scales or use an FP8 pool"
             )
         return None
     if scales is None:
@@ -76,15 +91,29 @@ def resolve_pool_scales(kv, scales):
 
 
 def check_partials(name, array, axes, dtype, **sizes):
-    """Refuse split-K partials that are neither of the dtype of their sum nor float32, or none."""
+    """Check split-K partials, which have the dtype of their sum or float32.
+
+    Args:
+        name: Name of the parameter, for the error message.
+        array: The partials.
+        axes: Names of the expected axes, as for `check_array`. The first axis counts the partials.
+        dtype: Dtype of the sum.
+        sizes: Required sizes by axis name.
+
+    Raises:
+        ValueError: The shape does not match, or there are no partials.
+        TypeError: A dtype is not allowed.
+    """
     if jnp.dtype(dtype) not in FLOAT_DTYPES:
-        raise TypeError(f"{name}'s sum has dtype {dtype}; it must be bfloat16, float16 or float32")
+        raise TypeError(
+            f"the sum of {name} has dtype {dtype}; it must be bfloat16, float16 or float32"
+        )
     check_array(name, array, axes, (dtype, jnp.float32), **sizes)
     if not array.shape[0]:
-        raise ValueError(f"{name} has no partials; it must be {axes} with at least one")
+        raise ValueError(f"{name} has no partials: pass {axes} with at least one partial")
 
 
 def check_eps(name, eps):
-    """What is added under a root is finite and not negative."""
+    """Raise ValueError unless the epsilon of a norm is finite and at least 0."""
     if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{name} is {eps}; it must be finite and not negative, as 1e-6")
+        raise ValueError(f"{name} is {eps}: pass a finite number of at least 0, such as 1e-6")

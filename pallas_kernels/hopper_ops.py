@@ -1,9 +1,10 @@
-"""What the Mosaic GPU kernels for Hopper share: swizzled tiles, and what one thread does in bodies
-of `inline_mgpu`: numbers with operators, loads, stores, polls and warp sums.
+"""Building blocks of the Mosaic GPU kernels for Hopper: swizzled tiles, and code for one thread.
 
-Pallas' arrays have a layout over a warpgroup; the exchange between the programs of the fused layer
-needs single words, loads that another program's store ends, and warps that take turns at rows.
-A `Value` is an int32, a float32 or a pointer of one thread. Masked words read as zeros.
+Arrays in Pallas are distributed over a warpgroup. The exchange between programs or devices needs
+finer control: loads and stores of single words, polling until another program stores a word, and
+different work for each warp. The functions below emit such code inside bodies of `inline_mgpu`,
+for one thread. A `Value` is an int32, a float32 or a pointer of that thread. Loads whose mask is
+off return zeros.
 """
 
 import contextlib
@@ -23,33 +24,37 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
-# The word that is never stored: as float32 or as bfloat16 a NaN that arithmetic never makes.
+# Marks a word as not stored yet. As float32 or bfloat16, the bits are a NaN that arithmetic never
+# produces.
 EMPTY_WORD = -1
 _WARP_SIZE = 32
 _POLLS_PER_STOP_CHECK = 4096  # a power of two
-_DYNAMIC_INDEX = -(1 << 31)  # "the index is an operand", in LLVM's address computation
+_DYNAMIC_INDEX = -(1 << 31)  # marks an index of LLVM's `getelementptr` as an operand
 
 
-# Tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want them; here of 2-byte types.
+# Tiles of 8 rows of 128 bytes for 2-byte dtypes, as tensor cores and the copy engine need them.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def swizzled_smem(shape, dtype):
-    """Shared memory in swizzled tiles of 8 rows of 128 bytes."""
+    """Return a shared-memory type of swizzled tiles of 8 rows of 128 bytes."""
     tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiles, SWIZZLE_TRANSFORMS[1]))
 
 
 def load_with_layout(ref, layout, *, optimized=True):
-    """What a reference has, in a layout; `optimized` refuses loads that take many instructions."""
+    """Load a reference into registers in the given layout.
+
+    With `optimized`, a load that needs many instructions is an error.
+    """
     options: dict[str, Any] = {"layout": layout, "optimized": optimized}
-    if jax.__version_info__ < (0, 11):  # whose `load` wants an index, which later ones warn of
+    if jax.__version_info__ < (0, 11):  # `load` needs an index before 0.11, and warns from 0.11 on
         return plgpu.load(ref, (), **options)
     return plgpu.load(ref, **options)
 
 
 def _make_operator(int_operation: Any, float_operation: Any = None):
-    """A method of `Value`."""
+    """Return an operator method of `Value` that emits the int or float operation."""
 
     def apply(self, other):
         operation = float_operation if self.is_float else int_operation
@@ -59,18 +64,21 @@ def _make_operator(int_operation: Any, float_operation: Any = None):
 
 
 class Value:
-    """A thread's number or pointer; the other operand may be a Python number."""
+    """A number or pointer of one thread, with operators that emit MLIR.
+
+    The second operand of an operator may be a Python number.
+    """
 
     def __init__(self, value: Any):
         self.ir = value
 
     @property
     def is_float(self):
-        """Whether it is a float32, not an int32."""
+        """Whether the value is a float32."""
         return isinstance(self.ir.type, ir.FloatType)
 
     def as_operand(self, other):
-        """The other operand as MLIR has it, a Python number in this one's type."""
+        """Return `other` as an MLIR value; a Python number becomes a constant of this type."""
         if isinstance(other, Value):
             return other.ir
         return arith.constant(self.ir.type, float(other) if self.is_float else int(other))
@@ -78,23 +86,28 @@ class Value:
     __add__ = _make_operator(arith.addi, arith.addf)
     __sub__ = _make_operator(arith.subi, arith.subf)
     __mul__ = _make_operator(arith.muli, arith.mulf)
-    __floordiv__ = _make_operator(arith.divui)  # of numbers that are not negative, as the next
-    __mod__ = _make_operator(arith.remui)
+    __floordiv__ = _make_operator(arith.divui)  # only for non-negative numbers
+    __mod__ = _make_operator(arith.remui)  # only for non-negative numbers
     __and__ = _make_operator(arith.andi)
     __or__ = _make_operator(arith.ori)
     __xor__ = _make_operator(arith.xori)
     __lt__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
     __le__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sle))
     __ge__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
-    eq = _make_operator(
-        functools.partial(arith.cmpi, arith.CmpIPredicate.eq)
-    )  # `==` answers at once
+    # `==` and `!=` keep Python's meaning, so comparing numbers in the kernel needs methods.
+    eq = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))
     ne = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
-    maximum = _make_operator(None, arith.maxnumf)  # of two float32; of one, if the other is NaN
+    maximum = _make_operator(None, arith.maxnumf)  # float32 only; ignores a NaN operand
 
 
 class WordLoad(NamedTuple):
-    """Where to load from: a pointer, how many words of 4 bytes (1, 2 or 4), and whether at all."""
+    """A masked load of consecutive 4-byte words.
+
+    Attributes:
+        pointer: Address of the first word.
+        count: Number of words: 1, 2 or 4.
+        mask: Whether to load; if false, the words are zeros.
+    """
 
     pointer: Value
     count: int
@@ -102,27 +115,27 @@ class WordLoad(NamedTuple):
 
 
 def int32() -> ir.Type:
-    """The type; it exists only while a kernel is lowered."""
+    """Return MLIR's type for int32; call this only while a kernel is lowered."""
     return ir.IntegerType.get_signless(32)
 
 
 def float32() -> ir.Type:
-    """As `int32`."""
+    """Return MLIR's type for float32; call this only while a kernel is lowered."""
     return ir.F32Type.get()
 
 
 def thread_index() -> Value:
-    """In the program, from 0."""
+    """Return the index of the thread in its program."""
     return Value(arith.index_cast(int32(), gpu.thread_id(gpu.Dimension.x)))
 
 
 def program_index() -> Value:
-    """In the grid's first axis."""
+    """Return the index of the program along the first axis of the grid."""
     return Value(arith.index_cast(int32(), gpu.block_id(gpu.Dimension.x)))
 
 
 def scalar(array: Any) -> Value:
-    """The number in a scalar argument of an `inline_mgpu` body."""
+    """Return the number in a scalar argument of an `inline_mgpu` body."""
     value = array.registers.item()
     if isinstance(value.type, ir.VectorType):
         value = vector.extract(value, [], [0])
@@ -130,7 +143,7 @@ def scalar(array: Any) -> Value:
 
 
 def thread_elements(array: Any) -> list[Value]:
-    """A thread's elements of an array argument, in the order of its registers."""
+    """Return the thread's elements of an array argument, in register order."""
     return [
         Value(vector.extract(register, [], [i]))
         for register in array.registers.flat
@@ -139,12 +152,12 @@ def thread_elements(array: Any) -> list[Value]:
 
 
 def pointer(ref: Any) -> Value:
-    """To the first element of a reference argument."""
+    """Return a pointer to the first element of a reference argument."""
     return Value(utils.memref_ptr(ref))
 
 
 def offset(base: Value, elements: Value, size: int) -> Value:
-    """`elements` of `size` bytes further."""
+    """Return the pointer `base` plus `elements` times `size` bytes."""
     steps = [(elements * size).ir]
     byte, flags = ir.IntegerType.get_signless(8), llvm.GEPNoWrapFlags.none
     return Value(llvm.getelementptr(base.ir.type, base.ir, steps, [_DYNAMIC_INDEX], byte, flags))
@@ -152,14 +165,17 @@ def offset(base: Value, elements: Value, size: int) -> Value:
 
 @contextlib.contextmanager
 def when(condition: Value):
-    """Emits the block for threads where the condition holds."""
+    """Emit the code of the `with` block for threads where the condition holds."""
     with utils.when(condition.ir):
         yield
 
 
 @contextlib.contextmanager
 def loop(start: Value, stop: Value, step: int):
-    """Emits the block once, run for start, start + step ... below stop."""
+    """Emit the code of the `with` block as the body of a loop from `start` to below `stop`.
+
+    Yields the loop index.
+    """
     operation = scf.ForOp(start.ir, stop.ir, arith.constant(int32(), step), [])
     with ir.InsertionPoint(operation.body):
         yield Value(operation.induction_variable)
@@ -171,11 +187,19 @@ def _register_constraint(ir_type):
         return "f"
     if isinstance(ir_type, ir.IntegerType):
         return "r"
-    return "r" if ir_type == ir.Type.parse("!llvm.ptr<3>") else "l"  # shared memory is 32 bits wide
+    # Pointers to shared memory (address space 3) have 32 bits, all others 64.
+    return "r" if ir_type == ir.Type.parse("!llvm.ptr<3>") else "l"
 
 
 def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bool = False):
-    """PTX; `$0` ... are the outputs, then the arguments. Outputs share no register with those."""
+    """Emit inline PTX and return its outputs.
+
+    Args:
+        text: PTX code, in which `$0`, `$1`, ... are the outputs, followed by the arguments.
+        arguments: Inputs. No output shares a register with an input.
+        out: MLIR types of the outputs.
+        pure: Whether the code has no side effects, so that the compiler may move or drop it.
+    """
     out, values = out or [], [argument.ir for argument in arguments]
     names = ["=&" + _register_constraint(ir_type) for ir_type in out] + [
         _register_constraint(v.type) for v in values
@@ -184,7 +208,7 @@ def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bo
     if out:
         result = out[0] if len(out) == 1 else llvm.StructType.get_literal(out)
     options: dict[str, Any] = {"has_side_effects": not pure}
-    if not pure and hasattr(llvm.InlineAsmOp, "convergent"):  # from jaxlib 0.11.2 on
+    if not pure and hasattr(llvm.InlineAsmOp, "convergent"):  # exists since jaxlib 0.11.2
         options["convergent"] = True
     value: Any = llvm.inline_asm(result, values, text, ",".join(names), **options)
     if len(out) < 2:
@@ -193,7 +217,7 @@ def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bo
 
 
 def barrier(index: int, num_threads: int):
-    """Waits for `num_threads` threads of the program to get to barrier `index`."""
+    """Wait until `num_threads` threads of the program have reached the named barrier `index`."""
     ptx(f"bar.sync {index}, {num_threads};")
 
 
@@ -203,10 +227,16 @@ def _vector_operand(first, count):
 
 
 def _load_all(loads, instruction, tail="", extra_arguments=()):
-    """One block of PTX that loads all words, so that none waits for another.
+    """Emit all loads in one block of PTX, so that they are in flight together.
 
-    `tail` is text behind the loads, in which "$more" is the number of the first of the arguments
-    `extra_arguments`. If there are any, one word more comes out, which the tail sets.
+    Args:
+        loads: The loads.
+        instruction: PTX load instruction without the vector suffix.
+        tail: PTX after the loads. "$more0", "$more1", ... stand for `extra_arguments`.
+        extra_arguments: Further inputs of the tail.
+
+    Returns:
+        The words of each load. With `extra_arguments`, one more output that the tail sets.
     """
     total = sum(word_load.count for word_load in loads)
     num_out = total + bool(extra_arguments)
@@ -230,21 +260,22 @@ def _load_all(loads, instruction, tail="", extra_arguments=()):
 
 
 def _empty_test_ptx(count):
-    """PTX that sets q: one of the first `count` words is `EMPTY_WORD`."""
+    """Return PTX that sets predicate q: whether any of the first `count` words is `EMPTY_WORD`."""
     return "\nsetp.eq.b32 q, $0, -1;" + "".join(
         f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, count)
     )
 
 
 def load(loads: list[WordLoad]) -> list[list[Value]]:
-    """Words of memory that the kernel does not write."""
+    """Load words from global memory that the kernel does not write."""
     return _load_all(loads, "ld.global")
 
 
 def poll(loads: list[WordLoad]) -> list[list[Value]]:
-    """Words that other programs store, read again until none of them is `EMPTY_WORD`.
+    """Load words that other programs store; repeat until no word is `EMPTY_WORD`.
 
-    A word is its own signal: no fence and no counter is needed, for each is stored once.
+    Each word is stored once and is also the signal of its arrival, so no fence or counter is
+    needed.
     """
     tests = _empty_test_ptx(sum(word_load.count for word_load in loads))
     return _load_all(loads, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
@@ -253,13 +284,16 @@ def poll(loads: list[WordLoad]) -> list[list[Value]]:
 def poll_with_limit(
     max_polls: Value, stop_pointer: Value, loads: list[WordLoad]
 ) -> tuple[list[list[Value]], Value]:
-    """Words that other devices store, and whether (1 or 0) one of them is `EMPTY_WORD` to the end.
+    """Load words that other devices store; repeat until no word is `EMPTY_WORD` or polling ends.
 
     Args:
-        limit: How often they are read again at most.
-        stop: Pointer to a word; where that is not 0, which is looked at now and then, the end has
-            come.
-        loads: Where from.
+        max_polls: Maximum number of reads.
+        stop_pointer: Pointer to a word of global memory. Polling ends early if the word is not 0.
+            It is read once in `_POLLS_PER_STOP_CHECK` polls.
+        loads: The words to load.
+
+    Returns:
+        The words of each load; and 1 if a word is still `EMPTY_WORD`, else 0.
     """
     total = sum(word_load.count for word_load in loads)
     tail = (
@@ -274,53 +308,55 @@ def poll_with_limit(
 
 
 def store(space: str, address: Value, words: list[Value]):
-    """Words of 4 bytes, side by side (1, 2 or 4 of them), to "global" or "shared" memory, or as
-    another thread anywhere may read them meanwhile ("relaxed.sys.global")."""
+    """Store 1, 2 or 4 consecutive 4-byte words.
+
+    `space` is "global", "shared", or "relaxed.sys.global" for words that other devices poll.
+    """
     names, suffix = _vector_operand(1, len(words))
     ptx(f"st.{space}{suffix}.b32 [$0], {names};", address, *map(bitcast_to_int32, words))
 
 
 def load_shared(address: Value) -> Value:
-    """A float32 of shared memory."""
+    """Load a float32 from shared memory."""
     return ptx("ld.shared.f32 $0, [$1];", address, out=[float32()])[0]
 
 
 def bitcast_to_int32(value: Value) -> Value:
-    """The same bits."""
+    """Return the bits of a value as int32."""
     return Value(arith.bitcast(int32(), value.ir)) if value.is_float else value
 
 
 def bitcast_to_float32(words: list[Value]) -> list[Value]:
-    """The same bits."""
+    """Return the bits of each word as float32."""
     return [Value(arith.bitcast(float32(), word.ir)) for word in words]
 
 
 def unpack_bf16(words: list[Value]) -> list[Value]:
-    """Two bfloat16 numbers a word, as float32."""
+    """Return the two bfloat16 numbers of each word as float32."""
     low = [word * (1 << 16) for word in words]
     high = [word & -(1 << 16) for word in words]
     return bitcast_to_float32([half for pair in zip(low, high, strict=True) for half in pair])
 
 
 def pack_bf16(floats: list[Value]) -> list[Value]:
-    """The inverse of `unpack_bf16`, rounding to nearest; NaN gives 0x7fff."""
+    """Round float32 numbers to bfloat16 and pack two into each word; NaN becomes 0x7fff."""
     pairs = zip(floats[::2], floats[1::2], strict=True)
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return [ptx(text, low, high, out=[int32()], pure=True)[0] for low, high in pairs]
 
 
 def round_to_bf16(floats: list[Value]) -> list[Value]:
-    """To bfloat16 and back."""
+    """Round float32 numbers to bfloat16; return them as float32."""
     return unpack_bf16(pack_bf16(floats))
 
 
 def sum_values(values: list[Value]) -> Value:
-    """The sum, from the first to the last."""
+    """Return the sum of the values, added from first to last."""
     return functools.reduce(Value.__add__, values)
 
 
 def warp_sum(value: Value) -> Value:
-    """Over the 32 threads of a warp, all of which get it."""
+    """Return the sum over the 32 threads of a warp; every thread gets the sum."""
     distance = _WARP_SIZE // 2
     while distance:
         value, distance = value + Value(utils.shfl_bfly(value.ir, distance)), distance // 2
@@ -328,23 +364,23 @@ def warp_sum(value: Value) -> Value:
 
 
 def rsqrt(value: Value) -> Value:
-    """Approximate, to 2 units in the last one."""
+    """Return an approximate 1 / sqrt(value), with an error of at most 2 units in the last place."""
     return ptx("rsqrt.approx.f32 $0, $1;", value, out=[float32()], pure=True)[0]
 
 
 def silu(value: Value) -> Value:
-    """value / (1 + exp(-value))."""
+    """Return value / (1 + exp(-value))."""
     power = ptx("ex2.approx.f32 $0, $1;", value * -1.4426950408889634, out=[float32()], pure=True)
     return value * ptx("rcp.rn.f32 $0, $1;", power[0] + 1.0, out=[float32()], pure=True)[0]
 
 
 def select(condition: Value, first: Value, second: Value) -> Value:
-    """The first where the condition holds, else the second."""
+    """Return `first` where the condition holds, else `second`."""
     return Value(arith.select(condition.ir, first.ir, second.ir))
 
 
 def make_pointer(low: Value, high: Value) -> Value:
-    """The pointer to global memory whose address has these halves."""
+    """Return the pointer to global memory whose 64-bit address has the given 32-bit halves."""
     wide = ir.IntegerType.get_signless(64)
     halves = [arith.extui(wide, half.ir) for half in (low, high)]
     shifted = arith.shli(halves[1], arith.constant(wide, 32))
@@ -352,5 +388,5 @@ def make_pointer(low: Value, high: Value) -> Value:
 
 
 def canonicalize_nan(value: Value) -> Value:
-    """The same number, never the bits of `EMPTY_WORD`: an addition gives the one usual NaN."""
+    """Return the same number, or the canonical NaN instead of any NaN, thus never `EMPTY_WORD`."""
     return ptx("add.f32 $0, $1, 0f00000000;", value, out=[float32()], pure=True)[0]

@@ -1,10 +1,10 @@
-"""What the ops' launch parameters are chosen from: the device, and its table of swept ones.
+"""Properties of the target GPU, and the tables of tuned launch parameters.
 
-Each op has a frozen config and pure functions that choose it by static facts, in its own folder.
-`tuned/<device kind>.json`, where there is one, overrides fields of a choice:
-`{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. An empty entry says that the
-op was swept and the heuristic stays; `"swept"`, for readers only, says when, and with what. Nothing
-is ever tuned while serving.
+An op's folder defines a frozen config class and pure functions that choose a config from shapes,
+dtypes and the device. The file `tuned/<device kind>.json`, if it exists, overrides fields of the
+chosen config: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. An empty entry
+means that a sweep found nothing faster than the heuristic. The key `"swept"` records when and how
+the sweep ran; no op reads it. No launch parameter is tuned while serving.
 """
 
 import dataclasses
@@ -16,44 +16,44 @@ import jax
 
 from pallas_kernels.types import Backend, supports_fp8
 
-HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
-MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
+HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in device names
+MAX_SHARED_BYTES = 227 * 1024  # shared memory of one program on a Hopper GPU
 
 
 def is_hopper(device_kind):
-    """Whether a GPU of that name is one."""
+    """Return whether the GPU of that name is a Hopper GPU (compute capability 9.0)."""
     return any(name in device_kind for name in HOPPER_GPUS)
 
 
 def has_fp8(backend):
-    """Whether the GPU traced for multiplies numbers in FP8."""
+    """Return whether the target GPU multiplies FP8 matrices; False without a GPU."""
     device = _target_device(backend)
-    if getattr(device, "compute_capability", None) is None:  # an abstract device's is not known
+    if getattr(device, "compute_capability", None) is None:  # unknown for abstract devices
         return is_hopper(device_kind(backend))
     return supports_fp8(device)
 
 
 def device_kind(backend):
-    """The name of the GPU traced for, or nothing."""
+    """Return the name of the target GPU; an empty string without a GPU."""
     device = _target_device(backend)
     return "" if device is None else device.device_kind
 
 
 def num_cores(backend):
-    """Its SMs, where they are known."""
+    """Return the number of SMs of the target GPU; None if the number is unknown."""
     device = _target_device(backend)
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None)
 
 
 def _target_device(backend):
-    """The GPU traced for: an abstract mesh's device where one is set, else the first one here."""
+    """Return the GPU to compile for: the abstract mesh's device if set, else the first device."""
     if backend is not Backend.TRITON:
         return None
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def apply_tuned_config(op, head_size, itemsize, device_kind, config):
-    """Override the heuristic's choice by the device's table."""
+    """Return `config` with the fields that the device's table of tuned parameters overrides."""
     entry = (
         _load_tuned_table(device_kind)
         .get(op, {})

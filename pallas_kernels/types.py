@@ -1,4 +1,4 @@
-"""The types ops share: where an op runs, one layer's KV pool, norms, weights; numbers in FP8."""
+"""Types and constants that several ops share: backends, KV pools, FP8 formats, layer weights."""
 
 import re
 from enum import StrEnum
@@ -10,29 +10,41 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt16
 
 FP8 = jnp.float8_e4m3fn
-"""Numbers of eight bits, four of them the exponent's and three the fraction's (Micikevicius et al.
-2022, arXiv:2209.05433): no infinity, and what is beyond the largest becomes NaN unless clipped."""
+"""The FP8 dtype e4m3: 8 bits, with 4 bits of exponent and 3 bits of fraction.
+
+The dtype has no infinity: a conversion of a number beyond `FP8_MAX` gives NaN, so ops clip first.
+Source: Micikevicius et al. 2022, arXiv:2209.05433.
+"""
 
 FP8_MAX = 448.0
-"""The largest of them."""
+"""The largest finite FP8 number (e4m3)."""
 
 FP8_MIN_ABSMAX = 1e-30
-"""The least maximum that a scale is made for: numbers below are as good as zeros, and the scale
-stays a normal float32."""
+"""The lower bound of the largest absolute value that an FP8 scale is computed from.
+
+With the bound, the scale of a row of zeros is a normal float32 number and not zero.
+"""
 
 FP8_PAIR_DTYPE = jnp.uint16
-"""The dtype of a pool in FP8: two neighbours of a head, that of the even column in the low byte.
+"""The dtype of an FP8 pool, which packs two neighbouring numbers of a head into each element.
 
-Kernels read such numbers two at a time. Of single ones each compiler would decide whether to see
-them in pairs costs nothing or a pass over the pool, and XLA's for CPUs has no scatter of them.
+The low byte holds the number of the even column. Kernels read two numbers at a time. If the pool
+had the dtype `FP8`, a compiler might copy the whole pool to view it as pairs. XLA for CPUs also
+cannot scatter `FP8` arrays.
 """
 
 FP8_GROUP_SIZE = 128
-"""Numbers of a row that have a scale together, and rows and columns of a weight's block that do."""
+"""The number of consecutive numbers of an activation row that share one FP8 scale.
+
+A block-scaled weight has one scale per block of `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns.
+"""
 
 
 class Backend(StrEnum):
-    """How an op runs: plain XLA, Pallas Triton on an NVIDIA GPU, or Pallas interpreted (tests)."""
+    """The implementation of an op: plain XLA, Pallas on an NVIDIA GPU, or Pallas interpreted.
+
+    TRITON includes the Mosaic GPU kernels for Hopper GPUs. INTERPRET is for tests.
+    """
 
     XLA = "xla"
     TRITON = "triton"
@@ -40,19 +52,25 @@ class Backend(StrEnum):
 
     @property
     def max_head_size(self) -> int | None:
-        """The widest heads that attention takes; None for any. Kernels have them in registers."""
+        """The largest head size that attention supports, or None for no limit.
+
+        Kernels keep whole heads in registers, which limits the head size.
+        """
         return None if self is Backend.XLA else 256
 
 
 def select_backend(platform: str) -> Backend:
-    """The back end for a JAX platform name (`jax.default_backend()`): `"gpu"`, `"cpu"` ..."""
+    """Return the backend for a JAX platform name such as "gpu" (from `jax.default_backend()`)."""
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
 
 
 def supports_fp8(device: Any) -> bool:
-    """Whether ops take pools in FP8 on a JAX device: plain XLA does anywhere, and Triton has the
-    conversions for NVIDIA GPUs from compute capability 8.9 on, which multiply such numbers too; for
-    others its compiler ends the process."""
+    """Return whether ops accept FP8 pools on a JAX device.
+
+    Plain XLA accepts FP8 pools on every device. Triton converts FP8 numbers only on NVIDIA GPUs of
+    compute capability 8.9 or later, which also multiply FP8 matrices. On older GPUs Triton's
+    compiler would end the process.
+    """
     if select_backend(device.platform) is not Backend.TRITON:
         return True
     found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
@@ -62,11 +80,11 @@ def supports_fp8(device: Any) -> bool:
 class LayerKV(NamedTuple):
     """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block.
 
-    S is from 1 to 256. Heads have any size H that attention takes on the back end
-    (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
-    float32 or, for numbers of `FP8`, `FP8_PAIR_DTYPE`. Of pairs the last axis has H / 2 (`pack_fp8_pairs`), H
-    is even, of heads that are rotated a multiple of 4, and keys and values are stored divided by
-    `KVScales`.
+    S is from 1 to 256. The head size H is at most `Backend.max_head_size`. If heads are rotated, H
+    is even. The dtype is bfloat16, float16, float32, or `FP8_PAIR_DTYPE` for an FP8 pool.
+
+    An FP8 pool stores keys and values divided by `KVScales` and packed in pairs (`pack_fp8_pairs`),
+    so the last axis has H / 2 elements and H is even. If heads are rotated, H is a multiple of 4.
     """
 
     k: Shaped[Array, "P S K H"]
@@ -74,27 +92,33 @@ class LayerKV(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether keys and values are in FP8, stored divided by scales."""
+        """Whether the pool is an FP8 pool, which stores keys and values divided by scales."""
         return self.k.dtype == FP8_PAIR_DTYPE
 
     @property
     def head_size(self) -> int:
-        """H."""
+        """The number of elements of one head, H, also if the pool packs them in pairs."""
         return self.k.shape[3] * (2 if self.is_scaled else 1)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """The number of bytes of one key or value element: 1 in an FP8 pool."""
         return 1 if self.is_scaled else self.k.dtype.itemsize
 
     def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """What attention computes in, for queries made in `dtype`: the pool's dtype, but that of
-        the queries over a scaled pool, whose tiles are converted to it."""
+        """Return the dtype of attention for queries of dtype `dtype`.
+
+        Attention over an FP8 pool converts tiles of the pool to the queries' dtype. Attention over
+        any other pool computes in the pool's dtype.
+        """
         return dtype if self.is_scaled else self.k.dtype
 
 
 def pack_fp8_pairs(x: Float[Array, "*rows H"]) -> UInt16[Array, "*rows half"]:
-    """Numbers of `FP8` as a pool has them; H is even. In a Triton kernel too."""
+    """Pack `FP8` numbers in pairs, as an FP8 pool stores them; H is even.
+
+    The function also works inside a Triton kernel.
+    """
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     bits = lax.bitcast_convert_type(x, jnp.uint8).reshape(*shape, 2)
     parts = lax.split(bits, (1, 1), axis=len(shape))
@@ -103,7 +127,10 @@ def pack_fp8_pairs(x: Float[Array, "*rows H"]) -> UInt16[Array, "*rows half"]:
 
 
 def split_fp8_pairs(pairs: UInt16[Array, "*rows half"]) -> tuple[Float[Array, "*rows half"], ...]:
-    """The numbers of `FP8` in the even columns, and those in the odd ones. Likewise."""
+    """Unpack pairs into two `FP8` arrays: the even columns and the odd columns.
+
+    The function also works inside a Triton kernel.
+    """
     halves = pairs.astype(jnp.uint8), (pairs >> FP8_PAIR_DTYPE(8)).astype(jnp.uint8)
     return tuple(lax.bitcast_convert_type(half, FP8) for half in halves)
 
@@ -111,17 +138,19 @@ def split_fp8_pairs(pairs: UInt16[Array, "*rows half"]) -> tuple[Float[Array, "*
 def unpack_fp8_pairs(
     pairs: UInt16[Array, "*rows half"], dtype: DTypeLike
 ) -> Float[Array, "*rows H"]:
-    """The inverse of `pack_fp8_pairs`, in `dtype`. Likewise."""
+    """Unpack pairs of `FP8` numbers and convert the numbers to `dtype`.
+
+    This is the inverse of `pack_fp8_pairs`. The function also works inside a Triton kernel.
+    """
     numbers = jnp.stack(split_fp8_pairs(pairs), axis=-1)
     return numbers.reshape(*pairs.shape[:-1], -1).astype(dtype)
 
 
 class KVScales(NamedTuple):
-    """What keys and values are divided by when a pool in FP8 stores them, and multiplied by
-    when they are read; positive.
+    """The positive scales of one layer's FP8 pool, one for keys and one for values.
 
-    A quotient is rounded to the nearest, ties to even; one beyond the largest number becomes that.
-    NaN stays NaN.
+    A write divides by the scale, clips to `FP8_MAX` and rounds to nearest, ties to even. A read
+    multiplies by the scale. NaN stays NaN.
     """
 
     k: Float32[Array, "1"]
@@ -129,7 +158,7 @@ class KVScales(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each query head and of each key head, before they are rotated."""
+    """Weights and epsilon of the RMSNorm of each query head and key head before the rotation."""
 
     q: Float[Array, "H"]
     k: Float[Array, "H"]
@@ -137,8 +166,16 @@ class HeadNorms(NamedTuple):
 
 
 class FusedLayerWeights(NamedTuple):
-    """What is between the attention of one layer and that of the next: the output projection, the
-    gated feed-forward with the norm before it, and the next layer's norm and fused projection."""
+    """Weights of `fused_layer`: all ops between the attention of two consecutive layers.
+
+    Attributes:
+        output: Weight of the attention's output projection.
+        norm: Weight of the RMSNorm before the feed-forward.
+        gate_up: Weights of the gate and up projections.
+        down: Weight of the down projection.
+        next_norm: Weight of the RMSNorm before the next layer's attention.
+        next_qkv: Weight of the next layer's query, key and value projections.
+    """
 
     output: Float[Array, "C D"]
     norm: Float[Array, "D"]

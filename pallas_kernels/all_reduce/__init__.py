@@ -1,4 +1,8 @@
-"""The sum of the arrays of devices that run one program, on each of them."""
+"""All-reduce: sum an array over tensor-parallel devices, optionally followed by RMSNorm.
+
+`device_sum` and `device_sum_norm` use the peer-memory kernel (hopper.py) for small bfloat16
+payloads on Hopper GPUs, and XLA's all-reduce for all others.
+"""
 
 from collections.abc import Sequence
 
@@ -29,7 +33,7 @@ from pallas_kernels.tuning import device_kind, is_hopper
 from pallas_kernels.types import Backend
 
 MAX_POLLS = 2**24
-"""How often a word is read that does not come: at some 0.6 us, about ten seconds."""
+"""Maximum number of times a missing word is read: about ten seconds at 0.6 us per read."""
 
 
 def device_sum(
@@ -39,27 +43,28 @@ def device_sum(
     header: Int32[Array, "W"] | None = None,
     buffer_index: int = 0,
 ) -> Float[Array, "T D"]:
-    """The sum over the devices of a mapped axis, rounded to x's dtype; the same bits on all.
+    """Sum x over the devices of a mapped axis; every device gets the same bits.
 
-    With a header, rows of bfloat16 go through peer memory as long as there are not too many bytes
-    (4 MiB, divided by the number of devices): float32 sums in the devices' order, rounded once,
-    deterministic. All else is XLA's.
+    With a header, bfloat16 payloads of up to 4 MiB divided by the number of devices go through peer
+    memory: sums in float32, in the order of the devices, rounded once, deterministic. XLA sums all
+    other arrays.
 
     Args:
-        x: each device's own rows.
-        axis: name of the mapped axis.
-        header: this device's, from `make_exchange_header`; None for XLA's sum. It is written in place
-            when the words of another device do not come: from then on sums are NaN, and
-            `nan_if_peer_lost` of the header tells.
-        turn: 0 and 1 in turn over all calls that share an exchange memory, in all programs.
+        x: Rows of this device.
+        axis: Name of the mapped axis.
+        header: Peer-memory header of this device, from `make_exchange_header`. None: use XLA. If
+            the words of another device do not arrive, the op marks the header in place, and all
+            later sums are NaN. `nan_if_peer_lost` reads that mark.
+        buffer_index: Receive buffer to use, 0 or 1. Consecutive calls that share an exchange memory
+            must alternate between 0 and 1, across all programs.
 
     Raises:
-        ValueError: shapes that do not fit, a turn out of range.
-        TypeError: dtypes that no kernel takes.
+        ValueError: Shapes do not fit, or `buffer_index` is out of range.
+        TypeError: A dtype is not supported.
     """
     check_sum(x, header, buffer_index)
     num_devices = 0 if header is None else _num_devices(header)
-    if header is None or x.dtype != jnp.bfloat16 or not _fits(x.nbytes, num_devices):
+    if header is None or x.dtype != jnp.bfloat16 or not _fits_peer_memory(x.nbytes, num_devices):
         return lax.psum(x, axis)
     config = all_reduce_config(num_bytes=x.nbytes, num_devices=num_devices)
     return hopper.device_sum(
@@ -78,26 +83,33 @@ def device_sum_norm(
     eps: float,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """`add_rms_norm` of hidden and the `device_sum` of an update; the same bits on all devices.
+    """Sum an update over devices, add it to the residual stream, and apply RMSNorm.
 
-    One launch for up to 128 rows, up to 8,192 wide, in bfloat16, that go through peer memory.
+    Equals `add_rms_norm` of `hidden` and the `device_sum` of `update`, with the same bits on all
+    devices. Payloads that fit peer memory run as one launch if they are in bfloat16 and have at
+    most 128 rows of at most 8,192 columns.
 
     Args:
-        hidden: the residual stream, the same on all devices.
-        update: each device's own, as split-K partials of hidden's dtype or float32.
-        weight: of the norm.
-        axis, header, buffer_index: as of `device_sum`.
-        eps: as of `add_rms_norm`.
-        backend: which implementation of that runs where this is not one launch.
+        hidden: Residual stream, the same on all devices.
+        update: Update of this device as split-K partials, in hidden's dtype or float32.
+        weight: Weight of the norm.
+        axis, header, buffer_index: See `device_sum`.
+        eps: Epsilon of the norm; see `add_rms_norm`.
+        backend: Implementation of `add_rms_norm`, used if the op is not one launch.
+
+    Returns:
+        The normalized rows, and the new residual stream.
 
     Raises:
-        ValueError, TypeError: as `device_sum` and `add_rms_norm`.
+        ValueError, TypeError: See `device_sum` and `add_rms_norm`.
     """
     check_add_norm(hidden, update, weight, eps)
     check_sum(hidden, header, buffer_index)
     num_devices, (num_rows, width) = _num_devices(header), hidden.shape
     is_narrow = hidden.dtype == weight.dtype == jnp.bfloat16 and width % (CHUNK_BYTES // 2) == 0
-    fits = _fits(hidden.nbytes, num_devices) and can_fuse_norm(num_rows=num_rows, width=width)
+    fits = _fits_peer_memory(hidden.nbytes, num_devices) and can_fuse_norm(
+        num_rows=num_rows, width=width
+    )
     if is_narrow and fits:
         options = {"buffer_index": buffer_index, "num_devices": num_devices, "eps": eps}
         return hopper.device_sum_norm(update, hidden, weight, header, **options)
@@ -108,8 +120,11 @@ def device_sum_norm(
 
 
 def exchange_word_counts(num_devices: int, backend: Backend) -> tuple[int, int] | None:
-    """Words of a device's header and of its exchange memory, int32; None where there is no kernel:
-    on one device or more than 8, and on other devices than Hopper GPUs."""
+    """Return the sizes of a device's header and of its exchange memory, in int32 words.
+
+    Return None where no peer-memory kernel exists: for fewer than 2 or more than 8 devices, or if
+    the devices are not Hopper GPUs.
+    """
     if not 2 <= num_devices <= 8 or not is_hopper(device_kind(Backend(backend))):
         return None
     return header_words(num_devices), 2 * num_devices * hopper.receive_buffer_words(num_devices)
@@ -118,16 +133,20 @@ def exchange_word_counts(num_devices: int, backend: Backend) -> tuple[int, int] 
 def make_exchange_header(
     rank: int, addresses: Sequence[int], max_polls: int = MAX_POLLS
 ) -> np.ndarray:
-    """What a device knows of the others, int32 [W].
+    """Return the peer-memory header of one device, int32 [W].
 
     Args:
-        rank: the device's place among them.
-        addresses: of each one's exchange memory, which is filled with -1, belongs to these headers
-            alone and stays where it is; every device can store there.
-        max_polls: how often a word is read before its device counts as lost.
+        rank: Index of the device in `addresses`.
+        addresses: Address of the exchange memory of each device, by rank. Each memory must be
+            filled with -1, must keep its address, and must be writable by every device. Only these
+            headers may use the memory.
+        max_polls: Maximum number of reads of a missing word, after which its device counts as lost.
+
+    Raises:
+        ValueError: `rank` is out of range.
     """
     if not 0 <= rank < len(addresses):
-        raise ValueError(f"rank is {rank}; it must be from 0 to {len(addresses) - 1}")
+        raise ValueError(f"rank is {rank}: pass a number from 0 to {len(addresses) - 1}")
     words = np.zeros(header_words(len(addresses)), np.int32)
     words[RANK_WORD], words[MAX_POLLS_WORD] = rank, max_polls
     words[FIRST_ADDRESS_WORD:] = np.array([addresses[rank], *addresses], np.uint64).view(np.int32)
@@ -135,31 +154,32 @@ def make_exchange_header(
 
 
 def nan_if_peer_lost(header: Int32[Array, "W"]) -> Float32[Array, ""]:
-    """NaN if the device has lost another by now, else 0.
+    """Return NaN if this device has lost a peer, else 0.
 
-    A program begins with a sum of these over all devices by XLA, and adds it to what it computes:
-    so all of them learn of it, and none polls before the others have loaded the program.
+    A program starts with an XLA sum of this value over all devices and adds the sum to its results,
+    so that every device learns of the loss. The XLA sum also ensures that no device polls before
+    all devices have loaded the program.
     """
     return jnp.where(header[LOST_PEER_WORD] == 0, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def check_sum(x, header, buffer_index):
-    """Rows, and a header for a number of devices."""
+    """Check the arguments of `device_sum`: rows, buffer index, and size of the header."""
     checks.check_array("x", x, "[T, D]")
     if buffer_index not in (0, 1):
-        raise ValueError(f"turn is {buffer_index!r}; it must be 0 or 1")
+        raise ValueError(f"buffer_index is {buffer_index!r}: pass 0 or 1")
     if header is None:
         return
     (words,) = checks.check_array("header", header, "[W]", jnp.int32).values()
     if words not in [header_words(n) for n in range(2, 9)]:
-        raise ValueError(f"header has {words} words; make it with make_exchange_header")
+        raise ValueError(f"header has {words} words: create it with make_exchange_header")
 
 
 def _num_devices(header):
     return (header.shape[0] - FIRST_ADDRESS_WORD) // 2 - 1
 
 
-def _fits(num_bytes, num_devices):
+def _fits_peer_memory(num_bytes, num_devices):
     return 0 < num_bytes <= max_payload_bytes(num_devices) and num_bytes % CHUNK_BYTES == 0
 
 

@@ -1,27 +1,32 @@
 """All-reduces through peer memory, in Pallas Mosaic GPU for Hopper (compute capability 9.0).
 
-Each device has an exchange memory: of two turns a place for every device's words. A device stores
-its payload into its place in the memories of all others, at their addresses, and waits for theirs
-in its own. A word, two bfloat16, is its own signal, as in NCCL's LL protocol and in the fused
-layer: a place is filled with a word that is never stored, its owner reads until it sees another,
-and fills the place again. No barrier, no counter, one launch.
+The exchange memory of a device has two sets of receive buffers (`buffer_index` 0 and 1), each with
+one buffer for every device. A device stores its payload into its buffer in the exchange memory of
+every other device, and reads the others' payloads from its own exchange memory.
 
-    push    x -> the place of this device in each other one's memory, of this turn
-    take    the others' words, polled; sums in float32 by the devices' order, rounded once; the
-            words are emptied behind
+A word holds two bfloat16 numbers and is also the signal of its arrival, as in NCCL's LL protocol.
+A buffer is initially filled with `EMPTY_WORD`, which is never stored as data. The receiver polls
+until it reads a different word, and then resets the word to `EMPTY_WORD`. One launch needs neither
+a barrier nor a counter:
 
-Launches take turns. A device stores into a place only when it has got the owner's words of the
-launch between, and the owner sent those behind its own launch before, in which it emptied the
-place. So launches on one memory run one after the other, with turns 0, 1, 0, 1 ... on all devices.
+    device_sum        grid (programs,); threads share the chunks of 16 bytes
+        push          x -> the buffer of this device in the memory of every other device
+        receive       poll the words of all other devices; sum in float32 in the order of the
+                      devices; round once; reset the words
+    device_sum_norm   grid (rows,); a program handles one row, which stays in registers
+        push          sum the split-K partials; store as above
+        receive       as above; add the residual stream; apply RMSNorm
 
-With a residual stream and a norm's weight, a program takes a row: it sums the split-K partials of
-what it pushes, and what it takes it adds to the stream and normalizes, so that the row is in
-registers from the one to the other.
+Consecutive launches alternate between the buffer sets. A device must not overwrite a buffer of
+launch n before its receiver has reset it. The receiver resets its buffers in launch n, and sends
+its words of launch n + 1 only after that. A device starts launch n + 2, which uses the buffer set
+of launch n again, only after it has received the words of launch n + 1. Launches on one exchange
+memory must therefore run sequentially, with `buffer_index` 0, 1, 0, 1 ... on all devices.
 
-A word is read a bounded number of times. If it does not come, a word in the header says from then
-on that this device has lost another, its sum is NaN there, and all its sums are from the next
-launch on, whose words may be those of a launch before. The header is read, and that word of it
-written, where XLA does not see it: in place, in an argument that the caller keeps.
+Polling is bounded. If a word does not arrive, the kernel stores NaN for the sums that need it, and
+sets `LOST_PEER_WORD` in the header. From the next launch on, all sums on this device are NaN,
+because late words of an earlier launch may arrive. The header is an argument that the caller keeps.
+The kernel reads and writes it in place, without XLA's knowledge.
 """
 
 import functools
@@ -39,31 +44,31 @@ from pallas_kernels.all_reduce.tuning import (
 )
 from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 
-LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)  # words of the header
-FIRST_ADDRESS_WORD = (
-    4  # from here on two words an address: the device's own memory's, then all by rank
-)
-NAN_WORD = 0x7FFF7FFF  # what is stored for two numbers whose bits are those of `EMPTY_WORD`
+# Word indices in the header. From `FIRST_ADDRESS_WORD` on, each address takes two words: first the
+# address of this device's exchange memory, then the addresses of all devices by rank.
+LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)
+FIRST_ADDRESS_WORD = 4
+NAN_WORD = 0x7FFF7FFF  # two NaN; stored instead of data that equals `EMPTY_WORD`
 
 _WORDS_PER_CHUNK = CHUNK_BYTES // 4
 _VALUES_PER_CHUNK = CHUNK_BYTES // 2
-_ROW_BARRIER = 8  # named barrier; those below are Mosaic GPU's
+_ROW_BARRIER = 8  # index of a named barrier; Mosaic GPU uses lower indices
 _SYSTEM_SCOPE = "relaxed.sys.global"
 _REF_TYPE = plgpu.RefType()
 
 
 def header_words(num_devices: int) -> int:
-    """Words of a header."""
+    """Return the number of int32 words of a peer-memory header."""
     return FIRST_ADDRESS_WORD + 2 * (num_devices + 1)
 
 
 def receive_buffer_words(num_devices: int) -> int:
-    """Words of a place of the exchange memory."""
+    """Return the number of int32 words of one receive buffer."""
     return max_payload_bytes(num_devices) // 4
 
 
 def device_sum(x, header, *, buffer_index: int, num_devices: int, config: AllReduceConfig):
-    """See the public entry of the same name."""
+    """Run the public op `device_sum` through peer memory."""
     body = functools.partial(
         _exchange,
         buffer_index=buffer_index,
@@ -92,7 +97,7 @@ def device_sum(x, header, *, buffer_index: int, num_devices: int, config: AllRed
 def device_sum_norm(
     partials, hidden, weight, header, *, buffer_index: int, num_devices: int, eps: float
 ):
-    """See the public entry of the same name."""
+    """Run the public op `device_sum_norm` through peer memory."""
     num_warp_groups = norm_warp_groups(hidden.shape[1])
     body = functools.partial(
         _exchange_row,
@@ -122,12 +127,12 @@ def device_sum_norm(
 
 
 def _exchange(_, *references, buffer_index, num_devices, config, chunks):
-    """What a thread does."""
+    """Emit the code of one thread of `device_sum`."""
     x, header, out = map(ops.pointer, references)
     num_threads = config.num_warp_groups * 128
     first = ops.program_index() * num_threads + ops.thread_index()
     zero, stride = first * 0, config.num_programs * num_threads
-    rank, has_lost, limit, own, memories = _read_header(header, zero, num_devices)
+    rank, has_lost_peer, limit, own_memory, memories = _read_header(header, zero, num_devices)
     others = [rank.ne(r) for r in range(num_devices)]
     receive_buffer_chunks = receive_buffer_words(num_devices) // _WORDS_PER_CHUNK
 
@@ -153,7 +158,9 @@ def _exchange(_, *references, buffer_index, num_devices, config, chunks):
 
     def receive(numbers):
         mine = load_own(numbers)
-        sources = [[receive_address(own, zero + r, n) for r in range(num_devices)] for n in numbers]
+        sources = [
+            [receive_address(own_memory, zero + r, n) for r in range(num_devices)] for n in numbers
+        ]
         loads = [
             WordLoad(source, _WORDS_PER_CHUNK, other & (number < chunks))
             for number, row in zip(numbers, sources, strict=True)
@@ -162,7 +169,7 @@ def _exchange(_, *references, buffer_index, num_devices, config, chunks):
         words, is_missing = ops.poll_with_limit(limit, header, loads)
         with ops.when(is_missing.eq(1)):
             ops.store("global", header, [is_missing])
-        is_bad = (is_missing | has_lost).ne(0)
+        is_bad = (is_missing | has_lost_peer).ne(0)
         for i, number in enumerate(numbers):
             with ops.when(number < chunks):
                 total = _sum_devices(
@@ -183,12 +190,15 @@ def _exchange(_, *references, buffer_index, num_devices, config, chunks):
 def _exchange_row(
     _, *references, buffer_index, num_devices, eps, num_threads, partials: jax.ShapeDtypeStruct
 ):
-    """What a thread does of a row: it has the chunks `thread`, `thread + num_threads` ..."""
+    """Emit the code of one thread of `device_sum_norm`.
+
+    The program handles one row; the thread handles chunks `thread`, `thread + num_threads`, ...
+    """
     partials_pointer, hidden, weight, header, normed, out, sums = map(ops.pointer, references)
     num_partials, num_rows, width = partials.shape
     chunks, thread, row = width // _VALUES_PER_CHUNK, ops.thread_index(), ops.program_index()
     zero = thread * 0
-    rank, has_lost, limit, own, memories = _read_header(header, zero, num_devices)
+    rank, has_lost_peer, limit, own_memory, memories = _read_header(header, zero, num_devices)
     others = [rank.ne(r) for r in range(num_devices)]
     receive_buffer_chunks = receive_buffer_words(num_devices) // _WORDS_PER_CHUNK
     columns = [thread + at for at in range(0, chunks, num_threads)]
@@ -202,7 +212,7 @@ def _exchange_row(
         return WordLoad(ops.offset(base, number, CHUNK_BYTES), _WORDS_PER_CHUNK, mask)
 
     def partial_loads(column, mask):
-        """A chunk's numbers in all partials, of which one is as wide as two chunks."""
+        """Return the loads of a chunk in all partials: one each in bfloat16, two in float32."""
         if partials.dtype == jnp.bfloat16:
             starts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
         else:
@@ -220,7 +230,9 @@ def _exchange_row(
         for memory, other in zip(memories, others, strict=True):
             with ops.when(other & mask):
                 ops.store(_SYSTEM_SCOPE, receive_address(memory, rank, column), stored)
-    sources = [[receive_address(own, zero + r, c) for r in range(num_devices)] for c in columns]
+    sources = [
+        [receive_address(own_memory, zero + r, c) for r in range(num_devices)] for c in columns
+    ]
     loads = [
         WordLoad(source, _WORDS_PER_CHUNK, other & mask)
         for row_sources, mask in zip(sources, masks, strict=True)
@@ -229,7 +241,7 @@ def _exchange_row(
     words, is_missing = ops.poll_with_limit(limit, header, loads)
     with ops.when(is_missing.eq(1)):
         ops.store("global", header, [is_missing])
-    is_bad = (is_missing | has_lost).ne(0)
+    is_bad = (is_missing | has_lost_peer).ne(0)
     totals = []
     for i, stream in enumerate(streams):
         update = _sum_devices(mine[i], words[i * num_devices : (i + 1) * num_devices], others)
@@ -251,7 +263,7 @@ def _exchange_row(
 
 
 def _sum_partials(parts: list[list[Value]], dtype) -> list[Value]:
-    """The words of a chunk, summed over split-K partials."""
+    """Return the words of a chunk, summed over the split-K partials and rounded to bfloat16."""
     if len(parts) == 1:
         return parts[0]
     if dtype == jnp.bfloat16:
@@ -263,7 +275,10 @@ def _sum_partials(parts: list[list[Value]], dtype) -> list[Value]:
 
 
 def _row_scale(totals, sums, num_threads, width, eps) -> Value:
-    """1 / rms of the program's row, of which each thread has some numbers."""
+    """Return 1 / rms of the program's row, whose numbers are spread over the threads.
+
+    `sums` is shared memory for one float32 per warp.
+    """
     squares = ops.warp_sum(ops.sum_values([x * x for numbers in totals for x in numbers]))
     thread = ops.thread_index()
     with ops.when((thread % 32).eq(0)):
@@ -274,26 +289,37 @@ def _row_scale(totals, sums, num_threads, width, eps) -> Value:
 
 
 def _read_header(header, zero, num_devices):
-    """The device's rank, whether it has lost another, how often it polls at most, and where the
-    exchange memories are: its own, and all by rank."""
+    """Load the peer-memory header.
+
+    Returns:
+        The rank of this device; 1 if it has lost a peer, else 0; the maximum number of polls (0
+        after a loss); a pointer to the exchange memory of this device; and the pointers of all
+        devices by rank.
+    """
     starts = range(FIRST_ADDRESS_WORD, header_words(num_devices), 2)
     pairs = [WordLoad(ops.offset(header, zero + at, 4), 2, zero.eq(0)) for at in starts]
     fields, *halves = ops.load([WordLoad(header, 4, zero.eq(0)), *pairs])
-    has_lost = fields[LOST_PEER_WORD]
-    limit = ops.select(has_lost.eq(0), fields[MAX_POLLS_WORD], zero)
-    own, *memories = (ops.make_pointer(*pair) for pair in halves)
-    return fields[RANK_WORD], has_lost, limit, own, memories
+    has_lost_peer = fields[LOST_PEER_WORD]
+    limit = ops.select(has_lost_peer.eq(0), fields[MAX_POLLS_WORD], zero)
+    own_memory, *memories = (ops.make_pointer(*pair) for pair in halves)
+    return fields[RANK_WORD], has_lost_peer, limit, own_memory, memories
 
 
 def _replace_empty(word: Value) -> Value:
-    """The word, or another NaN for that which means none."""
+    """Return the word, or `NAN_WORD` if it equals `EMPTY_WORD`."""
     return ops.select(word.eq(EMPTY_WORD), word * 0 + NAN_WORD, word)
 
 
 def _sum_devices(
     mine: list[Value], theirs: list[list[Value]], is_other: list[Value]
 ) -> list[Value]:
-    """Sums of two numbers a word, over the devices in their order, rounded once."""
+    """Sum words of two bfloat16 numbers over the devices, in float32, rounded once.
+
+    Args:
+        mine: Words of this device.
+        theirs: Words received from each device, by rank.
+        is_other: Whether each rank is another device; for this device's rank, `mine` is summed.
+    """
     by_device = [
         [ops.select(other, word, own) for word, own in zip(words, mine, strict=True)]
         for words, other in zip(theirs, is_other, strict=True)

@@ -1,25 +1,32 @@
-"""Which all-reduces run through peer memory, and with which launch parameters.
+"""Launch parameters of the peer-memory all-reduce, and the limits within which it runs.
 
-They see static facts only. Times on two H200s: docs/kernels/all_reduce.md.
+All functions take static facts only. Times: docs/kernels/all_reduce.md.
 """
 
 import math
 from dataclasses import dataclass
 
-# Each device sends its whole payload to every other one, so with more of them less is sent so:
-# 2 MiB from each of two. Beyond, XLA's collectives, which send each device its part, are faster.
+# Each device sends its whole payload to every other device, so the limit for a payload is this
+# number divided by the number of devices. For larger payloads XLA's collectives are faster, since
+# they send each device only a part.
 MAX_EXCHANGED_BYTES = 4 * 2**20
-CHUNK_BYTES = 16  # what a thread loads at once
-MAX_PROGRAMS = 128  # most GPUs have as many SMs, and so run all at once
+CHUNK_BYTES = 16  # size of one load of a thread
+MAX_PROGRAMS = 128  # programs must run concurrently, and most GPUs have at least 128 SMs
 MAX_WARP_GROUPS = 4
-MAX_LOADS = 8  # of a thread, under way at once
-MAX_NORM_ROWS = 128  # a program each, as above
-MAX_NORM_WIDTH = 8192  # two chunks a thread
+MAX_LOADS = 8  # maximum number of loads in flight per thread
+MAX_NORM_ROWS = 128  # one program per row, so this limit equals MAX_PROGRAMS
+MAX_NORM_WIDTH = 8192  # columns; two chunks per thread
 
 
 @dataclass(frozen=True)
 class AllReduceConfig:
-    """Of hopper.py: programs, warpgroups of each, chunks that a thread takes at once."""
+    """Launch parameters of `device_sum` in hopper.py.
+
+    Attributes:
+        num_programs: Number of programs.
+        num_warp_groups: Warpgroups per program.
+        num_chunks: Chunks of 16 bytes that a thread handles together.
+    """
 
     num_programs: int
     num_warp_groups: int
@@ -27,12 +34,15 @@ class AllReduceConfig:
 
 
 def max_payload_bytes(num_devices: int) -> int:
-    """The largest payload that goes through peer memory."""
+    """Return the maximum size in bytes of a payload that goes through peer memory."""
     return MAX_EXCHANGED_BYTES // num_devices
 
 
 def all_reduce_config(*, num_bytes: int, num_devices: int) -> AllReduceConfig:
-    """For a payload of whole chunks: a thread for each while there are threads."""
+    """Return the launch parameters of `device_sum` for a payload of `num_bytes`.
+
+    Each chunk of 16 bytes gets a thread, up to the maximum number of threads.
+    """
     chunks = num_bytes // CHUNK_BYTES
     num_programs = min(MAX_PROGRAMS, math.ceil(chunks / 128))
     num_warp_groups = min(MAX_WARP_GROUPS, math.ceil(chunks / (num_programs * 128)))
@@ -42,10 +52,10 @@ def all_reduce_config(*, num_bytes: int, num_devices: int) -> AllReduceConfig:
 
 
 def norm_warp_groups(width: int) -> int:
-    """Of a program that has a row of so many numbers."""
+    """Return the number of warpgroups per program of `device_sum_norm`, for rows of `width`."""
     return min(MAX_WARP_GROUPS, math.ceil(2 * width / (CHUNK_BYTES * 128)))
 
 
 def can_fuse_norm(*, num_rows: int, width: int) -> bool:
-    """Whether a sum, the residual sum and the norm behind it are one launch."""
+    """Return whether `device_sum_norm` can run as one launch."""
     return num_rows <= MAX_NORM_ROWS and width <= MAX_NORM_WIDTH

@@ -1,4 +1,13 @@
-"""Attention over the paged KV pool: of one new token a sequence, and of a ragged batch of them."""
+"""Attention over the paged KV pool: decode (one query per sequence) and prefill (ragged batch).
+
+The public ops check their arguments and choose an implementation for the backend:
+
+    paged_decode_attention     xla.py, or decode_triton.py
+    rope_decode_attention      likewise, with rotary embedding and the KV write in the same op
+    paged_prefill_attention    xla.py; on a GPU prefill_hopper.py where its conditions hold (over an
+                               FP8 pool after widen_triton.py), otherwise prefill_triton.py. Leading
+                               one-token sequences of larger batches go through decode_triton.py.
+"""
 
 import math
 from collections.abc import Callable
@@ -34,28 +43,30 @@ def paged_decode_attention(
     sliding_window: int | None = None,
     scales: KVScales | None = None,
 ) -> Float[Array, "B N H"]:
-    """Attention of one new token a sequence over its paged keys and values.
+    """Compute attention of one new token per sequence over the sequence's paged keys and values.
 
     Args:
-        q: queries, of the pool's dtype, over a pool in FP8 bfloat16, float16 or float32; N is a
-            multiple of the pool's K heads.
-        kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence
-            owns may hold anything, NaN included.
-        block_tables: the blocks of each sequence, in order; entries past its length are ignored.
-        seq_lens: tokens of each sequence, the new one included; 0 marks a padded row.
-        scale: factor of the scores, usually 1 / sqrt(H).
-        backend: which implementation runs.
-        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
-        sliding_window: the token at position p sees keys at (p - sliding_window, p].
-        scales: what the keys and values of a pool in FP8 are multiplied by; ones if None.
+        q: Queries of the new tokens. N is a multiple of the pool's K heads. The dtype is the
+            pool's; over an FP8 pool it is bfloat16, float16 or float32.
+        kv: One layer's pool [P, S, K, H], which already holds the new tokens. Slots that no
+            sequence owns may hold anything, including NaN.
+        block_tables: Block ids of each sequence, in order. Entries past the sequence's length are
+            ignored.
+        seq_lens: Number of tokens of each sequence, including the new token. 0 marks a padding row.
+        scale: Factor of the scores, usually 1 / sqrt(H).
+        backend: The implementation to run.
+        soft_cap: If set, each score becomes `soft_cap * tanh(score / soft_cap)`.
+        sliding_window: If set, the token at position p sees the keys at positions greater than
+            p - sliding_window and at most p.
+        scales: Scales of an FP8 pool: stored keys and values are multiplied by them. None: 1.
 
     Returns:
-        [B, N, H] of q's dtype; zeros for padded rows.
+        Attention outputs [B, N, H] in the dtype of q. Padding rows are zeros.
 
     Raises:
-        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
-            for a pool that has none.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not fit each other, a size or number is out of range, or scales are
+            given for a pool that is not in FP8.
+        TypeError: A dtype is not supported or differs from the pool's.
     """
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
@@ -82,27 +93,27 @@ def rope_decode_attention(
     sliding_window: int | None = None,
     scales: KVScales | None = None,
 ) -> tuple[Float[Array, "B N H"], LayerKV]:
-    """`rope_write_kv` and `paged_decode_attention` in one, for one new token a sequence.
+    """Run `rope_write_kv` and `paged_decode_attention` as one op, for one new token per sequence.
 
-    The new token is a sequence's last: its key and value go to the slot that the block table has
-    for position `seq_len - 1`. Padded rows, of `seq_len` 0, store nothing.
+    The new token is the last of its sequence. The key and value of the token are stored in the slot
+    of position `seq_len - 1`. Padding rows have a `seq_len` of 0 and store nothing.
 
     Args:
-        qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
-            are summed and rounded first (see `split_k_gemm`).
-        kv: one layer's pool [P, S, K, H], with all earlier tokens; updated in place if donated.
-        block_tables, seq_lens, scale, backend, soft_cap, sliding_window, scales: as of
+        qkv: Fused projection of each token as split-K partials (see `split_k_gemm`): N query heads,
+            K key heads, K value heads. The op first sums and rounds the partials.
+        kv: One layer's pool [P, S, K, H] with all earlier tokens. Updated in place if donated.
+        block_tables, seq_lens, scale, backend, soft_cap, sliding_window, scales: See
             `paged_decode_attention`.
-        angles, norms, dtype: as of `rope_write_kv`. Attention computes in the pool's dtype, but in
-            `dtype` over a pool in FP8.
+        angles, norms, dtype: See `rope_write_kv`. Attention computes in the pool's dtype, or in
+            `dtype` over an FP8 pool.
 
     Returns:
-        [B, N, H] of `dtype`, zeros for padded rows; and the pool.
+        Attention outputs [B, N, H] in `dtype`, zeros for padding rows; and the updated pool.
 
     Raises:
-        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
-            for a pool that has none.
-        TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
+        ValueError: Shapes do not fit each other, a size or number is out of range, or scales are
+            given for a pool that is not in FP8.
+        TypeError: A dtype is not bfloat16, float16 or float32, or angles are not float32.
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     backend = Backend(backend)
@@ -133,31 +144,35 @@ def paged_prefill_attention(
     scales: KVScales | None = None,
     call_shared: Callable | None = None,
 ) -> Float[Array, "T N H"]:
-    """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
+    """Compute causal attention of a ragged batch of new tokens over their paged sequences.
 
-    Sequence b owns rows `query_start_loc[b]:query_start_loc[b + 1]` of q; they are the last of its
-    `seq_lens[b]` tokens and already in the pool. A one-token sequence is a decode row riding along;
-    those that come before all longer ones run at the speed of `paged_decode_attention` on a GPU,
-    where the batch has more than a few sequences.
+    Rows `query_start_loc[b]:query_start_loc[b + 1]` of q belong to sequence b: the last ones of its
+    `seq_lens[b]` tokens, which are all in the pool. A one-token sequence is a decode row.
+    On a GPU the decode rows at the start of a batch of more than a few sequences run in the decode
+    kernel: put one-token sequences first.
 
     Args:
-        q: flattened queries, of a dtype as for `paged_decode_attention`; rows from
+        q: Flattened queries, with the dtypes that `paged_decode_attention` takes. Rows from
             `query_start_loc[B]` on are padding.
-        kv: one layer's pool [P, S, K, H]; slots that no sequence owns may hold anything.
-        block_tables: the blocks of each sequence, in order; entries past its length are ignored.
-        query_start_loc: [B + 1], not decreasing, from 0; a padded sequence repeats the last value.
-        seq_lens: tokens of each sequence, context and new ones; 0 for a padded sequence.
-        scale, backend, soft_cap, sliding_window, scales: as of `paged_decode_attention`.
-        shared: called as `call_shared(function, *arrays)` for what another number of sequences would
-            have as well, if there is such a thing, to return `function(*arrays)`.
+        kv: One layer's pool [P, S, K, H], which already holds the new tokens. Slots that no
+            sequence owns may hold anything, including NaN.
+        block_tables: Block ids of each sequence, in order. Entries past the sequence's length are
+            ignored.
+        query_start_loc: First row of each sequence, and the end of the last one: [B + 1], from 0,
+            not decreasing. A padding sequence repeats the last value.
+        seq_lens: Number of tokens of each sequence, earlier and new. 0 for a padding sequence.
+        scale, backend, soft_cap, sliding_window, scales: See `paged_decode_attention`.
+        call_shared: Called as `call_shared(function, *arrays)`; must return `function(*arrays)`.
+            Wraps the part of the op that does not depend on the number of sequences, so that
+            programs for different numbers can share the lowered function.
 
     Returns:
-        [T, N, H] of q's dtype; zeros for padding rows.
+        Attention outputs [T, N, H] in the dtype of q. Padding rows are zeros.
 
     Raises:
-        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
-            for a pool that has none.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not fit each other, a size or number is out of range, or scales are
+            given for a pool that is not in FP8.
+        TypeError: A dtype is not supported or differs from the pool's.
     """
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
@@ -208,13 +223,8 @@ def _launch_prefill(q, kv, block_tables, query_start_loc, seq_lens, options, bac
         into = prefill_hopper.paged_prefill_attention(q, *wide[:4], **launch)
         if block_tables.size <= config.max_blocks:
             return into
-        arrays = (
-            q,
-            kv,
-            block_tables,
-            wide.remaining_start_loc,
-            seq_lens,
-        )  # of sequences without room
+        # The Triton kernel below handles the sequences whose blocks were not widened.
+        arrays = (q, kv, block_tables, wide.remaining_start_loc, seq_lens)
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
@@ -239,58 +249,65 @@ def _decode_config(kv, block_tables, backend):
 
 
 def check_attention(q, kv, block_tables, seq_lens, backend, *, scale, soft_cap, sliding_window):
-    """What decode and prefill attention have in common."""
+    """Check the arguments that decode and prefill attention share: queries, pool, sequences."""
     check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
     num_kv_heads, head_size = kv.k.shape[2], kv.head_size
     dtypes = checks.FLOAT_DTYPES if kv.is_scaled else kv.k.dtype
     checks.check_array("q", q, "[rows, N, H]", dtypes)
     if q.shape[2] != head_size:
         raise ValueError(
-            f"q has head size {q.shape[2]} and the pool {head_size}; they must be equal"
+            f"q has head size {q.shape[2]} and the pool {head_size}: pass arrays with the same "
+            "head size"
         )
     if q.shape[1] % num_kv_heads:
         raise ValueError(
-            f"q has {q.shape[1]} query heads, not a multiple of the pool's {num_kv_heads} KV heads"
+            f"q has {q.shape[1]} query heads: the number must be a multiple of the pool's "
+            f"{num_kv_heads} KV heads"
         )
     if q.shape[0] and not block_tables.shape[0]:
-        raise ValueError(f"block_tables has no rows for q's {q.shape[0]}; give one row a sequence")
+        raise ValueError(
+            f"block_tables is empty, but q has {q.shape[0]} rows: pass one block table per sequence"
+        )
 
 
 def check_decode(q, block_tables):
-    """One query row a sequence."""
+    """Check that q has exactly one row per sequence."""
     if q.shape[0] != block_tables.shape[0]:
         raise ValueError(
-            f"q has {q.shape[0]} rows for {block_tables.shape[0]} block tables; "
-            "decode takes one token a sequence (use paged_prefill_attention for more)"
+            f"q has {q.shape[0]} rows for {block_tables.shape[0]} block tables: pass one row per "
+            "sequence, or use paged_prefill_attention for more"
         )
 
 
 def check_prefill(query_start_loc, seq_lens):
-    """One more start than there are sequences."""
+    """Check that `query_start_loc` has one entry more than there are sequences."""
     sizes = {"B + 1": seq_lens.shape[0] + 1}
     checks.check_array("query_start_loc", query_start_loc, "[B + 1]", jnp.int32, **sizes)
 
 
 def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, **scalars):
-    """Fused projections of one token a sequence."""
+    """Check the arguments of `rope_decode_attention`: the fused projection has one token per row.
+
+    `scalars` are `scale`, `soft_cap` and `sliding_window`.
+    """
     check_attention_context(kv, block_tables, seq_lens, backend, **scalars)
     check_rope(qkv, kv, angles, norms, dtype)
     checks.check_array("seq_lens", seq_lens, "[B]", jnp.int32, B=qkv.shape[1])
 
 
 def check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
-    """A pool whose heads the back end's attention takes, its sequences, and the scores' numbers."""
+    """Check the pool, its head size for the backend, the sequences, and the score options."""
     head_size, max_head_size = checks.check_pool(kv)["H"], backend.max_head_size
     if max_head_size is not None and head_size > max_head_size:
         raise ValueError(
-            f"head size {head_size} (kv.k.shape[3]) must be from 1 to {max_head_size} for the back end "
-            f"{backend.value!r}; 'xla' takes any"
+            f"head size {head_size} (kv.k.shape[3]) must be from 1 to {max_head_size} for backend "
+            f"{backend.value!r}: use 'xla' for larger heads"
         )
     sizes = checks.check_array("block_tables", block_tables, "[B, M]", jnp.int32)
     checks.check_array("seq_lens", seq_lens, "[B]", jnp.int32, **sizes)
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale}; it must be positive and finite, as 1 / sqrt(H)")
+        raise ValueError(f"scale is {scale}: pass a positive finite number, such as 1 / sqrt(H)")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"soft_cap is {soft_cap}; it must be positive and finite, or None")
+        raise ValueError(f"soft_cap is {soft_cap}: pass a positive finite number, or None")
     if sliding_window is not None and sliding_window <= 0:
-        raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
+        raise ValueError(f"sliding_window is {sliding_window}: pass a positive number, or None")

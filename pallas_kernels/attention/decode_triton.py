@@ -1,37 +1,38 @@
-"""Paged decode attention in Pallas Triton, in one launch: one query token a sequence, keys through
-a block table.
+"""Paged decode attention in Pallas Triton, in one launch: one query token per sequence.
 
-Grid (KV head, item); an item is a split of a sequence, and one program of it:
+Grid (KV head, work item). A work item is one split of one sequence's keys. Its program computes:
 
-    q          [R, H]  the KV head's group of query heads, repeated to R >= 16 rows in registers:
-               given, or made of the fused projection (`_load_new_token`), with the new token's key
-               and value, which the sequence's last split stores and counts in from registers
-    for tile of this split's share of the sequence's key tiles:
-        rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
+    q          [R, H]  the query heads of the KV head, repeated to R >= 16 rows in registers. Either
+               an argument, or computed from the fused projection (`_load_new_token`). In that case
+               the last split of a sequence also stores the new key and value, and attends to them
+               from registers.
+    for tile in the key tiles of this split:
+        rows   = block_table[position // S] ...      gather `tile_tokens` rows of the pool
         k, v   = pool rows, masked past seq_len      pipelined loads (num_stages)
         max, sum, out = online softmax, in exp2
-    a sequence of one split:  out -> the result
-    of more:  (max, sum, out) -> float32 partials; the split that arrives last merges them all, in
-              the order of the splits
+    if the sequence has one split:  out -> the result
+    otherwise:                      (max, sum, out) -> float32 partials; the split that finishes
+                                    last merges the partials of all splits, in their order
 
-How many splits a sequence has is decided at run time, from all lengths: as many as divide the
-batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
-whole chip, and a long one among short ones the larger part of it. Of sequences enough to fill the
-chip only those well above the mean are split. The longest start first, so that none is left over
-when the others are done (longest processing time first: Graham 1969).
+The number of splits per sequence depends on the lengths of all sequences. By default the plan
+divides the key tiles of the batch evenly over `target_programs`: padding rows cost nothing, and a
+single long sequence is spread over the whole GPU. If the batch alone fills the GPU, the plan splits
+only sequences well above the mean length. The longest sequences start first, so that no long one
+still runs when all others are done (longest processing time first: Graham 1969).
 
-The plan of the items is made once a step: of B sequences at `num_splits` each few would have
-something to do, and starting programs that have nothing takes time too.
+The plan (`decode_plan`) is computed once per step. A grid of B * `num_splits` items would start
+many programs without work, and starting a program takes time.
 
-Who arrives last is told by a counter for each sequence and KV head, of zeros before the launch and
-after it: XLA, to which it is an input, makes it once for all launches of a program.
+An atomic counter for each sequence and KV head finds the split that finishes last. That split
+resets the counter. The counters are therefore zero before and after every launch, and XLA creates
+this input once for all launches of a program.
 
-With `into`, the first rows of q are the sequences', in order, and `into` is the result of all rows
-so far: the rows of sequences that have keys are written there in place, and no others.
+With `into`, q's first rows belong to the sequences, in order. The kernel writes the outputs of
+sequences that have keys into `into`, in place, and leaves all other rows of `into` unchanged.
 
-The KV heads come first in the grid: programs that run side by side then read the neighbouring
-columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
-softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
+KV heads are the first axis of the grid, so that concurrent programs read neighbouring columns of
+the same pool rows. Split-KV: Flash-Decoding (Dao et al. 2023). Online softmax: arXiv:1805.02867.
+Paged attention: arXiv:2309.06180.
 """
 
 import dataclasses
@@ -50,20 +51,21 @@ from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
-# Of the partials that are merged together: query heads, one a warp, and registers a thread.
-_MAX_MERGED_HEADS = 4
-_MAX_MERGE_REGISTERS = 64
+_MAX_MERGED_HEADS = 4  # query heads merged together, one per warp
+_MAX_MERGE_REGISTERS = 64  # registers per thread for the partials merged together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSpec(tile_ops.AttentionSpec):
-    """What a program knows when it is compiled.
+    """Static parameters of the decode kernel.
 
     Attributes:
-        in_place: The result is written into the one that `into` was.
-        num_partials: Of the fused projection that has the new tokens; 0: queries are given.
-        eps: Of the norms of the projection's heads; None: there are none.
-        dtype: That the projection is rounded to.
+        config: Launch parameters.
+        in_place: Whether the kernel writes its output rows into the argument `into`.
+        num_partials: Number of split-K partials of the fused projection; 0 if the queries are an
+            argument.
+        eps: Epsilon of the RMSNorm of query and key heads; None without these norms.
+        dtype: Dtype to which the sum of the fused projection's partials is rounded.
     """
 
     config: DecodeConfig
@@ -74,34 +76,38 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens of a sequence that are not in the pool."""
+        """Number of tokens per sequence that the pool does not hold yet: 0 or 1."""
         return min(self.num_partials, 1)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the scores."""
+        """Number of rows of the score tile: the padded query group, at least 16."""
         return max(16, pl.next_power_of_2(self.group))
 
     @property
     def rows_per_head(self) -> int:
-        """Rows a query head."""
+        """Number of equal rows per query head in the score tile."""
         return self.num_rows // pl.next_power_of_2(self.group)
 
     @property
     def merge_shape(self) -> tuple[int, int]:
-        """Of partial outputs that a program merges at a time: query heads, columns."""
+        """Shape [query heads, columns] of the partial outputs that one merge step handles."""
         heads = min(pl.next_power_of_2(self.group), _MAX_MERGED_HEADS)
         return heads, self.width
 
     @property
     def splits_per_merge(self) -> int:
-        """Whose partials are merged at a time."""
+        """Number of splits whose partials are merged in one step, limited by registers."""
         room = _MAX_MERGE_REGISTERS * 32 * self.config.num_warps // math.prod(self.merge_shape)
         return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
 
 
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
-    """See the public entry of the same name; `options` are fields of `DecodeSpec`."""
+    """Run the public op `paged_decode_attention` in Pallas Triton.
+
+    `options` are fields of `DecodeSpec`. `into`, if given, is an array like q that the outputs of
+    sequences with keys are written into; its other rows keep their values.
+    """
     spec = DecodeSpec.for_pool(q.shape[1], kv, block_tables, in_place=into is not None, **options)
     rows = q.reshape(-1, q.shape[2])
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
@@ -112,7 +118,10 @@ def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=N
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
 ):
-    """See the public entry of the same name; `options` are fields of `DecodeSpec`."""
+    """Run the public op `rope_decode_attention` in Pallas Triton.
+
+    `options` are fields of `DecodeSpec`.
+    """
     num_partials, batch, total_heads, head_size = qkv.shape
     num_heads = total_heads - 2 * kv.k.shape[2]
     eps, weights = (None, ()) if norms is None else (norms.eps, (norms.q, norms.k))
@@ -126,7 +135,7 @@ def rope_decode_attention(
 
 
 def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
-    """All outputs: like `rows`, then the pools if they change, then scratch."""
+    """Launch the kernel; return an array like `rows`, the two pools if written, then scratch."""
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
@@ -135,7 +144,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
         row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
         scratch = [jax.ShapeDtypeStruct((*row.shape, rows.shape[1]), jnp.float32), row, row]
-    # Inputs are the two pools, the block tables, the plan, then these, `into` the last of them.
+    # Kernel inputs: two pools, block tables, plan, `inputs`. `into` is the last array of `inputs`.
     aliases = {index: index + 1 for index in range(len(new_pools))}
     if spec.in_place:
         aliases[len(pools) + 1 + len(inputs)] = 0
@@ -154,22 +163,31 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
 
 
 class _WorkItem(NamedTuple):
-    """A split of a sequence, the same for all KV heads; a row of the plan, or a program's own."""
+    """One split of one sequence, shared by all KV heads: a row of the plan, or all rows as arrays.
+
+    Attributes:
+        sequence: Index of the sequence in the batch.
+        seq_len: Length of the sequence in tokens.
+        start, stop: Range of the key tiles of this split.
+        split: Index of the split within its sequence.
+        num_splits: Number of splits of the sequence; 0 marks an unused work item.
+        slot: Pool slot of the sequence's last token.
+    """
 
     sequence: Any
     seq_len: Any
-    start: Any  # its key tiles
+    start: Any
     stop: Any
     split: Any
-    num_splits: Any  # that the sequence uses; 0: nothing to do
-    slot: Any  # of the sequence's last token
+    num_splits: Any
+    slot: Any
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def decode_plan(block_tables, seq_lens, spec):
-    """[items, 8]: what each program of a KV head does, the longest sequences first.
+    """Return the work items of one KV head as rows [items, 8], the longest sequences first.
 
-    It depends on nothing of a layer, so XLA makes it once a step for all layers.
+    The plan is the same for all layers of a step, so XLA computes it once per step.
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _visible_tiles(seq_lens, spec)
@@ -180,7 +198,7 @@ def decode_plan(block_tables, seq_lens, spec):
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
-    # No more than a batch's even shares, and the rest of each sequence.
+    # Even splits of the whole batch, plus one shorter split at the end of each sequence.
     max_items = min(batch * config.num_splits, _max_even_splits(batch, spec) + batch)
     item = jnp.arange(max_items, dtype=jnp.int32)
     owns = (first_item[None, :] <= item[:, None]) & (item[:, None] < (first_item + used)[None, :])
@@ -200,9 +218,9 @@ def decode_plan(block_tables, seq_lens, spec):
 
 
 def _first_items_longest_first(tiles, used):
-    """Each sequence's first item, if those with the most tiles come first.
+    """Return the first item index of each sequence [B] if items are ordered by descending length.
 
-    One sum of B x B numbers, where sorting and summing up would be several kernels.
+    A sum over a B x B comparison is one kernel; a sort and a prefix sum would be several.
     """
     row = jnp.arange(tiles.shape[0], dtype=jnp.int32)
     equal = (tiles[None, :] == tiles[:, None]) & (row[None, :] < row[:, None])
@@ -211,7 +229,7 @@ def _first_items_longest_first(tiles, used):
 
 
 def _even_split_tiles(tiles, spec):
-    """Tiles of a split, for sequences of so many."""
+    """Return the number of tiles per split if `tiles` [B] are divided evenly over the programs."""
     if spec.config.split_percent_of_mean is None:
         return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
     live = jnp.maximum(jnp.sum((tiles > 0).astype(jnp.int32)), 1)
@@ -219,21 +237,24 @@ def _even_split_tiles(tiles, spec):
 
 
 def _min_split_tiles(tiles, spec):
-    """Tiles of a split, of sequences with so many: a second one before merging takes a turn more,
-    which takes longer than a tile."""
+    """Return the minimum number of tiles per split [B], for sequences of `tiles` [B] key tiles.
+
+    The limit `num_splits` gives a minimum. The minimum is at least two where splits of one tile
+    would need a second merge step, because a merge step takes longer than a tile.
+    """
     min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))
 
 
 def _max_even_splits(batch, spec):
-    """Most of them in a batch, of one KV head."""
+    """Return the maximum total number of splits of even size in a batch, for one KV head."""
     if spec.config.split_percent_of_mean is None:
         return spec.config.target_programs // spec.num_kv_heads
     return pl.cdiv(100 * batch, spec.config.split_percent_of_mean)
 
 
 def _visible_tiles(seq_lens, spec):
-    """First and last + 1 key tile in the pool that each sequence sees."""
+    """Return the ranges (start [B], stop [B]) of key tiles in the pool that the queries see."""
     tile = spec.config.tile_tokens
     end = (seq_lens + (tile - 1 - spec.num_new_tokens)) // tile
     if spec.sliding_window is None:
@@ -255,7 +276,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     num_keys = seq_len - spec.num_new_tokens
     group_row = head * spec.group
     first_row = item.sequence * spec.num_heads + group_row
-    # A tensor core takes 16 rows: a head is repeated where the group has fewer.
+    # A tensor core takes 16 rows, so the heads of a smaller group are repeated.
     row = jnp.arange(spec.num_rows, dtype=jnp.int32)
     group_head = lax.div(row, jnp.int32(spec.rows_per_head))
     live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.rows_per_head)) == 0)
@@ -313,18 +334,18 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
 
         @pl.when(item.num_splits > 1)
         def _():
-            own = item_index * spec.num_heads + group_row
-            _store_partials(partials, carry, own + group_head, live_rows)
+            item_row = item_index * spec.num_heads + group_row
+            _store_partials(partials, carry, item_row + group_head, live_rows)
             counter = item.sequence * spec.num_kv_heads + head
 
             @pl.when(_is_last_program(counters[0], counter, item.num_splits, spec))
             def _():
-                own_first = own - item.split * spec.num_heads
-                _merge_partials(partials, out_ref, own_first, first_row, item.num_splits, spec)
+                first_partial = item_row - item.split * spec.num_heads
+                _merge_partials(partials, out_ref, first_partial, first_row, item.num_splits, spec)
 
 
 def _load_work_item(plan_ref, item_index):
-    """The item of the program of that number."""
+    """Load row `item_index` of the plan as scalars."""
     columns = map(jnp.int32, range(len(_WorkItem._fields)))
     field_refs = (plan_ref.at[item_index, column] for column in columns)
     return _WorkItem(
@@ -333,10 +354,14 @@ def _load_work_item(plan_ref, item_index):
 
 
 def _is_last_program(counters_ref, counter, count, spec):
-    """Whether all others of `count` programs have come here, with what they stored before."""
+    """Return whether this program is the last of `count` to get here, and reset the counter then.
+
+    The last program sees everything that the other programs stored before this call.
+    """
     if not spec.interpret:
-        plgpu.debug_barrier()  # all threads' stores, before the one thread that counts
-    before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))  # acquires and releases
+        plgpu.debug_barrier()  # the stores of all threads happen before one thread counts
+    # The atomic add has acquire and release semantics.
+    before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))
     is_last = before == count - 1
 
     @pl.when(is_last)
@@ -349,20 +374,23 @@ def _is_last_program(counters_ref, counter, count, spec):
 def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
     tile_ops.store_rows(partials[0], rows, out, live)
-    # The interpreter writes old values back where the mask is off; outside the array it does not.
+    # Where the mask is off, the interpreter writes old values back, but not outside the array.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
     plgpu.store(partials[2].at[rows], row_sum, mask=live)
 
 
 def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spec):
-    """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
+    """Merge a sequence's partials into the output rows of the query heads of one KV head.
+
+    `partials` are out [items * N, H], max [items * N] and sum [items * N], all float32.
+    """
     heads, at_once = spec.merge_shape[0], spec.splits_per_merge
     zeros = jnp.zeros(spec.merge_shape, jnp.float32)
     start = jnp.full_like(zeros, tile_ops.MASKED_SCORE), zeros, zeros
 
-    def merge_heads(turn, _):
-        first_head = turn * heads
+    def merge_heads(head_tile, _):
+        first_head = head_tile * heads
 
         def fold(index, carry):
             first = index * at_once
@@ -370,8 +398,8 @@ def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spe
             live = num_splits - first, spec.group - first_head
             return _fold_partials(partials, rows, live, carry, spec)
 
-        turns = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
-        _max, total, out = lax.fori_loop(0, turns, fold, start)
+        num_steps = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
+        _max, total, out = lax.fori_loop(0, num_steps, fold, start)
         out = out / jnp.where(total == 0, jnp.float32(1), total)
         head = first_head + jnp.arange(heads, dtype=jnp.int32)
         tile_ops.store_rows(out_ref, first_row + head, out, head < spec.group)
@@ -380,12 +408,13 @@ def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spe
 
 
 def _fold_partials(partials, first_row, live, carry, spec):
-    """Merge some splits of some heads, `live` of both, into the running (max, sum, out) [heads, H].
+    """Merge the partials of one merge step into the running (max, sum, out) of [heads, H].
 
-    Nothing waits for anything but the loads, which are all on their way at once. That takes tiles
-    whose sums stay within a thread or a warp: a warp has a head's columns in all splits if heads
-    and columns are one axis when they are loaded, and maxima and sums are loaded with the splits
-    as columns. What both need, both compute.
+    `live` holds the number of splits and the number of heads that exist.
+
+    All loads are issued before any result is needed, and sums stay within a thread or a warp. Heads
+    and columns are loaded as one axis, so that one warp holds a head's columns of all splits.
+    Maxima are loaded a second time, in the other axis order, to avoid moving them between threads.
     """
     (heads, width), at_once = spec.merge_shape, spec.splits_per_merge
     split, column = _axis_indices((at_once, heads * width))
@@ -410,42 +439,44 @@ def _fold_partials(partials, first_row, live, carry, spec):
 
 
 def _axis_indices(shape):
-    """The index along each of two axes."""
+    """Return two int32 arrays of a 2-D `shape`: the index along axis 0, and along axis 1."""
     return tuple(lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
 
 
 def _split_weights(maxima, axis):
-    """Of each split, and the maximum of all."""
+    """Return each split's weight exp2(max - overall max), and the overall max along `axis`."""
     top = jnp.max(maxima, axis=axis)
     return jnp.exp2(maxima - jnp.expand_dims(top, axis)), top
 
 
 def _combine_states(one, other):
-    """Two (max, sum, out) of the same heads as one."""
+    """Combine two softmax states (max, sum, out) of the same heads into one."""
     top = jnp.maximum(one[0], other[0])
-    weight, more = (jnp.exp2(each[0] - top) for each in (one, other))
-    return top, one[1] * weight + other[1] * more, one[2] * weight + other[2] * more
+    weight, other_weight = (jnp.exp2(each[0] - top) for each in (one, other))
+    return top, one[1] * weight + other[1] * other_weight, one[2] * weight + other[2] * other_weight
 
 
-# --- the new token -----------------------------------------------------------------------------
+# --- New token: queries, key and value from the fused projection -------------------------------
 
 
 def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
-    """What one KV head has of a sequence's new token.
+    """Load, normalize and rotate one KV head's queries, key and value of a sequence's new token.
 
     Args:
-        spec: What is known when it is compiled.
-        refs: The projection's heads [partials * B * (N + 2K), H], cosines and sines [B, H / 2], and
-            where heads are normalized the weights [H] of queries and keys.
-        sequence, kv_head: Whose; traced.
-        with_key: Whether key and value are wanted; else they are any finite numbers. Traced.
-        pool_dtype: Of the results, but over a scaled pool: queries are of the projection's there,
-            key and value in FP8.
-        scales: A scaled pool's; else None, twice.
+        spec: Static parameters of the kernel.
+        refs: Fused projection [partials * B * (N + 2K), H], cosines and sines [B, H / 2], and with
+            head norms their weights [H] for queries and for keys.
+        sequence: Index of the sequence in the batch, traced.
+        kv_head: Index of the KV head, traced.
+        with_key: Whether to load key and value, traced. If false, both are arbitrary finite
+            numbers.
+        pool_dtype: Dtype of the results. Over an FP8 pool, queries have the projection's dtype
+            instead, and key and value are in FP8.
+        scales: Scales of keys and values in an FP8 pool; (None, None) for other pools.
 
     Returns:
-        Queries [group, H], key [1, H] and value [1, H], as stored: group in powers of two, H as
-        `spec.width`.
+        Queries [group, H], key [1, H] and value [1, H]. Key and value are rounded as the pool
+        stores them. The group is padded to a power of two, H to `spec.width`.
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
     own, exchanged, angle = _rope_columns(heads_ref.shape[1], spec.width)
@@ -479,7 +510,10 @@ def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales)
 
 
 def _rope_columns(size, width):
-    """Of a head: its columns, the same with the halves exchanged, and their angles'."""
+    """Return a head's column indices, the same with halves exchanged, and the angle indices.
+
+    Each array is [width]. Column c is rotated with column c + size / 2 or c - size / 2.
+    """
     half, column = size // 2, jnp.arange(width, dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)
     exchanged = jnp.where(column < size, exchanged, column)

@@ -1,30 +1,37 @@
 """Ragged paged prefill attention in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
-One launch for a whole ragged batch. A tile is a window of `128 // M` rows of q, cut down to the
-rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being a
-power of 2 that suits the group: 128 matrix rows, member by member. A group that is no multiple of M
-has its last head more than once in its last set. As many programs as the GPU has SMs each take
-tiles in turn, last first; a program is three warpgroups:
+One launch handles the whole ragged batch. A tile has 128 matrix rows: a window of `128 // M` rows
+of q, limited to the rows of ONE sequence (`tiles.window_map`), times a set of M query heads of one
+KV head. M is a power of 2 (`choose_heads_per_tile`). Matrix rows are ordered by head, then token.
+If M does not divide the group of query heads, the last set repeats the group's last head.
 
-    loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
-                       a block of keys and of values (the bulk copy engine, through the block
-                       table); of a block longer than a key tile, the tile's part of it
-    two consumers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
-      for key tiles:     issue scores = q . keys of the NEXT one; issue out += weights . values
-                         once the scores are there: their weights, while the values' GEMM runs
-                         once that is done: out rescaled if need be, the weights rounded
-      out -> the tile's own rows
+The grid has a fixed number of programs (`NUM_PROGRAMS`), one per SM. Each program processes every
+`NUM_PROGRAMS`-th pair of tile and head set, starting with the last tile. A program has three
+warpgroups:
 
-So a consumer's softmax runs under its own GEMM and under the other's. Weights are exp2 of scores
-relative to a reference, which is the row's greatest score so far, or up to 2^8 less: as long as no
-score exceeds it by more, nothing is rescaled and threads need not agree on a maximum. Each thread
-sums weights of its own until the tile is done. The next key tile of a tile's last one is the first
-of the next tile: nothing drains.
-Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
-end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
-Pools have the dtype of the queries, since nothing converts what was copied before the GEMMs read
-it: of a scaled pool widen_triton.py makes one first, whose scales are factors of the scores and of
-the output.
+    loader             for each tile: copies of q, one per head; for each key tile: one bulk copy
+                       of keys and one of values per block, through the block table. If a block is
+                       longer than a key tile, only the key tile's part is copied.
+    two consumers      64 matrix rows each; weights = softmax(q . keys) of the first key tile
+      for key tiles:     issue scores = q . keys of the NEXT key tile; issue out += weights . values
+                         when the scores are done: compute their weights, while the values' GEMM
+                         still runs
+                         when that GEMM is done: rescale out if necessary, round the weights
+      out -> the rows of the tile
+
+A consumer's softmax therefore overlaps with its own GEMM and with the other consumer's GEMMs. After
+the last key tile of a tile comes the first key tile of the next tile, so the pipeline never drains.
+
+Weights are exp2(score - reference). The reference of a row is at least its maximum score so far,
+minus 8 (in log2). Until a score exceeds its reference by more than 8, nothing is rescaled and
+threads need not agree on a maximum. Each thread sums its weights separately until the tile ends.
+
+For blocks past the end of a sequence, the copy reads outside the pool, which yields zeros. Slots
+past the end inside the last block are set to zero in shared memory, because 0 * NaN is NaN.
+
+Keys and values must have the dtype of the queries, since the GEMMs read the copies directly. For an
+FP8 pool, widen_triton.py first converts the blocks; the scales then multiply scores and output.
+
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 """
 
@@ -46,21 +53,29 @@ from pallas_kernels.attention.tuning import HOPPER_KEY_TILE as KEY_TILE
 from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
 TILE_ROWS = 128  # matrix rows of a tile
-CONSUMER_ROWS = TILE_ROWS // 2  # of one consumer warpgroup
-NUM_STAGES = 2  # tiles of keys, and of values, in flight
+CONSUMER_ROWS = TILE_ROWS // 2  # matrix rows of one consumer warpgroup
+NUM_STAGES = 2  # pipeline stages of q, of keys and of values in shared memory
 _LOG2_E = math.log2(math.e)
-# Rows one by one, so that any number of them can be copied out.
+# Layout of the output in shared memory: tiles of one row, so that any range of rows can be copied.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_STRIP_COLUMNS = 8  # columns of the least array with the layout of GEMMs
-_RESCALE_THRESHOLD_LOG2 = (
-    8.0  # by which scores may exceed what they are relative to, as a power of two
-)
-_NUM_FIELDS = 8  # int32 numbers a tile, and before the first tile's
-_MIN_METADATA_SIZE = 2**16  # of 256 sequences with 128 blocks each
+_STRIP_COLUMNS = 8  # columns of the narrowest array that has the accumulator layout of wgmma
+# The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
+_RESCALE_THRESHOLD_LOG2 = 8.0
+_NUM_FIELDS = 8  # int32 words of metadata per tile, and of the header before the first tile
+_MIN_METADATA_SIZE = 2**16  # words; enough for 256 sequences of 128 blocks
 
 
 class _PrefillSpec(NamedTuple):
-    """What a program knows when it is compiled; `heads_per_tile` are the query heads of a tile."""
+    """Static parameters of the Hopper prefill kernel.
+
+    Attributes:
+        scale: Factor of the scores.
+        group: Number of query heads per KV head.
+        heads_per_tile: Number of query heads in a tile.
+        num_kv_heads: Number of KV heads.
+        head_size: Elements of a head.
+        block_size: Tokens of a block.
+    """
 
     scale: float
     group: int
@@ -73,14 +88,16 @@ class _PrefillSpec(NamedTuple):
 def paged_prefill_attention(
     q, kv, block_tables, query_start_loc, seq_lens, *, scale, scales=None, call_shared=None
 ):
-    """See the public entry of the same name; no soft cap and no window, and `scales` are those of
-    the pool that the blocks were widened from."""
+    """Run the public op `paged_prefill_attention` in Mosaic GPU, without soft cap and window.
+
+    `scales`, if given, are the scales of the FP8 pool from which the blocks of `kv` were converted.
+    """
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
     heads_per_tile = choose_heads_per_tile(group, num_tokens)
     spec = _PrefillSpec(scale, group, heads_per_tile, num_kv_heads, head_size, block_size)
     window = TILE_ROWS // heads_per_tile
-    # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
+    # Pad q to whole windows. The step's buckets are multiples of the window and need no padding.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
@@ -95,7 +112,10 @@ def paged_prefill_attention(
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _attend(q, k, v, numbers, *scales, spec):
-    """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
+    """Launch the kernel over q [rows, N * H] and pools [slots, K * H].
+
+    The function is jitted so that a step traces and lowers it once for all layers.
+    """
     copies = max(1, KEY_TILE // spec.block_size)
 
     def scratch(*shape, transforms=ops.SWIZZLE_TRANSFORMS):
@@ -130,12 +150,12 @@ def _attend(q, k, v, numbers, *scales, spec):
 
 
 def choose_heads_per_tile(group, num_tokens):
-    """Query heads that share a tile: that power of 2 with which a step has the least tiles.
+    """Return the number of query heads per tile: the power of 2 that gives the fewest tiles.
 
-    Few heads divide a group of any size (6: 2, 7: 1), and so leave no row of a tile idle; many make
-    for tiles of few tokens, of which sequences fill all but their last one. Each set of heads loads
-    the group's keys, mostly from the L2. The step is taken to hold eight sequences, so that those
-    with more and with fewer have the same kernel.
+    A small number divides groups of any size (2 for 6, 1 for 7), so no matrix row is idle. A large
+    number makes tiles of few tokens, so that the last tile of a sequence has fewer unused rows.
+    Each set of heads loads the keys again, mostly from L2. The estimate assumes eight sequences, so
+    that the kernel does not depend on their number.
     """
 
     def num_tiles(heads_per_tile):
@@ -145,11 +165,14 @@ def choose_heads_per_tile(group, num_tokens):
 
 
 def _pack_metadata(block_tables, query_start_loc, seq_lens, num_rows, window):
-    """The number of tiles, flattened [tiles, 8] of what a program reads of each, the block tables.
+    """Pack the number of tiles, the tile fields [tiles, 8], and the block tables into one array.
 
-    One array, made here: Mosaic GPU wants its buffers on 256 bytes, and XLA passes a slice of an
-    argument, which the tables are in a step, as it lies. Its size is rounded up much, so that
-    batches of other sizes have the same kernel: it is compiled in a second, one at a time.
+    Mosaic GPU needs buffers aligned to 256 bytes, but XLA may pass an unaligned slice of the step's
+    argument for the block tables. A new array is aligned. The size is rounded up generously, so
+    that batches of different sizes share one kernel: each kernel takes about a second to compile.
+
+    Returns:
+        int32 array: 8 words for the number of tiles, 8 words per tile, block tables, padding.
     """
     tiles = window_map(seq_lens, query_start_loc, num_rows, window)
     first_table = _NUM_FIELDS + tiles.window_index.shape[0] * _NUM_FIELDS
@@ -199,7 +222,10 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Of this program's item: set of heads, then the tile's fields. Past the last, the last."""
+        """Return the head set and the six tile fields of this program's item in a round.
+
+        Past the last round, return the fields of the last item.
+        """
         index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
@@ -207,10 +233,13 @@ def _kernel(
         return head_set, *(metadata_ref[(tile_index + 1) * _NUM_FIELDS + f] for f in range(6))
 
     def head_column(head_set, member):
-        """The first column of a member of a set; a group's last stands in for those it lacks."""
+        """Return the first column in q of the head with index `member` in a head set.
+
+        Members past the end of the group repeat the group's last head.
+        """
         kv_head = lax.div(head_set, jnp.int32(sets_per_group))
-        own = lax.rem(head_set, jnp.int32(sets_per_group)) * heads_per_tile + member
-        return (kv_head * group + jnp.minimum(own, group - 1)) * head_size
+        group_member = lax.rem(head_set, jnp.int32(sets_per_group)) * heads_per_tile + member
+        return (kv_head * group + jnp.minimum(group_member, group - 1)) * head_size
 
     def num_key_tiles(fields):
         return lax.div(fields[3] + fields[5] + (KEY_TILE - 1), jnp.int32(KEY_TILE))
@@ -249,9 +278,9 @@ def _kernel(
                     position = index * KEY_TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = metadata_ref[jnp.minimum(entry, metadata_ref.shape[0] - 1)] * block_size
-                    if block_size > KEY_TILE:  # a block has several key tiles
+                    if block_size > KEY_TILE:  # the block covers several key tiles
                         row += lax.rem(position, jnp.int32(block_size))
-                    # Outside the pool, the copy engine fills in zeros.
+                    # For a row outside the pool, the copy engine writes zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 for i, row in enumerate(rows):
@@ -272,7 +301,7 @@ def _kernel(
                 fields = item_fields(index)
                 if with_q:
                     load_q(index, fields, half)
-                # Past the last item, one key tile that the last GEMMs ask for.
+                # After the last item, load one more key tile, because the last GEMMs read one.
                 steps = jnp.where(index < num_rounds, num_key_tiles(fields), 1)
 
                 def load_step(i, step):
@@ -312,9 +341,10 @@ def _kernel(
             return q_smem.at[stage, pl.ds(pl.multiple_of(first, CONSUMER_ROWS), CONSUMER_ROWS)]
 
         def softmax(scores, reference, row_sum, shift):
-            """Weights in float32, reference and sums after them, and whether any reference grew.
+            """Return float32 weights, the new reference and sums, and whether a reference grew.
 
-            shift: columns at or before row token + shift are seen; None: all.
+            The row of the window's token t sees the columns up to t + `shift`. If `shift` is None,
+            all rows see all columns.
             """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
@@ -340,7 +370,10 @@ def _kernel(
             )
 
         def fold(carry, step, q_stage, shift):
-            """out + weights . values of this step; the next step's weights, reference and sums."""
+            """Add this step's weights . values to out, and compute the next step's weights.
+
+            Returns the next (weights, reference, row sums, out).
+            """
             weights, reference, row_sum, out = carry
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
@@ -362,7 +395,8 @@ def _kernel(
             no_scores = wgmma_zeros(CONSUMER_ROWS, KEY_TILE)
             start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
             ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
-            out, _, weights, grown, row_sum, grew = ends  # arrays, not references as its type says
+            # `run_state` is typed to return references, but returns arrays.
+            out, _, weights, grown, row_sum, grew = ends
 
             def rescaled(out):
                 return out * lax.broadcast_in_dim(jnp.exp2(reference - grown), out.shape, [0])
@@ -371,7 +405,10 @@ def _kernel(
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
         def last_gemms(weights, out, step, q_stage):
-            """out + weights . values of a tile's last step, and the next tile's first scores."""
+            """Add the last key tile's weights . values to out, and start the next tile.
+
+            Returns out and the scores of the first key tile of the next tile.
+            """
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
             def issue(refs):
@@ -390,9 +427,9 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Zero the rows from `live` on where the sequence ends inside a block.
+            """Zero the value rows from `live` on if the sequence ends inside a block.
 
-            Both warpgroups write the same values, so neither waits for the other.
+            Both consumer warpgroups write the same zeros, so they need no barrier.
             """
 
             @pl.when((live < KEY_TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
@@ -430,11 +467,11 @@ def _kernel(
                 sums,
                 wgmma_zeros(CONSUMER_ROWS, head_size),
             )
-            full = jnp.maximum(full - 1, 0)  # the first one has been seen to
+            full = jnp.maximum(full - 1, 0)  # the first key tile is already done
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # The last key tile; the scores that follow belong to the next item.
+            # Finish the last key tile. The scores computed with it belong to the next item.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
@@ -485,37 +522,41 @@ def _kernel(
         plgpu.barrier_arrive(k_empty.at[0])
         carry = scores, jnp.int32(0), fields
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
-        plgpu.barrier_wait(v_full.at[stage_index(step)])  # no copy outlives the program
+        # A program must not end before its last copies have arrived.
+        plgpu.barrier_wait(v_full.at[stage_index(step)])
         plgpu.wait_smem_to_gmem(0)
 
 
 def _split_strips(array):
-    """Of the columns; each thread has the same elements of all of them."""
+    """Split an array into strips of `_STRIP_COLUMNS` columns.
+
+    A thread holds the same elements of every strip, so combining strips needs no exchange.
+    """
     return [array[:, i : i + _STRIP_COLUMNS] for i in range(0, array.shape[1], _STRIP_COLUMNS)]
 
 
 def _reduce_in_pairs(operation, arrays):
-    """All arrays in one; a power of 2 of them. No operation waits for more than it needs."""
+    """Reduce 2, 4, 8, ... arrays to one, as a balanced tree with short dependency chains."""
     while len(arrays) > 1:
         arrays = [operation(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
     return arrays[0]
 
 
 def _any_positive_in_warp(array):
-    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. What a warp
-    does by it may not wait for other warps.
+    """Return 1 in each warp that has a positive number in [CONSUMER_ROWS, _STRIP_COLUMNS], else 0.
 
-    Rows that are not the tile's own may have NaN; these are passed over, since a thread has two
-    rows, and the other one may be its own.
+    Warps may get different results, so code that depends on the result must not wait for other
+    warps. NaN is ignored: rows outside the tile may hold NaN, and a thread that holds numbers of
+    such a row also holds numbers of a second row, which may be inside the tile.
     """
 
     def body(_, array):
-        most = functools.reduce(ops.Value.maximum, ops.thread_elements(array))
+        max_value = functools.reduce(ops.Value.maximum, ops.thread_elements(array))
         text = (
             "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
             "selp.b32 $0, 1, 0, p; }"
         )
-        (found,) = ops.ptx(text, most, out=[ops.int32()])
+        (found,) = ops.ptx(text, max_value, out=[ops.int32()])
         return mgpu.FragmentedArray.splat(found.ir, (), is_signed=True)
 
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
@@ -523,9 +564,11 @@ def _any_positive_in_warp(array):
 
 
 def _force_evaluation(sums):
-    """Keeps a wait that comes next behind the sums [HALF, _STRIP] of weights, which are never
-    negative: else the assembler moves all that leads to them behind it, away from the GEMM that
-    is waited for."""
+    """Make the assembler compute `sums` [CONSUMER_ROWS, _STRIP_COLUMNS] before the next wait.
+
+    Otherwise the assembler moves the softmax behind the wait for the GEMM, and the two no longer
+    overlap. The emitted test for negative sums is never true, since weights are not negative.
+    """
 
     def body(_, sums):
         tests = ["setp.lt.f32 p, $0, 0f00000000;"]
@@ -538,7 +581,10 @@ def _force_evaluation(sums):
 
 
 def _copy_row_range(source, target, start, count):
-    """Copies rows start to start + count of both; sizes of copies are static, so by powers of 2."""
+    """Copy rows `start` to `start + count` of `source` to the same rows of `target`.
+
+    The size of a copy is static, so `count` rows are copied in parts of powers of 2.
+    """
     size = source.shape[0]
     while size:
 

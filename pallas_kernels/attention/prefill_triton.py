@@ -1,18 +1,21 @@
-"""Ragged paged prefill attention in Pallas Triton: one launch for a whole ragged batch.
+"""Ragged paged prefill attention in Pallas Triton, in one launch for the whole ragged batch.
 
-Grid (KV head, tile); a tile is `tile_rows // G` query tokens of ONE sequence times the KV head's
-group of G query heads (tiles.py has the map), so GQA reads keys and values once a group:
+Grid (KV head, tile). A tile is `tile_rows // G` query tokens of ONE sequence times the G query
+heads of the KV head (`tiles.tile_map`). Keys and values are therefore read once per KV head, not
+once per query head:
 
-    q            [tile_rows, H]; row r is token r // G, member r % G (G padded to a power of 2)
-    for key tiles wholly before the tile's first token:   no mask at all
+    q            [tile_rows, H]; row r is token r // G, head r % G (G padded to a power of 2)
+    for key tiles entirely before the tile's first token:  no mask
         max, sum, out = online softmax, in exp2
-    for the remaining ones:                               causal mask, dead slots loaded as zeros
-        max, sum, out = the same
-    out -> the tile's own rows; padding rows form tiles without keys, which write zeros
+    for the remaining key tiles:                           causal mask, keys past the end are zeros
+        max, sum, out = likewise
+    out -> the tile's rows; tiles of padding rows have no keys and write zeros
 
-With a sliding window the loop starts at the window of the tile's first token and always masks.
-With `into`, results are written there, and rows before the first sequence's are kept.
-Tiles run last first: a sequence's last tiles have the most keys, the short ones then fill the gaps.
+With a sliding window, the loop starts at the window of the tile's first token and masks every tile.
+With `into`, the kernel writes into that array and keeps the rows before the first sequence.
+Tiles run in reverse order: a sequence's last tiles have the most keys, and short tiles at the end
+fill the gaps.
+
 FlashAttention-2 (arXiv:2307.08691) over paged keys (arXiv:2309.06180).
 """
 
@@ -42,7 +45,11 @@ def paged_prefill_attention(
     into=None,
     **options,
 ):
-    """See the public entry of the same name."""
+    """Run the public op `paged_prefill_attention` in Pallas Triton.
+
+    `options` are fields of `AttentionSpec`. `into`, if given, is an array like q that the result is
+    written into; its rows before the first sequence keep their values.
+    """
     num_tokens, num_heads, head_size = q.shape
     spec = tile_ops.AttentionSpec.for_pool(
         num_heads, kv, block_tables, interpret=interpret, **options
@@ -111,7 +118,7 @@ def _kernel(
 
 
 def _visibility_mask(key_positions, row_positions, sliding_window):
-    """Causal mask [rows, keys], and the window's."""
+    """Return which keys each row sees [rows, keys]: causal, limited to the sliding window."""
     shape = (row_positions.shape[0], key_positions.shape[0])
     keys = jnp.broadcast_to(key_positions[None, :], shape)
     rows = jnp.broadcast_to(row_positions[:, None], shape)
@@ -120,10 +127,10 @@ def _visibility_mask(key_positions, row_positions, sliding_window):
 
 
 def _key_tile_range(first_position, num_keys, tile_tokens, sliding_window):
-    """First key tile, first one that needs a mask, last + 1."""
+    """Return the first key tile, the first key tile that needs a mask, and the end (exclusive)."""
     stop = pl.cdiv(num_keys, tile_tokens)
     if sliding_window is None:
-        # Tiles whose last key is no later than the first query.
+        # A key tile needs no mask if its last key is at or before the tile's first query.
         return jnp.int32(0), jnp.minimum((first_position + 1) // tile_tokens, stop), stop
     start = jnp.maximum(first_position - (sliding_window - 1), 0) // tile_tokens
     return start, start, stop

@@ -1,26 +1,29 @@
-"""What the Triton attention kernels share, all on values in registers: `fold_keys` is the body of
-their loops over tiles of keys.
+"""Tile operations of the Triton attention kernels: load, store, and the online softmax.
 
-    rows   = block_table[position // S] * S + position % S     of the pool, one gather
+`fold_keys` is the loop body that both kernels run for each tile of keys, in registers:
+
+    rows   = block_table[position // S] * S + position % S     one gather from the pool
     k, v   = pool rows
-    scores = q . k, scaled, capped, masked                      in units of log2 e
+    scores = q . k, scaled, capped, masked, times log2(e)
     max, sum, out = online softmax, in exp2
 
-Keys and values of a scaled pool are converted once they are loaded; their scales are factors of the
-scores and of the output. They become float16 where the queries have 16 bits: every number of
-float8_e4m3fn is one of float16 too, a pair of them takes one instruction, and bfloat16 takes three
-of a slow unit more. Queries beyond 65,504 overflow in it.
+Layout. The kernels see arrays as matrices with rows of H elements, a free reshape. The row of a
+query is token * N + head; the row of a key is (block * S + offset) * K + KV head. Tiles have
+power-of-two sides and at least 16 columns per part. Columns past the head size are masked.
 
-A scaled pool has two neighbours of a row as one number of 16 bits, since a tensor core's factors
-are brought to their places in shared memory and registers by 16 bits at least: the values, which
-are summed over keys, one byte at a time otherwise. So rows are multiplied in two parts, their even
-and their odd columns, and a tile of such rows is a tuple of two; of others, of one.
+Masking. A masked score is a large negative number instead of -inf, so a row that has seen no key
+needs no special case. Whatever such a row accumulates is multiplied by exp2(MASKED_SCORE - score),
+which is 0, when the row sees its first key.
 
-Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
-token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
-and 16 columns at least in a part: those past the head size are masked. A masked-out score is a
-large negative number instead of -inf, so that a row with no key yet needs no special case: what it
-gathers meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key.
+FP8 pools. Keys and values are converted after the load. The scale of the keys multiplies the
+scores, the scale of the values the output. For 16-bit queries the converted dtype is float16: it
+represents every float8_e4m3fn number, and one instruction converts a pair. A conversion to bfloat16
+takes three more instructions of a slow unit. Queries beyond 65,504 overflow in float16.
+
+An FP8 pool stores two neighbouring columns as one 16-bit number, because the operands of a tensor
+core move through shared memory in units of at least 16 bits. Separate bytes would be slow for
+values, which are summed over keys. The kernels therefore multiply even and odd columns separately:
+a tile of an FP8 pool is a tuple of two parts, and a tile of any other pool is a tuple of one part.
 """
 
 import dataclasses
@@ -37,15 +40,31 @@ from pallas_kernels.types import split_fp8_pairs
 
 MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
-_MIN_WIDTH = 16  # of either factor of a tensor core's GEMM
+_MIN_WIDTH = 16  # minimum side of a tensor core operand
 EVICT_LAST = "evict_last"
-"""How the L2 is to treat what each layer of a step reads anew and waits for before all else: as the
-last to make room. A layer's weights and keys may be more than it holds."""
+"""L2 eviction policy for data that every layer of a step reads first: keep it as long as possible.
+
+Without this policy, the weights and keys of one layer can evict that data before the next layer
+reads it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a program knows when it is compiled."""
+    """Static parameters of a Triton attention kernel.
+
+    Attributes:
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
+        head_size: Elements of a head.
+        block_size: Token slots of a block.
+        table_width: Columns of the block tables.
+        scale: Factor of the scores.
+        soft_cap: Bound of the scores, or None.
+        sliding_window: Number of tokens that a query sees, or None for all.
+        is_scaled: Whether the pool is in FP8 with scales.
+        interpret: Whether the kernel runs in the Pallas interpreter.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -55,12 +74,15 @@ class AttentionSpec:
     scale: float
     soft_cap: float | None
     sliding_window: int | None
-    is_scaled: bool = False  # whether the pool is
+    is_scaled: bool = False
     interpret: bool = False
 
     @classmethod
     def for_pool(cls, num_heads, kv, block_tables, **fields):
-        """Of `num_heads` query heads over a pool."""
+        """Return the spec for `num_heads` query heads over the pool `kv`.
+
+        `fields` are the fields that the pool and the block tables do not determine.
+        """
         _, block_size, num_kv_heads, _ = kv.k.shape
         return cls(
             num_heads=num_heads,
@@ -74,18 +96,21 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def width(self) -> int:
-        """Columns of a tile of heads: a power of two, a tensor core's in each part at least."""
+        """Number of columns of a tile: a power of two, at least 16 for each part of the tile."""
         least = 2 * _MIN_WIDTH if self.is_scaled else _MIN_WIDTH
         return max(least, pl.next_power_of_2(self.head_size))
 
 
 def load_rows(ref, rows, width, live=None):
-    """Tile [len(rows), width] of a matrix; zeros where not live and past the matrix' columns."""
+    """Load the given rows of a matrix as a tile [len(rows), width].
+
+    Rows where `live` is false, and columns past the matrix, are zeros. `live` None means all.
+    """
     index, mask = _tile_index(ref, rows, width, live)
     if mask is None:
         return plgpu.load(ref.at[index])
@@ -93,16 +118,16 @@ def load_rows(ref, rows, width, live=None):
 
 
 def store_rows(ref, rows, value, live):
-    """The inverse of `load_rows`, in ref's dtype."""
-    # The interpreter writes old values back where the mask is off, over rows just written if their
-    # indices meet; outside the matrix it writes nothing.
+    """Store a tile into the given rows of a matrix where `live` is true, cast to its dtype."""
+    # Where the mask is off, the interpreter writes old values back, which could overwrite new rows.
+    # It writes nothing outside the matrix, so move the row indices that are not live there.
     rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
 def split_parts(x, spec):
-    """The parts of rows [rows, `spec.width`]."""
+    """Split a tile [rows, `spec.width`] into even and odd columns for an FP8 pool, else (x,)."""
     if not spec.is_scaled:
         return (x,)
     shape = x.shape[0], x.shape[1] // 2
@@ -110,7 +135,7 @@ def split_parts(x, spec):
 
 
 def join_parts(parts):
-    """The rows of these parts."""
+    """Return the full tile of the parts that `split_parts` returned."""
     if len(parts) == 1:
         return parts[0]
     pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
@@ -118,7 +143,10 @@ def join_parts(parts):
 
 
 def _load_parts(ref, rows, spec, live, dtype):
-    """Parts of a tile of the pool's keys or values, in `dtype`; zeros where not live."""
+    """Load a tile of keys or values from the pool as parts in `dtype` (see `split_parts`).
+
+    Rows where `live` is false are zeros.
+    """
     if not spec.is_scaled:
         return (load_rows(ref, rows, spec.width, live).astype(dtype),)
     pairs = load_rows(ref, rows, spec.width // 2, live)
@@ -128,8 +156,11 @@ def _load_parts(ref, rows, spec, live, dtype):
 
 
 def _extract_pair_part(pairs, part):
-    """`split_fp8_pairs` in float16, one of them: four numbers in three instructions, as the second
-    part's permutation is the first one's. From two masks and shifts the compiler makes ten."""
+    """Return the even or odd half ("even", "odd") of `split_fp8_pairs`, converted to float16.
+
+    The two halves share a permutation, so four numbers take three instructions. The compiler emits
+    ten instructions for masks and shifts.
+    """
     asm = f"""{{
         .reg .b32 parted;
         .reg .b16 even, odd;
@@ -138,21 +169,24 @@ def _extract_pair_part(pairs, part):
         cvt.rn.f16x2.e4m3x2 $0, {part};
     }}"""
     result = [jax.ShapeDtypeStruct(pairs.shape, jnp.float16)]
-    (own,) = plgpu.elementwise_inline_asm(
+    (half,) = plgpu.elementwise_inline_asm(
         asm, args=[pairs], constraints="=r,r", pack=2, result_shape_dtypes=result
     )
-    return own
+    return half
 
 
 def repeat_rows(x, repeats):
-    """Each entry along the first axis so many times, one after the other; of powers of two."""
+    """Repeat each entry along axis 0 `repeats` times in a row, as `jnp.repeat` does.
+
+    Triton needs powers of two for the length of the axis and for `repeats`.
+    """
     shape = (x.shape[0], repeats, *x.shape[1:])
     axes = (0, *range(2, len(shape)))
     return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
 
 
 def begin_folds(q, carry, spec):
-    """Queries and the running (max, sum, output) as `fold_keys` takes them, in parts."""
+    """Convert queries and the running (max, sum, output) to the parts that `fold_keys` takes."""
     if spec.is_scaled and q.dtype == jnp.bfloat16:
         q = q.astype(jnp.float16)
     row_max, row_sum, out = carry
@@ -160,29 +194,37 @@ def begin_folds(q, carry, spec):
 
 
 def end_folds(carry, v_scale=None):
-    """The running (max, sum, output) after them, of values stored divided by `v_scale`, if any."""
+    """Convert the result of `fold_keys` back to (max, sum, output) with a full-width output.
+
+    `v_scale`, if not None, is the scale of the values of an FP8 pool: the output is multiplied by
+    it.
+    """
     row_max, row_sum, parts = carry
     out = join_parts(parts)
     return row_max, row_sum, out if v_scale is None else out * v_scale
 
 
 def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_scale=None):
-    """Fold one tile of a sequence's keys into the running (max, sum, output).
+    """Update the running softmax (max, sum, output) with one tile of a sequence's keys.
 
     Args:
-        carry: as of `begin_folds`.
-        q: [rows, H], likewise.
-        refs: the keys' and the values' matrix, and the block tables [B * M].
-        sequence, head: whose keys.
-        positions: of the keys.
-        live: which of them there are; None: all. The others are loaded as zeros.
-        mask: called for which of them each row sees, [rows, keys], or None: all.
-        spec: an `AttentionSpec`.
-        k_scale: of a scaled pool's keys.
+        carry: Running (max, sum, output), from `begin_folds` or the previous call.
+        q: Queries [rows, H] in parts, from `begin_folds`.
+        refs: Matrix of keys, matrix of values, and block tables [B * M].
+        sequence: Index of the sequence.
+        head: Index of the KV head.
+        positions: Positions of the keys.
+        live: Whether each position exists; other keys and values are loaded as zeros. None: all do.
+        mask: Function that returns which keys each row sees [rows, keys], or None for all.
+        spec: Static parameters of the kernel.
+        k_scale: Scale of the keys of an FP8 pool, else None.
+
+    Returns:
+        The updated (max, sum, output).
     """
     k_ref, v_ref, tables_ref = refs
     size = jnp.int32(spec.block_size)
-    # Not // and %: they also handle negative numbers, which costs instructions.
+    # `//` and `%` would also handle negative numbers, which costs instructions.
     entries = sequence * spec.table_width + lax.div(positions, size)
     if live is None:
         blocks = plgpu.load(tables_ref.at[entries], eviction_policy=EVICT_LAST)
@@ -204,7 +246,7 @@ def _dot(a, b):
 
 
 def single_key_scores(q, key, spec, k_scale=None):
-    """Scores of one key [1, H], in units of log2 e: float32 [rows]."""
+    """Return the float32 scores [rows] of one key [1, H], multiplied by log2(e)."""
     products = q.astype(jnp.float32) * key.astype(jnp.float32)
     return _scale_scores(jnp.sum(products, axis=1), spec, k_scale)
 
@@ -219,14 +261,20 @@ def _scale_scores(dots, spec, k_scale):
 
 
 def softmax_start(num_rows, width):
-    """Running (max, sum, output) before the first key."""
+    """Return the running softmax (max, sum, output) before the first key."""
     row_max = jnp.full((num_rows,), MASKED_SCORE, jnp.float32)
     out = jnp.zeros((num_rows, width), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
 
 
 def softmax_start_from(score, value, seen):
-    """The same after one key, of `score` [rows] and `value` [1, H], if that is seen."""
+    """Return the running softmax (max, sum, output) after one key.
+
+    Args:
+        score: Scores of the key [rows].
+        value: Value of the key [1, H].
+        seen: Whether the rows see the key. If false, return the same as `softmax_start`.
+    """
     shape = (score.shape[0], value.shape[1])
     out = jnp.broadcast_to(value.astype(jnp.float32), shape)
     row_sum = jnp.where(seen, jnp.ones_like(score), jnp.zeros_like(score))
@@ -242,13 +290,16 @@ def _softmax_fold(carry, scores, values, spec):
     row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
     weights = weights.astype(values[0].dtype)
     updates = [_dot(weights, part) for part in values]
-    outs = tuple(out * rescale[:, None] + own for out, own in zip(outs, updates, strict=True))
+    outs = tuple(out * rescale[:, None] + update for out, update in zip(outs, updates, strict=True))
     return new_max, row_sum, outs
 
 
 def _exp2(x, spec):
-    """2 ** x. Over a scaled pool, where its instructions are what bounds the loop, results below
-    2 ** -126, which are no normal numbers, become 0: for those the compiler has three more."""
+    """Return 2 ** x; over an FP8 pool, results below 2 ** -126 become 0.
+
+    The number of instructions bounds the loop over an FP8 pool, and the compiler emits three more
+    of them to return subnormal numbers.
+    """
     if not spec.is_scaled or spec.interpret:
         return jnp.exp2(x)
     asm, result = "ex2.approx.ftz.f32 $0, $1;", [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
@@ -257,13 +308,13 @@ def _exp2(x, spec):
 
 
 def softmax_finish(carry):
-    """The output rows; zeros for rows that saw no key."""
+    """Return the output rows of the running softmax; zeros for rows that saw no key."""
     _, row_sum, out = carry
     return out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[:, None]
 
 
 def _tile_index(ref, rows, width, live):
-    """Indices and mask of a tile: every index has the tile's full shape, as Pallas wants it."""
+    """Return the row and column indices of a tile, each in its full shape, and the mask or None."""
     shape = (rows.shape[0], width)
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = None if live is None else jnp.broadcast_to(live[:, None], shape)

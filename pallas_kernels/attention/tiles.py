@@ -1,10 +1,14 @@
-"""The tile map of ragged prefill: which query tokens of which sequence each tile owns.
+"""Tile maps of ragged prefill: the query tokens and the sequence of each tile.
 
-T flattened tokens of B sequences are cut into tiles of `tile_size` query tokens, none shared by
-two sequences. Sequence b's first tile is `query_start_loc[b] // tile_size + b`: whatever the
-lengths, that leaves room for its `ceil(length / tile_size)` tiles before the next sequence's first
-one, so the map needs no prefix sum and the number of tiles, `T // tile_size + B`, is static.
-A few tiles own nothing.
+Each map divides the T flattened tokens of B sequences into tiles, and each tile belongs to one
+sequence:
+
+    tile_map     tiles of `tile_size` tokens that start at the sequence's first token. The first
+                 tile of sequence b is `query_start_loc[b] // tile_size + b`, which leaves room for
+                 the `ceil(length / tile_size)` tiles of every sequence. The map needs no prefix
+                 sum, and the number of tiles is static. Some tiles stay empty.
+    window_map   tiles that are aligned in q (windows), without empty tiles in between. A window
+                 that several sequences share gives one tile for each sequence.
 """
 
 from typing import NamedTuple
@@ -16,10 +20,13 @@ from jaxtyping import Array, Int32
 def split_decode_rows(
     seq_lens: Int32[Array, "B"], query_start_loc: Int32[Array, "B+1"]
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
-    """Take the leading one-token sequences, whose row is their own index, out of a ragged batch.
+    """Separate the leading one-token sequences (decode rows) from a ragged batch.
 
-    Returns the starts of what is left, in which those have no rows and no sequence has the first
-    rows; and for a decode over these rows the lengths, 0 for all other sequences.
+    The query row of such a sequence equals the sequence's index.
+
+    Returns:
+        `query_start_loc` for prefill, in which the decode sequences have no rows; and `seq_lens`
+        for decode, in which all other sequences have length 0.
     """
     batch = seq_lens.shape[0]
     sequence_index = jnp.arange(batch, dtype=jnp.int32)
@@ -29,9 +36,16 @@ def split_decode_rows(
 
 
 class TileMap(NamedTuple):
-    """Per tile: its sequence, first row in q, that row's position, number of rows, and of keys.
+    """Tiles of a ragged batch, each with rows of at most one sequence (see `tile_map`).
 
-    The padding rows of q, behind the last sequence's, have tiles too: these have no keys.
+    The padding rows after the last sequence have tiles too, with no keys.
+
+    Attributes:
+        sequence: Index of the tile's sequence.
+        first_row: First row of the tile in q.
+        first_position: Position of that row in its sequence.
+        num_rows: Number of query tokens; 0 in an empty tile.
+        num_keys: Number of keys that the tile's last row sees.
     """
 
     sequence: Int32[Array, "tiles"]
@@ -42,12 +56,12 @@ class TileMap(NamedTuple):
 
 
 def max_tiles(num_tokens: int, num_sequences: int, tile_size: int) -> int:
-    """How many tiles a batch may need at most (static); padding counts as one more sequence."""
+    """Return the maximum number of tiles of a batch; padding counts as one more sequence."""
     return num_tokens // tile_size + num_sequences + 1
 
 
 def first_tiles(query_start_loc, tile_size: int):
-    """[B + 1]: each sequence's first tile, and the padding's."""
+    """Return the first tile of each sequence and of the padding rows [B + 1]."""
     sequence_index = jnp.arange(query_start_loc.shape[0], dtype=jnp.int32)
     return query_start_loc // jnp.int32(tile_size) + sequence_index
 
@@ -58,9 +72,10 @@ def tile_map(
     num_tokens: int,
     tile_size: int,
 ) -> TileMap:
-    """The map for every tile; tiles that own no token have `num_rows` and `num_keys` 0.
+    """Return the tiles of `tile_size` tokens of a ragged batch of `num_tokens` rows.
 
-    It depends on nothing of a layer, so XLA computes it once a step for all layers.
+    Empty tiles have `num_rows` and `num_keys` 0. The map is the same for all layers of a step, so
+    XLA computes it once per step.
     """
     tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
@@ -69,7 +84,7 @@ def tile_map(
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
-    # Rows before the first sequence's, if any, belong to none.
+    # Rows before the first sequence, if there are any, belong to no sequence.
     num_rows = jnp.where(tiles < starts[sequence], 0, jnp.clip(rows_left, 0, tile_size))
     owner = jnp.minimum(sequence, jnp.int32(seq_lens.shape[0] - 1))
     first_position = seq_lens[owner] - rows_left
@@ -80,11 +95,19 @@ def tile_map(
 
 
 class WindowMap(NamedTuple):
-    """Tiles that are aligned in q: a window of rows, cut down to the rows of one sequence.
+    """Tiles that are aligned in q: each is the part of a window of rows that one sequence owns.
 
-    Tile i < num_tiles owns rows `begin` to `end` of window `window`; the window's row 0 would be at
-    `first_position`, which is negative if the sequence begins in the window. Padding rows have
-    tiles too, with no keys and a `seq_len` of 0. The tiles from num_tiles on mean nothing.
+    Padding rows have tiles too, with a `seq_len` of 0. Entries from index `num_tiles` on are
+    meaningless.
+
+    Attributes:
+        sequence: Index of the tile's sequence.
+        window_index: Index of the window in q.
+        first_position: Position in the sequence of the window's row 0; negative if the sequence
+            starts inside the window.
+        begin, end: Range of the tile's rows within the window.
+        seq_len: Number of tokens of the sequence.
+        num_tiles: Number of valid tiles.
     """
 
     sequence: Int32[Array, "tiles"]
@@ -102,9 +125,10 @@ def window_map(
     num_tokens: int,
     window: int,
 ) -> WindowMap:
-    """The tiles of `num_tokens` rows in windows of `window` rows, none shared by two sequences.
+    """Return the tiles of `num_tokens` rows in aligned windows of `window` rows.
 
-    Packed: no tile before num_tiles is empty, for kernels that share them out evenly.
+    A window that several sequences share gives one tile for each. The first `num_tiles` tiles are
+    never empty, so that a kernel can distribute the tiles evenly over its programs.
     """
     size, batch = jnp.int32(window), seq_lens.shape[0]
     starts = query_start_loc

@@ -1,4 +1,7 @@
-"""Launch parameters of attention: a heuristic, overridden by the device's table."""
+"""Launch parameters of the attention kernels: heuristics, overridden by the device's tuned table.
+
+All functions take static facts only: sizes, dtypes, and the name of the GPU.
+"""
 
 import dataclasses
 
@@ -7,21 +10,25 @@ from jax.experimental import pallas as pl
 from pallas_kernels import tuning
 from pallas_kernels.tuning import is_hopper
 
-SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
-REFERENCE_NUM_CORES = 132  # SMs of the GPU that the numbers were found on
-HOPPER_KEY_TILE = 128  # keys a tile of prefill_hopper.py
-WIDENED_KV_BYTES = (
-    2**28
-)  # that a step has for widened keys and values of its prompts' earlier tokens
+SMALL_BATCH = 8  # batch rows of the smallest bucket, which often holds fewer sequences
+REFERENCE_NUM_CORES = 132  # SMs of the GPU on which the heuristics were tuned
+HOPPER_KEY_TILE = 128  # keys per tile in prefill_hopper.py
+# Memory of a step for keys and values that widen_triton.py converts from FP8.
+WIDENED_KV_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Of decode_triton.py: keys a tile, most splits of a sequence, warps, pipeline stages, and the
-    programs that the splits in use should come to.
+    """Launch parameters of decode_triton.py.
 
-    Where there are sequences enough, `split_percent_of_mean` of their mean length is what a split should
-    have, in place of an even share of `target_programs`: only the longer ones are split.
+    Attributes:
+        tile_tokens: Keys per tile.
+        num_splits: Maximum number of splits of a sequence.
+        num_warps: Warps per program.
+        num_stages: Pipeline stages of the loads.
+        target_programs: Number of programs over which a small batch is divided evenly.
+        split_percent_of_mean: Length of a split in percent of the mean sequence length, for batches
+            that fill the GPU: only longer sequences are split. None: use `target_programs`.
     """
 
     tile_tokens: int
@@ -34,7 +41,14 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """Of prefill_triton.py: query rows (tokens x group) and keys a tile, warps, pipeline stages."""
+    """Launch parameters of prefill_triton.py.
+
+    Attributes:
+        tile_rows: Query rows per tile: tokens times query heads of a KV head.
+        tile_tokens: Keys per tile.
+        num_warps: Warps per program.
+        num_stages: Pipeline stages of the loads.
+    """
 
     tile_rows: int
     tile_tokens: int
@@ -44,8 +58,14 @@ class PrefillConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WideningConfig:
-    """Of widen_triton.py: blocks that there is room for, elements of one that a program converts
-    at a time, programs, warps."""
+    """Launch parameters of widen_triton.py.
+
+    Attributes:
+        max_blocks: Maximum number of blocks that a step converts.
+        chunk: Elements of a block that a program converts at a time.
+        num_programs: Number of programs.
+        num_warps: Warps per program.
+    """
 
     max_blocks: int
     chunk: int = 4096
@@ -62,36 +82,45 @@ def decode_config(
     max_context: int,
     device_kind: str = "",
 ) -> DecodeConfig:
-    """For `batch` sequences of at most `max_context` tokens, over a pool of `itemsize` bytes."""
+    """Return the launch parameters of decode attention.
+
+    Args:
+        batch: Number of rows of the batch.
+        num_kv_heads: Number of KV heads.
+        head_size: Elements of a head.
+        itemsize: Bytes of an element of the pool.
+        max_context: Maximum number of tokens of a sequence.
+        device_kind: Name of the GPU, for its tuned table.
+    """
     tile = _key_tile(head_size, itemsize)
-    # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
-    # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
+    # About two programs per SM saturate the memory bandwidth. The smallest bucket may hold a single
+    # sequence, so it gets the splits for one row; unused splits cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = pl.next_power_of_2(-(-2 * REFERENCE_NUM_CORES // (rows * num_kv_heads)))
-    programs, many = batch * num_kv_heads, wanted == 1
-    if (
-        many and programs > 12 * REFERENCE_NUM_CORES
-    ):  # an SM has more at once if their tiles are small
-        tile = min(tile, 32 if itemsize > 1 else 64)  # as many bytes, in FP8
-    # A long sequence among short ones may have more splits than all could have.
+    programs, fills_gpu = batch * num_kv_heads, wanted == 1
+    if fills_gpu and programs > 12 * REFERENCE_NUM_CORES:
+        # With smaller tiles, more programs fit on an SM. 64 FP8 keys have the bytes of 32 bfloat16
+        # keys.
+        tile = min(tile, 32 if itemsize > 1 else 64)
+    # Allow at least 8 splits, so that one long sequence among short ones can use them.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
     config = DecodeConfig(
         tile,
         splits,
-        # Of many programs the warps have less to wait for.
-        num_warps=2 if itemsize <= 2 and (many or splits == 1) else 4,
+        # With many programs on an SM, other programs hide the latency of loads, so use two warps.
+        num_warps=2 if itemsize <= 2 and (fills_gpu or splits == 1) else 4,
         split_percent_of_mean=(110 if programs <= 4 * REFERENCE_NUM_CORES else 150)
-        if many
+        if fills_gpu
         else None,
     )
     return tuning.apply_tuned_config("decode", head_size, itemsize, device_kind, config)
 
 
 def should_split_decode_rows(*, num_tokens: int, batch: int) -> bool:
-    """Whether a ragged batch launches decode attention as well, for its one-token sequences.
+    """Return whether the leading one-token sequences of a ragged batch use the decode kernel.
 
-    One of them fills a tile of its own in prefill attention, and reads its keys at half the speed.
-    In the smallest bucket a launch more costs as much as it saves.
+    The prefill kernel gives each one-token sequence a whole tile and reads its keys at half the
+    speed. In the smallest bucket the additional launch costs as much as it saves.
     """
     return SMALL_BATCH < batch <= num_tokens
 
@@ -105,10 +134,18 @@ def prefill_config(
     itemsize: int,
     device_kind: str = "",
 ) -> PrefillConfig:
-    """For `num_tokens` query tokens of `batch` sequences, `group` query heads a KV head.
+    """Return the launch parameters of prefill_triton.py.
 
-    Two warp groups of 128 rows each are the fastest on long sequences, as far as registers hold
-    the float32 output; short sequences waste less of a small tile.
+    Long sequences get 256 rows and 8 warps if registers can hold the float32 output. Short
+    sequences get small tiles, which waste fewer rows.
+
+    Args:
+        num_tokens: Number of query tokens in the batch.
+        batch: Number of sequences.
+        group: Number of query heads per KV head.
+        head_size: Elements of a head.
+        itemsize: Bytes of an element of the queries.
+        device_kind: Name of the GPU, for its tuned table.
     """
     group_rows = pl.next_power_of_2(group)
     key_tile = _key_tile(head_size, itemsize)
@@ -124,36 +161,46 @@ def prefill_config(
 def widening_config(
     *, num_tokens: int, block_size: int, num_kv_heads: int, head_size: int, itemsize: int
 ) -> WideningConfig:
-    """For a step of `num_tokens`, its queries of `itemsize` bytes.
+    """Return the launch parameters of widen_triton.py for a step of `num_tokens` new tokens.
 
-    The room depends on nothing of the batch or the pool, so that steps that differ in these have
-    the same kernels, and a step's workspace is known before the pool's size is. It has two blocks
-    for each that new tokens fill, at least.
+    `max_blocks` depends on neither the batch nor the pool's size. Steps that differ in these
+    therefore share kernels, and the step's workspace is known before the pool is sized. It is at
+    least twice the number of blocks that the new tokens fill.
+
+    Args:
+        num_tokens: Number of new tokens in the step.
+        block_size: Tokens of a block.
+        num_kv_heads: Number of KV heads.
+        head_size: Elements of a head.
+        itemsize: Bytes of an element of the queries, hence of the converted blocks.
     """
     block_bytes = 2 * block_size * num_kv_heads * head_size * itemsize
     return WideningConfig(max(WIDENED_KV_BYTES // block_bytes, 2 * -(-num_tokens // block_size)))
 
 
 def _key_tile(head_size, itemsize):
-    """Keys a tile: 16 KiB of keys, from 16 to 64; more spills or starves the pipeline."""
+    """Return the number of keys per tile: 16 KiB of keys, limited to 16 to 64 keys.
+
+    Larger tiles spill registers or leave too few loads in flight.
+    """
     return max(16, min(64, 16384 // (pl.next_power_of_2(head_size) * itemsize)))
 
 
 def runs_hopper_prefill(
     *, head_size: int, block_size: int, itemsize: int, is_plain_causal: bool, device_kind: str = ""
 ) -> bool:
-    """Whether prefill_hopper.py runs; else the Triton kernel does.
+    """Return whether prefill_hopper.py runs; otherwise prefill_triton.py does.
 
-    Its copies are of whole blocks, or of a block's part of a tile where the block is longer, and of
-    8 rows at least, which is a tile of shared memory. The Triton kernel loads the keys of a tile by
-    their rows, so it takes blocks of any size.
+    The Hopper kernel copies whole blocks, or the part of a long block that a key tile covers. A
+    copy has at least 8 rows, the height of a shared-memory tile. The Triton kernel gathers single
+    rows, so it takes blocks of any size.
 
     Args:
         head_size: Elements of a head.
         block_size: Tokens of a block.
-        itemsize: Bytes of an element.
-        plain: Neither a soft cap nor a sliding window.
-        device_kind: The GPU's name.
+        itemsize: Bytes of an element of the queries.
+        is_plain_causal: Whether soft cap and sliding window are both None.
+        device_kind: Name of the GPU.
     """
     whole = block_size >= 8 and (
         HOPPER_KEY_TILE % block_size == 0 or block_size % HOPPER_KEY_TILE == 0

@@ -1,17 +1,19 @@
-"""A step's blocks of a pool in FP8 as one of the queries' dtype would have them, for a kernel that
-multiplies what the copy engine put into shared memory and has no place to convert it.
+"""Convert the blocks that a prefill step reads from an FP8 pool to the dtype of its queries.
 
-Sequences with rows have their blocks side by side in a pool of their own, in order, as long as all
-of a sequence fit its `max_blocks`; the later ones stay where they are. Numbers are converted, not
-multiplied by their scale, so nothing is rounded.
+prefill_hopper.py copies keys and values into shared memory and multiplies them there without a
+conversion, so an FP8 pool needs this kernel first. The converted (wide) blocks form a pool of
+`max_blocks` blocks, in the order of the sequences that have query rows. A sequence is converted
+only if all of its blocks fit. The remaining sequences use the Triton kernel over the FP8 pool.
+Numbers are not multiplied by their scale, so the conversion is exact.
 
-Grid (programs,): each takes parts of the blocks in turn,
+Grid (programs,). An item is a part of a block; each program converts every `num_programs`-th item:
 
-    block  = first, first + programs, ...            of those that are in use
-    source = source_map[block]                       made once a step, for all layers
-    wide_k[block], wide_v[block] = k[source], v[source]
+    for item in program, program + num_programs, ... below the items of all used blocks:
+        block, part = divmod(item, parts per block)
+        source = source_map[block]                   computed once per step, for all layers
+        wide_k[block, part], wide_v[block, part] = k[source, part], v[source, part]
 
-so that what a step does not need of the room costs nothing.
+The loop ends at the last used block, so unused blocks cost nothing.
 """
 
 import functools
@@ -29,13 +31,14 @@ from pallas_kernels.types import LayerKV, unpack_fp8_pairs
 
 
 class WideBlocks(NamedTuple):
-    """The pool, and who is where in it.
+    """Converted blocks, and the ragged batch that reads them.
 
     Attributes:
-        kv: [room, S, K, H]; blocks that no sequence has are whatever was in memory.
-        block_tables, query_start_loc, seq_lens: of the sequences that have all their blocks there;
-            the rows of the others are padding.
-        rest: the starts of the others, before which no sequence has rows.
+        kv: Pool of converted blocks [max_blocks, S, K, H]. Unused blocks are uninitialized memory.
+        block_tables, query_start_loc, seq_lens: Batch of the sequences whose blocks were converted.
+            The rows of all other sequences are padding.
+        remaining_start_loc: `query_start_loc` of the sequences whose blocks were not converted;
+            the converted sequences have no rows in it.
     """
 
     kv: LayerKV
@@ -48,14 +51,14 @@ class WideBlocks(NamedTuple):
 def widen_blocks(
     kv, block_tables, query_start_loc, seq_lens, *, dtype, config: WideningConfig, interpret: bool
 ) -> WideBlocks:
-    """The blocks of the first sequences with rows, as many as have room.
+    """Convert the blocks of the first sequences with query rows, up to `config.max_blocks` blocks.
 
     Args:
-        kv: one layer's pool in FP8.
-        block_tables, query_start_loc, seq_lens: as of `paged_prefill_attention`.
-        dtype: of the wide blocks.
-        config: its launch, and the room in blocks.
-        interpret: without a GPU.
+        kv: One layer's pool in FP8.
+        block_tables, query_start_loc, seq_lens: See `paged_prefill_attention`.
+        dtype: Dtype of the converted blocks.
+        config: Launch parameters.
+        interpret: Whether to run in the Pallas interpreter.
     """
     block_size, max_blocks = kv.k.shape[1], config.max_blocks
     starts, num_fitting, source, used = _plan_blocks(
@@ -71,17 +74,22 @@ def widen_blocks(
         jnp.where(sequence_index < num_fitting, seq_lens, 0),
         jnp.maximum(query_start_loc, border),
     )
-    # Else XLA computes them anew wherever they are read, which takes it seconds to compile.
+    # Without the barrier, XLA recomputes the fields at every use, which takes seconds to compile.
     return WideBlocks(wide, *lax.optimization_barrier(fields))
 
 
 def _plan_blocks(block_tables, query_start_loc, seq_lens, block_size, max_blocks):
-    """First wide block of each sequence, how many sequences fit, which block of the pool each wide
-    one is [room], and how many of these there are [1]."""
+    """Assign wide blocks to sequences.
+
+    Returns:
+        First wide block of each sequence [B], number of sequences that fit, source block in the
+        FP8 pool of each wide block [max_blocks], and number of used wide blocks [1].
+    """
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]
     counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
-    counts = lax.optimization_barrier(counts)  # as in `widen_blocks`
+    # Without the barrier, XLA recomputes the counts at every use, as in `widen_blocks`.
+    counts = lax.optimization_barrier(counts)
     ends = jnp.cumsum(counts)
     starts, fits = ends - counts, ends <= max_blocks
     block = jnp.arange(max_blocks, dtype=jnp.int32)
@@ -111,12 +119,12 @@ def _convert(kv, source, used, dtype, config, interpret):
 def _kernel(k_ref, v_ref, source_ref, used_ref, wide_k_ref, wide_v_ref, *, chunk, num_programs):
     width, program = k_ref.shape[1], pl.program_id(0)
     parts = pl.cdiv(width, chunk)
-    own, own_wide = (jnp.arange(size, dtype=jnp.int32) for size in (chunk, 2 * chunk))
+    offsets, wide_offsets = (jnp.arange(size, dtype=jnp.int32) for size in (chunk, 2 * chunk))
 
-    def convert(turn, none):
-        item = program + turn * num_programs
+    def convert(round_index, none):
+        item = program + round_index * num_programs
         block, part = lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))
-        columns, wide_columns = part * chunk + own, part * 2 * chunk + own_wide
+        columns, wide_columns = part * chunk + offsets, part * 2 * chunk + wide_offsets
         mask, wide_mask = None, None
         if width % chunk:
             mask, wide_mask = columns < width, wide_columns < 2 * width
@@ -131,5 +139,7 @@ def _kernel(k_ref, v_ref, source_ref, used_ref, wide_k_ref, wide_v_ref, *, chunk
             plgpu.store(wide_ref.at[target], wide, mask=wide_mask)
         return none
 
-    turns = lax.div(used_ref[0] * parts - program + (num_programs - 1), jnp.int32(num_programs))
-    lax.fori_loop(0, turns, convert, None)
+    num_rounds = lax.div(
+        used_ref[0] * parts - program + (num_programs - 1), jnp.int32(num_programs)
+    )
+    lax.fori_loop(0, num_rounds, convert, None)

@@ -1,17 +1,18 @@
-"""Attention in plain XLA: correct on any device, decently fast on a CPU.
+"""Paged attention in plain XLA, for any device.
 
-An online softmax over chunks of about 128 keys gathered through the block table:
+An online softmax runs over chunks of about 128 keys, gathered through the block table:
 
-    for chunk from the first one a window reaches to the last one a seq_len reaches:
-        k, v   = pool[block_tables[:, chunk's blocks]]         # [.., C, K, H], no repeat for GQA
+    for chunk in the chunks between the sliding window's start and the longest seq_len:
+        k, v   = pool[block_tables[:, blocks of the chunk]]    # [.., C, K, H], no repeat for GQA
         scores = q . k, masked by position                     # [.., K, rows, C]
-        max, sum, out = rescaled running ones, float32
+        max, sum, out = update of the running softmax, float32
 
-with the loop's bounds read at run time, so memory stays a chunk's worth and time follows the
-lengths, never the block table's width. Decode runs all sequences in one loop; prefill runs tile
-after tile (see tiles.py), each with its own bounds. Masked values are replaced, never multiplied
-by zero: an unused slot may hold NaN. Of a scaled pool the keys' scale is a factor of the queries,
-the values' of the output.
+The loop bounds are computed from the sequence lengths at run time. Memory is therefore one chunk,
+and time depends on the lengths, not on the width of the block table. Decode runs one loop for all
+sequences. Prefill runs one loop per tile of query rows (see tiles.py).
+
+Masked values are replaced by zero and not multiplied by zero, since an unused slot may hold NaN. In
+an FP8 pool, the scale of the keys multiplies the queries and the scale of the values the output.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Paged attention: Kwon et al. 2023,
 arXiv:2309.06180.
@@ -24,13 +25,13 @@ from pallas_kernels.attention.tiles import first_tiles, tile_map
 from pallas_kernels.kv_cache.xla import rope_write_kv
 from pallas_kernels.types import unpack_fp8_pairs
 
-_KEYS_PER_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
+_KEYS_PER_CHUNK = 128  # keys per loop step: enough columns of scores for efficient GEMMs on a CPU
 
 
 def paged_decode_attention(
     q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window, scales=None
 ):
-    """See the public entry of the same name."""
+    """Run the public op `paged_decode_attention` in plain XLA."""
     if not q.size:
         return q
     batch, num_heads, head_size = q.shape
@@ -54,7 +55,7 @@ def paged_decode_attention(
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
 ):
-    """See the public entry of the same name."""
+    """Run the public op `rope_decode_attention` in plain XLA."""
     position, block_size = jnp.maximum(seq_lens - 1, 0), kv.k.shape[1]
     blocks = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1)[:, 0]
     slots = jnp.where(seq_lens > 0, blocks * block_size + position % block_size, -1)
@@ -67,7 +68,7 @@ def rope_decode_attention(
 def paged_prefill_attention(
     q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window, scales=None
 ):
-    """See the public entry of the same name."""
+    """Run the public op `paged_prefill_attention` in plain XLA."""
     if not q.size:
         return q
     num_tokens, num_heads, head_size = q.shape
@@ -96,16 +97,16 @@ def paged_prefill_attention(
         )
         result = result.reshape(num_kv_heads, group, tile_size, head_size).transpose(2, 0, 1, 3)
         result = result.reshape(tile_size, num_heads, head_size).astype(q.dtype)
-        # Rows past the tile's own land outside the array, where a scatter drops them.
+        # Rows beyond the tile get an index outside the array, so that the scatter drops them.
         target = jnp.where(offsets < num_rows, row0 + offsets, num_tokens)
         return out.at[target].set(result, mode="drop", unique_indices=False)
 
-    num_used = first_tiles(query_start_loc, tile_size)[-1]  # the rest is padding
+    num_used = first_tiles(query_start_loc, tile_size)[-1]  # all later tiles are padding
     return lax.fori_loop(0, num_used, attend_tile, jnp.zeros_like(q))
 
 
 def _prefill_tile_size(num_tokens: int, num_sequences: int) -> int:
-    """Query tokens a tile: 32, fewer when the batch is mostly short sequences (decode rows)."""
+    """Return the number of query tokens per tile: 32, or fewer if most sequences are short."""
     average = max(1, num_tokens // num_sequences)
     return min(32, max(8, 1 << (average - 1).bit_length()))
 
@@ -120,9 +121,16 @@ def _window_start(position, sliding_window):
 def _attend(
     q, kv, block_tables, *, first_key, row_positions, num_keys, soft_cap, sliding_window, scales
 ):
-    """Online softmax of scaled float32 q [B, K, R, H]; rows at row_positions [B, R]; [B, K, R, H].
+    """Compute attention of R query rows per KV head and sequence; return float32 [B, K, R, H].
 
-    Sequence b's rows see its keys from first_key[b] up to num_keys[b]; all of [B].
+    Args:
+        q: Queries [B, K, R, H] in float32, multiplied by the attention scale.
+        kv: One layer's pool.
+        block_tables: Block ids [B, M] of each sequence.
+        first_key: First key [B] that any row of a sequence sees: the start of the loop.
+        row_positions: Positions [B, R] of the query rows.
+        num_keys: Number of keys [B] of each sequence.
+        soft_cap, sliding_window, scales: See `paged_decode_attention`.
     """
     q = q if scales is None else q * scales.k.reshape(())
     blocks_per_chunk = max(1, _KEYS_PER_CHUNK // kv.k.shape[1])
@@ -150,24 +158,30 @@ def _attend(
 
 
 def _loop_bounds(first_key, num_keys, chunk):
-    """First and last + 1 chunk that any sequence needs; sequences without keys do not count."""
+    """Return the range (start, stop) of chunks that any sequence needs.
+
+    Sequences without keys are ignored.
+    """
     stop = (jnp.max(num_keys) + (chunk - 1)) // chunk
     start = jnp.min(jnp.where(num_keys > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk
     return start, stop
 
 
 def _gather(kv, tables, first_block, num_blocks):
-    """Keys and values [B, C, K, H] of `num_blocks` columns of the block tables, in float32."""
+    """Gather keys and values [B, C, K, H] of `num_blocks` block-table columns, in float32."""
     blocks = lax.dynamic_slice_in_dim(tables, first_block, num_blocks, axis=1)
     shape = (tables.shape[0], num_blocks * kv.k.shape[1], *kv.k.shape[2:])
     rows = (pool[blocks].reshape(shape) for pool in kv)
     if kv.is_scaled:
         return (unpack_fp8_pairs(pairs, jnp.float32) for pairs in rows)
-    return (own.astype(jnp.float32) for own in rows)
+    return (pool_rows.astype(jnp.float32) for pool_rows in rows)
 
 
 def _online_softmax(carry, q, keys, values, mask, soft_cap):
-    """Fold one chunk into the running (max, sum, output); mask broadcasts to [B, K, R, C]."""
+    """Update the running softmax (max, sum, output) with one chunk of C keys.
+
+    `mask` is true where a row sees a key, and broadcasts to [B, K, R, C].
+    """
     row_max, row_sum, out = carry
     precision = lax.Precision.HIGHEST
     scores = jnp.einsum("bkrh,bckh->bkrc", q, keys, precision=precision)
@@ -176,7 +190,7 @@ def _online_softmax(carry, q, keys, values, mask, soft_cap):
     mask = jnp.broadcast_to(mask, scores.shape)
     scores = jnp.where(mask, scores, -jnp.inf)
     new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
-    # A row that has seen no key yet has max -inf; exp(-inf - -inf) would be NaN.
+    # Until a row sees its first key, its maximum is -inf, and exp(-inf - -inf) would be NaN.
     safe_max = jnp.where(new_max == -jnp.inf, jnp.float32(0), new_max)
     weights = jnp.exp(scores - safe_max[..., None])
     rescale = jnp.exp(row_max - safe_max)

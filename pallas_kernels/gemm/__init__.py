@@ -1,5 +1,12 @@
-"""GEMMs of a step's rows by a weight: split along the depth, gated, with the activation, or of
-numbers in FP8.
+"""GEMMs of activation rows by a weight: split-K GEMMs, gated GEMMs (SwiGLU), and FP8 GEMMs.
+
+The public ops check their arguments and choose an implementation for the backend and the shapes:
+
+    split_k_gemm, gated_gemm            hopper.py on a Hopper GPU where it is faster, else xla.py
+    gated_silu                          triton.py on a GPU where it is faster, else xla.py
+    scaled_gemm, block_scaled_gemm,     fp8_hopper.py on a Hopper GPU where it is faster, else
+    and their gated variants            fp8.py
+    quantize_rows                       fp8_triton.py on a GPU with FP8 support, else fp8.py
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +27,16 @@ from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 def split_k_gemm(
     x: Float[Array, "T C"], weight: Float[Array, "C D"], *, backend: Backend
 ) -> Float[Array, "partials T D"]:
-    """x @ weight as split-K partials, whose sum it is: as many as the shapes read fastest with.
+    """Return x @ weight as split-K partials, whose sum is the product.
 
-    Few rows by a narrow weight use the whole chip only with C split over programs. The op that
-    takes the result next sums the partials, where XLA would sum them in a kernel of its own. One
-    partial is of x's dtype; several are float32. Accumulates in float32.
+    With few rows and a narrow weight, a GEMM keeps all SMs busy only if several programs share the
+    depth C. The op that consumes the result sums the partials, which saves a kernel for the sum.
+    The shapes determine the number of partials. The GEMM accumulates in float32. A single partial
+    has x's dtype; several partials are float32.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not match.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     check_gemm(x, weight)
     backend = Backend(backend)
@@ -44,15 +52,15 @@ def split_k_gemm(
 def gated_gemm(
     x: Float[Array, "T D"], weight: Float[Array, "D 2 F"], *, backend: Backend
 ) -> Float[Array, "T F"]:
-    """silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the activation in float32 (SwiGLU: Shazeer 2020,
-    arXiv:2002.05202). Accumulates in float32; x's dtype out.
+    """Return silu(x @ weight[:, 0]) * (x @ weight[:, 1]) (SwiGLU: Shazeer 2020, arXiv:2002.05202).
 
-    On Hopper GPUs one kernel, where it is faster than XLA's GEMM and `gated_silu` of that, which
-    rounds the GEMM's rows in between.
+    The GEMM accumulates in float32, the activation computes in float32, and the result has x's
+    dtype. On Hopper GPUs a single kernel computes both where that is faster. Otherwise XLA's GEMM
+    rounds its result to x's dtype, and `gated_silu` follows.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not match.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     check_gated_gemm(x, weight)
     backend = Backend(backend)
@@ -66,12 +74,14 @@ def gated_gemm(
 
 
 def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Array, "T F"]:
-    """silu(gate) * up of rows that hold gate and up, in float32 and then rounded (SwiGLU: Shazeer
-    2020, arXiv:2002.05202). Plain XLA where that is faster: see `tuning.gated_silu_config`.
+    """Return silu(gate) * up, where gate_up[:, 0] is gate and gate_up[:, 1] is up.
+
+    The activation of SwiGLU (Shazeer 2020, arXiv:2002.05202) computes in float32; the result has
+    the argument's dtype. On a GPU `tuning.gated_silu_config` chooses between XLA and Triton.
 
     Raises:
-        ValueError: a shape other than [T, 2, F].
-        TypeError: a dtype other than bfloat16, float16 or float32.
+        ValueError: The shape is not [T, 2, F].
+        TypeError: The dtype is not bfloat16, float16 or float32.
     """
     checks.check_array("gate_up", gate_up, "[T, 2, F]")
     backend = Backend(backend)
@@ -82,11 +92,11 @@ def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Arr
 
 
 def to_fp8(x: Float[Array, "..."], scale: Float32[Array, "..."]) -> Float[Array, "..."]:
-    """x / scale, rounded to the nearest number of e4m3; what is beyond the largest becomes that.
+    """Return x / scale, clipped to [-`FP8_MAX`, `FP8_MAX`] and rounded to the nearest FP8 number.
 
     Args:
-        x: of any shape.
-        scale: positive; as many axes as x, or none.
+        x: Numbers, of any shape.
+        scale: Positive scales, which broadcast with x: as many axes as x, or a scalar.
     """
     return fp8.to_fp8(x, scale)
 
@@ -99,26 +109,32 @@ def quantize_rows(
     reduce_max: Callable[[jax.Array], jax.Array] | None = None,
     backend: Backend,
 ) -> tuple[Float[Array, "T C"], Float32[Array, "T groups"]]:
-    """Rows in e4m3 and their scales, by which the largest number of each becomes the largest there.
+    """Quantize rows to FP8 (e4m3).
+
+    By default each row or group has a scale that maps its largest absolute value to `FP8_MAX`.
 
     Args:
-        x: the rows.
-        given: scales that were found before: all rows have the largest of them, and what is beyond
-            the numbers of e4m3 then is cut off. None: each has its own.
-        grouped: a scale for each `FP8_GROUP_SIZE` numbers of a row, the last ones perhaps fewer; else
-            one for each row.
-        across: of the largest absolute values [T, groups] of what this device has of the rows,
-            those of the whole rows; plain XLA's then.
-        backend: which implementation runs.
+        x: Rows to quantize.
+        static_scales: Calibrated scales. All rows use the largest of these scales, and larger
+            quotients are clipped to `FP8_MAX`. None computes the scales from the rows.
+        grouped: Whether each group of `FP8_GROUP_SIZE` numbers of a row has a scale; the last group
+            may be smaller. Otherwise each row has one scale.
+        reduce_max: Used if tensor-parallel devices each hold a shard of every row. The function
+            maps the largest absolute values [T, groups] of the shard to the maxima of the whole
+            rows. Plain XLA then quantizes on every backend.
+        backend: The implementation to run.
+
+    Returns:
+        The rows in FP8, and the scales, which multiply the FP8 rows to give x approximately.
 
     Raises:
-        ValueError: a shape other than [T, C] or [scales]; `static_scales` with `grouped` or `reduce_max`.
-        TypeError: a dtype other than bfloat16, float16 or float32; other scales than float32.
+        ValueError: A shape is wrong, or `static_scales` is combined with `grouped` or `reduce_max`.
+        TypeError: A dtype is not supported.
     """
     checks.check_array("x", x, "[T, C]")
     check_static_scales(static_scales, grouped=grouped)
     if static_scales is not None and reduce_max is not None:
-        raise ValueError("static_scales and reduce_max are both given: leave out reduce_max")
+        raise ValueError("static_scales and reduce_max are both set: omit reduce_max")
     backend = Backend(backend)
     interpret = backend is Backend.INTERPRET
     if reduce_max is not None or not x.size or not (interpret or has_fp8(backend)):
@@ -127,12 +143,12 @@ def quantize_rows(
 
 
 def check_static_scales(static_scales, *, grouped):
-    """Scales of all rows, if any: `quantize_rows` has the errors."""
+    """Check the `static_scales` argument of `quantize_rows`, which documents the errors."""
     if static_scales is None:
         return
     checks.check_array("static_scales", static_scales, "[scales]", (jnp.float32,))
     if grouped:
-        raise ValueError("static_scales are scales of whole rows: leave out grouped")
+        raise ValueError("static_scales apply to whole rows: omit static_scales or grouped")
 
 
 def scaled_gemm(
@@ -144,25 +160,29 @@ def scaled_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "partials T D"]:
-    """x @ weight.T of numbers in FP8, times the scale of the row and that of the column, as split-K
-    partials (see `split_k_gemm`): one of `dtype`, or several in float32.
+    """Return the FP8 product (x * x_scale) @ (weight * weight_scale).T as split-K partials.
+
+    Each row of x and each row of the weight has one scale. A single partial has dtype `dtype`;
+    several partials are float32 (see `split_k_gemm`).
 
     Args:
-        x, weight: in e4m3; the weight lies as GPUs multiply it, and as checkpoints have it.
-        x_scale, weight_scale: of each row of x, and of the weight.
-        dtype: of the result. XLA's product of many rows on a GPU is rounded to it before it is
-            multiplied by the scales as well, if it is bfloat16.
-        backend: on a GPU that has no such product, both are widened first.
+        x, weight: Matrices in FP8 (e4m3). The weight is stored transposed, as in checkpoints, which
+            is also the layout that tensor cores need for FP8.
+        x_scale, weight_scale: Scales of the rows of x and of the rows of the weight.
+        dtype: Dtype of the result. If XLA multiplies many rows on a GPU and `dtype` is bfloat16,
+            the product is also rounded to bfloat16 before the scales are applied.
+        backend: The implementation to run. GPUs without FP8 support convert both matrices to
+            bfloat16 first.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: other dtypes.
+        ValueError: Shapes do not match.
+        TypeError: A dtype is not supported: matrices are FP8, scales are float32.
     """
     check_scaled_gemm(x, weight, x_scale, weight_scale)
     backend, scales = Backend(backend), (x_scale, weight_scale)
-    own = _try_hopper_fp8_gemm(x, weight, scales, gated=False, dtype=dtype, backend=backend)
-    if own is not None:
-        return own
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=False, dtype=dtype, backend=backend)
+    if partials is not None:
+        return partials
     return fp8.scaled_gemm(x, weight, *scales, dtype=dtype, backend=backend)[None]
 
 
@@ -175,16 +195,20 @@ def scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """silu(gate) * up of `scaled_gemm`'s columns, the first half of which are the gate's; the
-    activation in float32. Arguments and errors are those of `scaled_gemm`; D is even."""
+    """Run `scaled_gemm` by a gate and an up projection, then return silu(gate) * up.
+
+    The first D / 2 rows of the weight are the gate projection, the others the up projection. The
+    activation computes in float32. See `scaled_gemm` for the arguments and errors; D is even.
+    """
     check_scaled_gemm(x, weight, x_scale, weight_scale)
     _check_halves(weight)
     backend, scales = Backend(backend), (x_scale, weight_scale)
-    own = _try_hopper_fp8_gemm(x, weight, scales, gated=True, dtype=dtype, backend=backend)
-    if own is not None:
-        return own[0]
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=True, dtype=dtype, backend=backend)
+    if partials is not None:
+        return partials[0]
     rows = fp8.scaled_gemm(x, weight, *scales, dtype=dtype, backend=backend)
-    # XLA's activation, which has the scales in its kernel: before ours they would be one more.
+    # XLA fuses the scales with its own activation. Before the Triton activation, the scales would
+    # need a separate kernel.
     return xla.gated_silu(rows.reshape(x.shape[0], 2, -1))
 
 
@@ -198,26 +222,33 @@ def block_scaled_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "partials T D"]:
-    """x @ weight.T of numbers in FP8 with a scale for each `FP8_GROUP_SIZE` numbers of a row of x, and
-    for each block of `FP8_GROUP_SIZE` rows and columns of the weight (DeepSeek-AI 2024,
-    arXiv:2412.19437, 3.3.2), as split-K partials: one of `dtype`, or several in float32.
+    """Return x @ weight.T of block-scaled FP8 matrices as split-K partials.
+
+    Each group of `FP8_GROUP_SIZE` numbers of a row of x has a scale, and so does each block of
+    `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns of the weight (DeepSeek-AI 2024,
+    arXiv:2412.19437, section 3.3.2). A single partial has dtype `dtype`; several partials are
+    float32 (see `split_k_gemm`).
 
     Args:
-        x, weight: in e4m3.
-        x_scale, weight_scale: of the groups and blocks; the last ones may be smaller.
-        rows_per_part: rows of each weight of which this one is made; blocks begin anew in each.
-        dtype: of the result.
-        backend: which implementation runs.
+        x, weight: Matrices in FP8 (e4m3). The weight is stored transposed.
+        x_scale, weight_scale: Scales of the groups of x and of the blocks of the weight. The last
+            group of a row and the last blocks of a part may be smaller.
+        rows_per_part: Number of rows of each weight that was concatenated to form `weight`. The
+            first block of each part begins at the first row of the part.
+        dtype: Dtype of the result.
+        backend: The implementation to run.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: other dtypes.
+        ValueError: Shapes do not match.
+        TypeError: A dtype is not supported: matrices are FP8, scales are float32.
     """
     check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part)
     backend, rows = Backend(backend), tuple(rows_per_part)
     scales, options = (x_scale, weight_scale), {"dtype": dtype, "backend": backend}
-    own = _try_hopper_fp8_gemm(x, weight, scales, gated=False, parts=rows, **options)
-    return fp8.block_scaled_gemm(x, weight, *scales, rows, **options)[None] if own is None else own
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=False, parts=rows, **options)
+    if partials is not None:
+        return partials
+    return fp8.block_scaled_gemm(x, weight, *scales, rows, **options)[None]
 
 
 def block_scaled_gated_gemm(
@@ -229,25 +260,27 @@ def block_scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """silu(gate) * up of `block_scaled_gemm`'s columns by a weight of two halves, the gate's and
-    up's; the activation in float32. Arguments and errors are those of `block_scaled_gemm`."""
+    """Run `block_scaled_gemm` by a gate and an up projection, then return silu(gate) * up.
+
+    The first D / 2 rows of the weight are the gate projection, the others the up projection. The
+    activation computes in float32. See `block_scaled_gemm` for the arguments and errors; D is even.
+    """
     _check_halves(weight)
     rows = (weight.shape[0] // 2,) * 2
     check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows)
     backend, scales = Backend(backend), (x_scale, weight_scale)
     options = {"dtype": dtype, "backend": backend}
-    own = _try_hopper_fp8_gemm(x, weight, scales, gated=True, parts=rows, **options)
-    if own is not None:
-        return own[0]
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=True, parts=rows, **options)
+    if partials is not None:
+        return partials[0]
     gate_up = fp8.block_scaled_gemm(x, weight, *scales, rows, **options)
     return gated_silu(gate_up.reshape(x.shape[0], 2, -1), backend=backend)
 
 
 def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, parts=()):
-    """The partials of a kernel for Hopper GPUs, where there is one for these sizes; else None."""
-    is_whole = all(
-        part % FP8_GROUP_SIZE == 0 for part in parts
-    )  # a tile's outputs are of one block
+    """Run the FP8 Hopper kernel; return None if it does not support the GEMM or XLA is faster."""
+    # The kernel requires that all outputs of a tile lie in one block of weight scales.
+    is_whole = all(part % FP8_GROUP_SIZE == 0 for part in parts)
     if not is_whole or jnp.dtype(dtype).itemsize != 2:
         return None
     gemm = tuning.GemmProblem(
@@ -270,7 +303,7 @@ def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, parts=()):
 
 
 def _gemm_problem(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.GemmProblem:
-    """By a weight [D, F], or by a gated one [D, 2, F]."""
+    """Describe the GEMM of x by a weight [D, F] or by a gated weight [D, 2, F]."""
     return tuning.GemmProblem(
         num_tokens=x.shape[0],
         depth=x.shape[1],
@@ -283,7 +316,7 @@ def _gemm_problem(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.G
 
 
 def check_scaled_gemm(x, weight, x_scale, weight_scale):
-    """Two matrices in e4m3, the second one transposed, and a scale for each of their rows."""
+    """Check the arguments of `scaled_gemm`, which documents the errors."""
     sizes = checks.check_array("x", x, "[T, C]", FP8)
     sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
     checks.check_array("x_scale", x_scale, "[T]", jnp.float32, **sizes)
@@ -291,15 +324,14 @@ def check_scaled_gemm(x, weight, x_scale, weight_scale):
 
 
 def _check_halves(weight):
-    """A weight of a gate and of what it opens for."""
     if weight.shape[0] % 2:
         raise ValueError(
-            f"weight has {weight.shape[0]} rows; they must be the gate's and as many of up"
+            f"weight has {weight.shape[0]} rows: pass an even number of rows, half gate, half up"
         )
 
 
 def check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part):
-    """The same with a scale for each group and block."""
+    """Check the arguments of `block_scaled_gemm`, which documents the errors."""
     sizes = checks.check_array("x", x, "[T, C]", FP8)
     sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
     if sum(rows_per_part) != sizes["D"]:
@@ -313,12 +345,12 @@ def check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part):
 
 
 def check_gemm(x, weight):
-    """Two matrices of one dtype that can be multiplied."""
+    """Check the arguments of `split_k_gemm`, which documents the errors."""
     sizes = checks.check_array("x", x, "[T, C]")
     checks.check_array("weight", weight, "[C, D]", x.dtype, **sizes)
 
 
 def check_gated_gemm(x, weight):
-    """A row's depth is the weight's, which has two factors."""
+    """Check the arguments of `gated_gemm`, which documents the errors."""
     sizes = checks.check_array("x", x, "[T, D]")
     checks.check_array("weight", weight, "[D, 2, F]", x.dtype, **sizes)

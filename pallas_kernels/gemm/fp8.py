@@ -1,7 +1,7 @@
-"""Products of numbers in eight bits (e4m3) in plain XLA, and the way to such numbers.
+"""Quantization to FP8 (e4m3) and FP8 GEMMs in plain XLA.
 
-A GPU of compute capability 8.9 or more multiplies them as they are. Elsewhere they are widened,
-which rounds nothing: bfloat16 and float32 have every number of e4m3.
+GPUs of compute capability 8.9 or later multiply FP8 matrices. Other devices convert the matrices to
+bfloat16 or float32 first, which is exact.
 """
 
 import jax.numpy as jnp
@@ -11,23 +11,26 @@ from pallas_kernels.tuning import has_fp8
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, FP8_MAX, FP8_MIN_ABSMAX, Backend
 
 _CUBLASLT_ALIGNMENT = 16
-"""Of a matrix's sides, for cuBLASLt's products of such numbers."""
+"""The sides of a matrix must be multiples of this number for cuBLASLt's FP8 products."""
 
 _MAX_FLOAT32_ROWS = 256
-"""With more, XLA's product on a GPU is kept in bfloat16 until it is multiplied by the scales: in
-float32 it would take twice the memory's time."""
+"""The maximum number of rows for which XLA's FP8 product on a GPU is stored in float32.
+
+A larger product is stored in bfloat16 until the scales are applied, which halves the memory
+traffic.
+"""
 
 
 def to_fp8(x, scale):
-    """See the public entry of the same name."""
+    """Run the public op `to_fp8` in plain XLA."""
     scaled = x.astype(jnp.float32) / scale
-    # By comparison: what a minimum and a maximum make of NaN depends on the back end.
+    # Comparisons keep NaN; the treatment of NaN by `minimum` and `maximum` depends on the backend.
     scaled = jnp.where(scaled > jnp.float32(FP8_MAX), jnp.float32(FP8_MAX), scaled)
     return jnp.where(scaled < jnp.float32(-FP8_MAX), jnp.float32(-FP8_MAX), scaled).astype(FP8)
 
 
 def group_columns(x):
-    """Rows [T, C] as [T, ceil(C / FP8_GROUP), FP8_GROUP], with zeros at the end."""
+    """Reshape rows [T, C] to groups [T, groups, FP8_GROUP_SIZE], padded with zeros at the end."""
     rows, depth = x.shape
     count = -(-depth // FP8_GROUP_SIZE)
     padded = jnp.pad(x, ((0, 0), (0, count * FP8_GROUP_SIZE - depth)))
@@ -35,7 +38,7 @@ def group_columns(x):
 
 
 def quantize_rows(x, static_scales=None, *, grouped, reduce_max=None):
-    """See the public entry of the same name."""
+    """Run the public op `quantize_rows` in plain XLA."""
     if static_scales is not None:
         scale = jnp.max(static_scales)
         return to_fp8(x, scale), jnp.broadcast_to(scale, (x.shape[0], 1))
@@ -48,11 +51,11 @@ def quantize_rows(x, static_scales=None, *, grouped, reduce_max=None):
 
 
 def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
-    """See the public entry of the same name; one partial.
+    """Run the public op `scaled_gemm` in plain XLA; return the product, not partials.
 
-    XLA makes a product of two operands in FP8 cuBLASLt's as it is, with both of its scales 1: those
-    are numbers, where ours are vectors, which multiply what comes out in the kernel that reads it.
-    Rows are padded to what cuBLASLt takes; other sides that it does not take are widened.
+    On a GPU with FP8 support, XLA calls cuBLASLt, whose scales are single numbers. The row and
+    column scales are therefore applied to the product. The rows are padded to cuBLASLt's alignment.
+    If the depth or width is not aligned, both matrices are converted to a wider dtype instead.
     """
     rows, sides, out = x.shape[0], (x.shape[1], weight.shape[0]), jnp.float32
     if not has_fp8(backend) or any(side % _CUBLASLT_ALIGNMENT for side in sides):
@@ -65,8 +68,11 @@ def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
 
 
 def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part, *, dtype, backend):
-    """See the public entry of the same name; widened and scaled before the product, which on a GPU
-    rounds both to bfloat16."""
+    """Run the public op `block_scaled_gemm` in plain XLA; return the product, not partials.
+
+    Both matrices are converted to a wider dtype and scaled before the product. On a GPU that dtype
+    is bfloat16, so the scaled matrices are rounded.
+    """
     depth, row_scales, first = x.shape[1], [], 0
     for rows in rows_per_part:
         last = first + -(-rows // FP8_GROUP_SIZE)
@@ -74,12 +80,14 @@ def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part, *, dtype,
         first = last
     wide = _wide_dtype(backend)
     scaled = [
-        (it.astype(jnp.float32) * jnp.repeat(scale, FP8_GROUP_SIZE, axis=1)[:, :depth]).astype(wide)
-        for it, scale in ((x, x_scale), (weight, jnp.concatenate(row_scales)))
+        (matrix.astype(jnp.float32) * jnp.repeat(scale, FP8_GROUP_SIZE, axis=1)[:, :depth]).astype(
+            wide
+        )
+        for matrix, scale in ((x, x_scale), (weight, jnp.concatenate(row_scales)))
     ]
     return einsum("tc,fc->tf", *scaled, out=jnp.float32).astype(dtype)
 
 
 def _wide_dtype(backend):
-    """In which all numbers of e4m3 are multiplied where they are not multiplied as they are."""
+    """Return the wider dtype for FP8 matrices that the device does not multiply directly."""
     return jnp.float32 if backend is Backend.XLA else jnp.bfloat16

@@ -1,24 +1,32 @@
-"""GEMMs of numbers in FP8 in Pallas Mosaic GPU, for Hopper (compute capability 9.0): of few rows by
-a weight [outputs, inputs], and of many; each of one weight, or gated with the activation.
+"""FP8 GEMMs in Pallas Mosaic GPU for Hopper: few rows or many rows, by one weight or gated.
 
-They are the kernels of hopper.py with the weight the other way round, as tensor cores multiply such
-numbers: both factors have their depth side by side, 128 numbers of it (128 bytes), of few rows
-perhaps several times that, a stage. A loader warpgroup fills a ring of stages in shared memory,
-consumer warpgroups multiply:
+The kernels resemble the ones in hopper.py, but the weight is stored as [outputs, inputs]: the
+tensor core multiplies FP8 matrices only if the depth is contiguous in both. A stage covers a group
+of 128 of the depth (128 bytes); with few rows a stage may cover several groups. A loader warpgroup
+fills a ring of stages in shared memory, and consumer warpgroups multiply:
 
-    few rows    grid (split of the depth, tile of rows, 64 to 256 outputs); one to four consumers of
-                64 outputs each: sums[64, rows] += weight tile . (x tile) transposed
-    many rows   as many programs as the GPU has SMs take tiles of 128 rows in turn; two consumers of
-                64 rows each: sums[64, 128] += x tile . (weight tile) transposed, for one or two
-                blocks of 128 outputs, which of a gated GEMM are the gate's and up's
+    few rows    grid (split of the depth, tile of rows, tile of 64 to 256 outputs)
+                one to four consumers, each computing 64 outputs:
+                    for stage in depth: sums[64, rows] += weight tile @ x tile.T
+    many rows   grid (program,), one program per SM, each taking tiles of 128 rows
+                two consumers, each computing 64 rows:
+                    for tile in tiles of the program:
+                        for stage in depth: sums[64, 128] += x tile @ weight tile.T
+                A tile has one or two blocks of 128 outputs; a gated GEMM has one block of gate and
+                one block of up.
 
-Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
-numbers have, a stage's sums have scales of their own: a row's come with its tile; a block's are
-loaded a stage ahead or, of few rows, all before the first one, into shared memory. (What is loaded
-a stage ahead into a register is waited for at the loop's end, which moves it to another one.) Of
-few rows each 128 numbers' sums are added to the others in float32, outside the tensor core; of many
-the tensor core adds them, whose sums of such numbers keep some 14 bits (DeepSeek-AI 2024,
-arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
+If each row and each output has one scale, both scales multiply the final sums. With block scales,
+each group has different scales, which the kernels load as follows:
+
+    row scales      The loader copies them with the tile of x.
+    block scales    With few rows, the loader copies all of them to shared memory before the first
+                    stage. A load one stage ahead into a register would not help there: the end of
+                    the loop body moves the value to another register, which waits for the load.
+                    With many rows, the consumers load them one stage ahead.
+
+With few rows, the kernel adds the products of each group in float32 outside the tensor core. With
+many rows, the tensor core adds them and keeps about 14 bits of the sums (DeepSeek-AI 2024,
+arXiv:2412.19437, section 3.3.2), as in cuBLASLt.
 """
 
 import functools
@@ -48,37 +56,43 @@ from pallas_kernels.gemm.tuning import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-GROUP_DEPTH = FP8_GROUP_SIZE  # of a stage: the widest swizzle, and what has a scale of its own
-CONSUMER_OUTPUTS = 64  # of a consumer of few rows
-TILE_COLUMNS = 128  # of a tile of many rows, of each factor; and of a block with a scale
-STORE_COLUMNS = 64  # columns written at once
+GROUP_DEPTH = FP8_GROUP_SIZE  # depth of a group with one scale; in bytes, the widest swizzle
+CONSUMER_OUTPUTS = 64  # outputs per consumer of the few-rows kernel
+TILE_COLUMNS = 128  # outputs per tile and factor of the many-rows kernel, and per scale block
+STORE_COLUMNS = 64  # columns per store of the many-rows kernel
 
 
 def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: FewRowsConfig):
-    """x @ weight.T in split-K partials; gated: one, of half the width.
+    """Return the scaled FP8 product of few rows by a weight, as split-K partials.
 
     Args:
-        x, weight: rows [T, C], and [D, C] or, gated, both factors' outputs one after the other.
-        x_scale, weight_scale: [T] and [D], or [T, groups] and [blocks, groups], blocks of 128.
-        gated: silu(the first half of the columns) * the second half.
-        dtype: of one partial; several are float32.
-        config: how.
+        x: FP8 rows [T, C].
+        weight: FP8 weight [D, C]. If gated, the outputs of gate come before the outputs of up.
+        x_scale, weight_scale: Scales [T] of rows and [D] of outputs, or scales [T, groups] and
+            [blocks, groups] of groups and blocks of 128.
+        gated: Whether to return silu(gate) * up, as one partial of half the width.
+        dtype: Dtype of a single partial; several partials are float32.
+        config: Launch parameters.
     """
     is_grouped = x_scale.ndim == 2
-    scale = x_scale.T if is_grouped else x_scale  # a tile's are side by side then
+    scale = x_scale.T if is_grouped else x_scale  # makes the scales of a tile's rows contiguous
     return _few_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
 def many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: ManyFP8RowsConfig):
-    """As `few_rows_gemm`, for tiles of 128 rows and without partials."""
+    """Return the scaled FP8 product of many rows by a weight.
+
+    The number of rows is a multiple of 128, and the result is not split. See `few_rows_gemm` for
+    the arguments.
+    """
     is_grouped = x_scale.ndim == 2
     scale = x_scale.T if is_grouped else x_scale
     return _many_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
+# The jit makes layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
-    """In a jit of its own, so that a step's layers have it traced and lowered once."""
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
     width, is_grouped = weight.shape[0] // num_factors, x_scale.ndim == 2
     out_dtype = jnp.dtype(dtype if config.num_splits == 1 else jnp.float32)
@@ -99,8 +113,8 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
     }
     if is_grouped:
-        of_rows, block_scales_shape = few_rows_scale_shapes(config, depth, num_factors)
-        scratch["x_scale_smem"] = plgpu.SMEM((num_stages, *of_rows), jnp.float32)
+        row_scales_shape, block_scales_shape = few_rows_scale_shapes(config, depth, num_factors)
+        scratch["x_scale_smem"] = plgpu.SMEM((num_stages, *row_scales_shape), jnp.float32)
         scratch["weight_scale_smem"] = plgpu.SMEM(block_scales_shape, jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_arrivals=math.prod(block_scales_shape[:3]))
     call = plgpu.kernel(
@@ -115,9 +129,8 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
     num_padding_scales = -weight_scale.shape[1] % SCALE_COPY_ALIGNMENT if is_grouped else 0
-    if (
-        num_padding_scales
-    ):  # each row begins where a copy may begin, and so ends what is copied last
+    # Padding aligns the first scale of each row, and lets the last copy stay inside the array.
+    if num_padding_scales:
         weight_scale = jnp.pad(weight_scale, ((0, 0), (0, num_padding_scales)))
     return call(x, weight, x_scale, weight_scale.reshape(-1))
 
@@ -145,12 +158,10 @@ def _few_rows_kernel(
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // GROUP_DEPTH
     first_step, is_grouped = split * num_steps, scaled is not None
-    num_leading_scales = lax.rem(
-        first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT)
-    )  # copied with the first
-    moves_registers = (
-        num_consumers == 2 and num_factors * tile_rows > 128
-    )  # registers, of which those lack
+    # The copy of block scales begins this many groups early, so that its start is aligned.
+    num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
+    # Two consumers with large accumulators need some of the loader's registers.
+    moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
 
     def stage_index(step):
         return lax.rem(step, jnp.int32(num_stages))
@@ -159,12 +170,15 @@ def _few_rows_kernel(
         return lax.axis_index("column_tile") * tile_outputs + factor * width
 
     def load_block_scales():
-        """All that the program's sums need. What is copied beyond them is not looked at."""
+        """Copy all block scales that the program needs to shared memory.
+
+        A copy has a fixed size, so it may also copy scales that no consumer reads.
+        """
         all_groups = -(-x_scale_ref.shape[0] // SCALE_COPY_ALIGNMENT) * SCALE_COPY_ALIGNMENT
         first_group, part = first_step * num_groups - num_leading_scales, weight_scale_smem.shape[3]
         for factor, block, i in itertools.product(*map(range, weight_scale_smem.shape[:3])):
-            own = lax.div(first_output(factor), FP8_GROUP_SIZE) + block
-            first = own * all_groups + first_group + i * part
+            weight_block = lax.div(first_output(factor), FP8_GROUP_SIZE) + block
+            first = weight_block * all_groups + first_group + i * part
             source, target = weight_scale_ref.at[pl.ds(first, part)], weight_scale_smem
             plgpu.copy_gmem_to_smem(source, target.at[factor, block, i], scaled)
 
@@ -210,7 +224,7 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Of a step's groups, each factor's: the rows', times the block's."""
+            """Yield the scales of each group of the step: row scales times each factor's scale."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
                 row_scales = _load_scales(x_scale_smem.at[stage, i], 1)
@@ -221,9 +235,9 @@ def _few_rows_kernel(
         if is_grouped:
             block = lax.div(firsts[0], FP8_GROUP_SIZE) - lax.div(first_output(0), FP8_GROUP_SIZE)
             plgpu.barrier_wait(scaled)
-        else:  # loaded before the sums, for the weight's come from memory
+        else:  # load scales before accumulating, to hide the latency of global memory
             row_scales = _load_scales(x_scale_ref.at[rows], 1)
-            output_scales = [_load_scales(weight_scale_ref.at[own], 0) for own in outputs]
+            output_scales = [_load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
         args = num_steps, num_groups, stage_index, operands, full, empty, shape
         sums = _accumulate_promoted(*args, scales if is_grouped else None)
         if not is_grouped:
@@ -239,9 +253,9 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
+# The jit makes layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
-    """In a jit of its own, so that a step's layers have it traced and lowered once."""
     num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2
     num_factors = 2 if gated else config.num_factors
     width, tile_width = weight.shape[0] // (1 + gated), TILE_COLUMNS * (1 if gated else num_factors)
@@ -299,16 +313,14 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width, num_programs = x_ref.shape, out_ref.shape[1], config.num_programs
     num_stages, num_factors = weight_smem.shape[:2]
-    tile_rows, factor_stride = (
-        x_smem.shape[1],
-        width if gated else TILE_COLUMNS,
-    )  # columns between factors
+    # The columns of gate and up are `width` apart.
+    tile_rows, factor_stride = x_smem.shape[1], width if gated else TILE_COLUMNS
     tile_width = TILE_COLUMNS if gated else TILE_COLUMNS * num_factors
     num_steps, grid = depth // GROUP_DEPTH, (num_rows // tile_rows, width // tile_width)
     num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
 
     def tile_origin(round_index):
-        """Its first row and its first column."""
+        """Return the first row and the first column of the tile of round `round_index`."""
         row, column = plgpu.planar_snake(
             program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH
         )
@@ -378,7 +390,7 @@ def _many_rows_kernel(
 
             def scales(blocks, stage):
                 row_scales = ops.load_with_layout(scale_smem.at[stage, own_rows], by_row)
-                return [row_scales * own for own in blocks]
+                return [row_scales * scale for scale in blocks]
 
             return _accumulate_rescaled(*args, shape, block_scales, scales)
 
@@ -388,14 +400,16 @@ def _many_rows_kernel(
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             if scale_smem is None:
                 row_scales = _load_scales(x_scale_ref.at[rows], 0)
-                own = [pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)]
+                column_slices = [
+                    pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)
+                ]
                 sums = [
                     _apply_scales(total, row_scales, _load_scales(weight_scale_ref.at[columns], 1))
-                    for total, columns in zip(sums, own, strict=True)
+                    for total, columns in zip(sums, column_slices, strict=True)
                 ]
             results = [_apply_activation(sums)] if gated else sums
             for factor, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the columns before
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
                 rounded = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // STORE_COLUMNS):
                     own_out = out_smem.at[warp_group, chunk]
@@ -409,16 +423,22 @@ def _many_rows_kernel(
 
 
 def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
-    """Sums in float32 of the products of each stage's groups, one factor after the other. A stage's
-    are all begun before one is waited for, if they are few enough to have registers each.
+    """Accumulate the products of all groups in float32, outside the tensor core.
+
+    The products of all groups and factors of a stage start before the first is waited for, if
+    their accumulators fit in registers. Otherwise each product is waited for before the next.
 
     Args:
-        num_steps, stage_of, full, empty: as of `accumulate_steps`.
-        num_groups: of a stage.
-        operands: of a group of a stage, for each factor.
-        shape: of a factor's sums.
-        scales: of each group of a step, whose stage is there, the factors'. None: nothing has a
-            scale of its own.
+        num_steps, stage_index, full, empty: See `accumulate_steps`.
+        num_groups: Number of groups per stage.
+        operands: Function from a stage and a group to the pair of tiles to multiply for each
+            factor.
+        shape: Shape of the sums of one factor.
+        scales: Function from a step and its filled stage to an iterable that holds, for each group,
+            the scales of each factor. None if groups have no scales.
+
+    Returns:
+        The sums of each factor.
     """
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     count = len(operands(0, 0))
@@ -426,7 +446,7 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        return [own_sums[...] for own_sums in sums]  # waits
+        return [own_sums[...] for own_sums in sums]  # the read waits for the products
 
     def scaled(part, scale):
         return part if scale is None else part * lax.broadcast_in_dim(scale, shape, (1,))
@@ -435,14 +455,14 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
         stage = stage_index(step)
         plgpu.barrier_wait(full.at[stage])
         own_scales = scales(step, stage) if scales else [[None] * count] * num_groups
-        own_scales = [scale for of_group in own_scales for scale in of_group]
+        own_scales = [scale for group_scales in own_scales for scale in group_scales]
         factors = [pair for group in range(num_groups) for pair in operands(stage, group)]
-        at_once = len(factors) if math.prod(shape) <= CONSUMER_OUTPUTS * 64 else 1
+        batch_size = len(factors) if math.prod(shape) <= CONSUMER_OUTPUTS * 64 else 1
         parts = []
-        for first in range(0, len(factors), at_once):
-            some = factors[first : first + at_once]
-            accumulators = [plgpu.ACC(shape, jnp.float32)] * len(some)
-            parts += pl.run_scoped(functools.partial(multiply, some), *accumulators)
+        for first in range(0, len(factors), batch_size):
+            batch = factors[first : first + batch_size]
+            accumulators = [plgpu.ACC(shape, jnp.float32)] * len(batch)
+            parts += pl.run_scoped(functools.partial(multiply, batch), *accumulators)
         plgpu.barrier_arrive(empty.at[stage])
         for i, (part, scale) in enumerate(zip(parts, own_scales, strict=True)):
             totals[i % count] += scaled(part, scale)
@@ -452,18 +472,25 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
 
 
 def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, load, scales):
-    """Sums of all stages' products, each stage's times its own scale: kept in units of the scale of
-    the latest stage, to which they are brought before its products are added. That is one
-    multiplication of each sum, where adding a stage's products to others takes three operations.
+    """Accumulate the products of all stages, each multiplied by the stage's scales.
 
-    A unit is at least 2 ** -60 of the largest scale before, which no sum outgrows: what a stage of
-    smaller scales adds is less than what rounding takes from the others.
+    The accumulators are stored divided by the scale of the latest stage. Before the tensor core
+    adds the products of a stage, the accumulators are rescaled to that stage's scale. Rescaling
+    costs one multiplication per sum and stage. Scaling the products instead would cost three
+    operations.
+
+    The accumulators' scale is at least 2 ** -60 times the largest scale so far, so the accumulators
+    cannot overflow. If the scale of a stage is below this bound, its products are smaller than the
+    rounding error of the sums, and are added without rescaling.
 
     Args:
-        num_steps, stage_of, operands, full, empty: as of `accumulate_steps`.
-        shape: of a factor's sums.
-        load: what is loaded for a step, a step ahead.
-        scales: the scales of a stage's rows for each factor, from that and what the stage has.
+        num_steps, stage_index, operands, full, empty: See `accumulate_steps`.
+        shape: Shape of the sums of one factor.
+        load: Function that loads the block scales of a step. The loop calls it one step ahead.
+        scales: Function from loaded block scales and a stage to each factor's scales per row.
+
+    Returns:
+        The scaled sums of each factor.
     """
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
@@ -477,9 +504,9 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
         (totals, sum_scales, largest, loaded), stage = carry, stage_index(step)
         ahead = load(step + 1)
         plgpu.barrier_wait(full.at[stage])
-        own = scales(loaded, stage)
-        largest = [jnp.maximum(a, b) for a, b in zip(largest, own, strict=True)]
-        new = [jnp.maximum(a, b * 2.0**-60) for a, b in zip(own, largest, strict=True)]
+        stage_scales = scales(loaded, stage)
+        largest = [jnp.maximum(a, b) for a, b in zip(largest, stage_scales, strict=True)]
+        new = [jnp.maximum(a, b * 2.0**-60) for a, b in zip(stage_scales, largest, strict=True)]
         rescaled = [
             times(total, sum_scale / new_sum_scale)
             for total, sum_scale, new_sum_scale in zip(totals, sum_scales, new, strict=True)
@@ -501,24 +528,32 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
 
 
 def continue_accumulation(multiply, sums):
-    """What accumulators that begin as these sums hold after `multiply` of their references."""
-    ends: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
-    return list(ends)  # arrays, not references as its type says
+    """Initialize accumulators with `sums`, run `multiply` on them, and return their values.
+
+    Args:
+        multiply: Function that takes the list of accumulator references and updates them.
+        sums: Initial values.
+    """
+    results: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
+    return list(results)  # arrays, although the annotation of `run_state` says references
 
 
 def _load_scales(ref, axis):
-    """The scales of that axis of sums."""
+    """Load scales in the layout in which they broadcast along axis `axis` of the sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
 def _apply_scales(sums, first, second):
-    """Sums times the scales of their first and their second axis."""
+    """Multiply the sums by the scales of their first axis and of their second axis."""
     for axis, scales in enumerate((first, second)):
         sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
     return sums
 
 
 def _apply_activation(sums):
-    """silu(gate) * up of two sums, the gate finite; or the only one."""
+    """Return silu(gate) * up for the sums of gate and up, or the sums of a single factor.
+
+    The formula requires that gate is finite.
+    """
     gate, *up = sums
     return gate * (up[0] / (1 + jnp.exp(-gate))) if up else gate

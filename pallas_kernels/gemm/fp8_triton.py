@@ -1,13 +1,14 @@
-"""Rows to numbers in FP8 in Pallas Triton.
+"""Quantization of rows to FP8 in Pallas Triton.
 
-Grid (row,); one program:
+Grid (row,). One program computes:
 
-    largest = max |x|                  of the row, or of each 128 numbers of it
-    scale   = largest / 448            -> [T], or [groups, T], as the GEMMs read them; or as given
+    largest = max |x|                  of the row, or of each group of 128 numbers
+    scale   = largest / 448            -> [T], or [groups, T], the layout that the GEMMs read
     values  = x / scale, rounded       -> [T, C]
 
-A row goes through in tiles of as many columns as the program's threads load in 16 bytes each, and
-stays in registers in between. `quantize_and_store` is the last part of other kernels too.
+With static scales, the largest static scale replaces `scale`. The program loads the row in tiles of
+columns, 16 bytes per thread and tile, and keeps the row in registers between the passes. The norm
+kernel also ends with `quantize_and_store`.
 """
 
 import functools
@@ -19,11 +20,11 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, FP8_MAX, FP8_MIN_ABSMAX
 
-_ELEMENTS_PER_WARP = 32 * 8  # 16 bytes a thread, of numbers of two bytes
+_ELEMENTS_PER_WARP = 32 * 8  # 16 bytes per thread for 2-byte dtypes
 
 
 def quantize_rows(x, static_scales, *, grouped: bool, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `quantize_rows` in Pallas Triton."""
     rows, size = x.shape
     tile = max(_ELEMENTS_PER_WARP, min(16 * _ELEMENTS_PER_WARP, pl.next_power_of_2(size)))
     params = plgpu.CompilerParams(num_warps=tile // _ELEMENTS_PER_WARP, num_stages=1)
@@ -39,21 +40,26 @@ def quantize_rows(x, static_scales, *, grouped: bool, interpret: bool):
 
 
 def quantized_shapes(shape, *, grouped):
-    """What `quantize_and_store` stores of rows of that shape: the numbers, and the scales [T], or
-    [groups, T]."""
+    """Return the shapes of the outputs of `quantize_and_store` for rows of shape `shape`.
+
+    Returns:
+        The FP8 rows [T, C], and the scales [T], or [groups, T] with `grouped`.
+    """
     rows, size = shape
     scales = (-(-size // FP8_GROUP_SIZE), rows) if grouped else (rows,)
     return [jax.ShapeDtypeStruct(shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
 def static_scale_arguments(static_scales):
-    """The arguments for scales that are given or, where they are None, are not."""
+    """Return the kernel arguments for `static_scales`: none if it is None."""
     return () if static_scales is None else (static_scales,)
 
 
 def to_row_scales(stored):
-    """Stored scales as the public entries return them, [T, groups]; where a GEMM turns them again,
-    XLA has nothing to do."""
+    """Convert scales as the kernel stores them to [T, groups], as the public ops return them.
+
+    If a GEMM transposes the scales again, XLA cancels both transpositions.
+    """
     return stored[:, None] if stored.ndim == 1 else stored.T
 
 
@@ -71,45 +77,50 @@ def _kernel(x_ref, *refs, tile, grouped):
 
 
 def quantize_and_store(values, values_ref, scale_ref, static_scales, *, grouped):
-    """Stores the program's row, float32 in tiles of columns, and its scales.
+    """Quantize and store the row of the program, and store the row's scales.
 
     Args:
-        values: of each tile, all of one size, a multiple of 128; zeros behind the row's end.
-        values_ref, scale_ref: as `quantized_shapes` has them.
-        given: of the array whose largest number is the scale of all rows, or empty.
-        grouped: a scale for each 128 numbers.
+        values: Tiles of the row in float32, all of the same size, a multiple of 128. Numbers past
+            the end of the row are zeros.
+        values_ref, scale_ref: Outputs with the shapes of `quantized_shapes`.
+        static_scales: A list with the reference of the static scales, whose largest number is the
+            scale of all rows; empty to compute the scales from the row.
+        grouped: Whether each group of 128 numbers has a scale; otherwise the row has one.
     """
     size, row = values_ref.shape[1], pl.program_id(0)
     if static_scales:
         scales = [_load_max(static_scales[0])] * len(values)
     else:
         if grouped:
-            own = [jnp.max(jnp.abs(it).reshape(-1, FP8_GROUP_SIZE), axis=1) for it in values]
+            maxima = [jnp.max(jnp.abs(tile).reshape(-1, FP8_GROUP_SIZE), axis=1) for tile in values]
         else:
-            largest = functools.reduce(jnp.maximum, [jnp.abs(it) for it in values])
-            own = [jnp.max(largest)] * len(values)
-        scales = [jnp.maximum(it, jnp.float32(FP8_MIN_ABSMAX)) / jnp.float32(FP8_MAX) for it in own]
-    for index, (it, scale) in enumerate(zip(values, scales, strict=True)):
-        columns = jnp.arange(it.size, dtype=jnp.int32) + index * it.size
+            largest = functools.reduce(jnp.maximum, [jnp.abs(tile) for tile in values])
+            maxima = [jnp.max(largest)] * len(values)
+        scales = [
+            jnp.maximum(maximum, jnp.float32(FP8_MIN_ABSMAX)) / jnp.float32(FP8_MAX)
+            for maximum in maxima
+        ]
+    for index, (tile, scale) in enumerate(zip(values, scales, strict=True)):
+        columns = jnp.arange(tile.size, dtype=jnp.int32) + index * tile.size
         element_scale = scale
         if grouped:
-            shape = it.size // FP8_GROUP_SIZE, FP8_GROUP_SIZE
-            element_scale = jnp.broadcast_to(scale[:, None], shape).reshape(it.shape)
+            shape = tile.size // FP8_GROUP_SIZE, FP8_GROUP_SIZE
+            element_scale = jnp.broadcast_to(scale[:, None], shape).reshape(tile.shape)
             groups = jnp.arange(shape[0], dtype=jnp.int32) + index * shape[0]
             target = scale_ref.at[groups, jnp.full_like(groups, row)]
-            mask = groups < scale_ref.shape[0] if size % it.size else None
+            mask = groups < scale_ref.shape[0] if size % tile.size else None
             plgpu.store(target, scale, mask=mask)
-        most, least = jnp.float32(FP8_MAX), jnp.float32(-FP8_MAX)
-        scaled = it / element_scale
-        scaled = jnp.where(scaled > most, most, jnp.where(scaled < least, least, scaled))
+        upper, lower = jnp.float32(FP8_MAX), jnp.float32(-FP8_MAX)
+        scaled = tile / element_scale
+        scaled = jnp.where(scaled > upper, upper, jnp.where(scaled < lower, lower, scaled))
         target = values_ref.at[jnp.full_like(columns, row), columns]
-        mask = columns < size if size % it.size else None
+        mask = columns < size if size % tile.size else None
         plgpu.store(target, scaled.astype(FP8), mask=mask)
     if not grouped:
         plgpu.store(scale_ref.at[row], scales[0])
 
 
 def _load_max(ref):
-    """Of a few positive numbers."""
+    """Load the positive numbers of a short array and return the largest."""
     index = jnp.arange(pl.next_power_of_2(ref.shape[0]), dtype=jnp.int32)
     return jnp.max(plgpu.load(ref.at[index], mask=index < ref.shape[0], other=0))

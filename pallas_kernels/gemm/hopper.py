@@ -1,23 +1,28 @@
-"""GEMMs in Pallas Mosaic GPU, for Hopper (compute capability 9.0): of few rows by a weight, and
-gated ones, with their activation, of few rows and of many.
+"""GEMMs in Pallas Mosaic GPU for Hopper: few rows (split-K or gated), and many rows (gated).
 
-A program is a loader warpgroup and consumer warpgroups. The loader copies tiles of x and of the
-weight, 64 of the depth at a time, by the bulk copy engine into a ring of pipeline stages in shared
-memory; the consumers sum in float32:
+A program consists of a loader warpgroup and consumer warpgroups. The loader copies tiles of x and
+of the weight into a ring of pipeline stages in shared memory. A stage covers 64 of the depth. The
+consumers accumulate in float32:
 
-    few rows    grid (split of the depth, tile of rows, 64 or 128 columns); one or two consumers of
-                64 columns each: sums += (x tile . weight tile) transposed, since the tensor core
-                multiplies 64 rows at least: those are the weight's columns, so x can have 8. The
-                sums are transposed on the way out through shared memory.
-    many rows   as many programs as the GPU has SMs take tiles of 128 rows by 128 columns in turn,
-                neighbours at the same time, so that what they read is mostly in the L2; two
-                consumers of 64 rows each. Columns go out 64 at a time through shared memory, while
-                the loader is busy with the next tile.
+    few rows    grid (split of the depth, tile of rows, tile of 64 or 128 columns)
+                one or two consumers, each computing 64 columns:
+                    for stage in depth: sums += (x tile @ weight tile).T
+                    out tile = sums.T, stored through shared memory
+    many rows   grid (program,), one program per SM, each taking tiles of 128 rows x 128 columns
+                two consumers, each computing 64 rows:
+                    for tile in tiles of the program:
+                        for stage in depth: sums += x tile @ weight tile
+                        out tile = activation(sums), stored through shared memory
 
-Of a gated GEMM a consumer has the same columns of both factors, gate and up, each with sums of its
-own, and the activation follows in registers: half as much is written as of a GEMM by both weights,
-and the activation reads nothing. Few rows make few tiles, at most one program an SM, and what
-counts is how much is on its way at once (tuning.py): enough for the memory, and no more than that.
+With few rows the product is transposed, because the tensor core multiplies at least 64 rows: the
+weight's columns take the place of the rows, so x may have only 8 rows. With many rows, concurrent
+programs take neighbouring tiles, so that most reads hit the L2 cache. The loader fetches the next
+tile while the consumers store the current one.
+
+In a gated GEMM, a consumer accumulates the same columns of both factors, gate and up, and applies
+the activation in registers. This writes half as much as a GEMM by both factors, and the activation
+reads no memory. With few rows, each SM has at most one program, and the number of bytes in flight
+decides the speed. `tuning.py` chooses that number.
 """
 
 import functools
@@ -33,33 +38,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 
-TILE = 64  # the widest swizzle: depth of a stage, columns written at once; columns of a consumer
-# of few rows. The others are of many rows:
-CONSUMER_ROWS = 64  # of a consumer
+# Depth of a stage, columns per store, and columns per consumer of the few-rows kernel. 64 2-byte
+# numbers fill the widest swizzle, 128 bytes.
+TILE = 64
+# Constants of the many-rows kernel.
+CONSUMER_ROWS = 64  # rows per consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
-TILE_COLUMNS = 128  # of a tile, of each factor
-SNAKE_TILE_WIDTH = 8  # rows of tiles taken column by column
+TILE_COLUMNS = 128  # columns per tile and factor
+SNAKE_TILE_WIDTH = 8  # rows of tiles that programs traverse column by column
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):
-    """See the public entry of the same name; `config` says how many splits."""
+    """Run the public op `split_k_gemm` in Mosaic GPU, with `config.num_splits` partials."""
     return _few_rows_gemm(x, weight, gated=False, config=config)
 
 
 def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
-    """See the public entry `gated_gemm`; not split."""
+    """Run the public op `gated_gemm` in Mosaic GPU for few rows; the depth is not split."""
     return _few_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
 
 
 def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
-    """See the public entry `gated_gemm`; rows in tiles of 128."""
+    """Run the public op `gated_gemm` in Mosaic GPU for many rows, a multiple of 128."""
     return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), config=config)
 
 
+# The jit makes layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "config"))
 def _few_rows_gemm(x, weight, *, gated, config):
-    """In a jit of its own, so that a step's layers have it traced and lowered once."""
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
     width = weight.shape[1] // num_factors
     out_dtype = x.dtype if config.num_splits == 1 else jnp.float32
@@ -132,7 +139,7 @@ def _few_rows_kernel(
         add_all = functools.partial(accumulate_steps, num_steps, stage_index, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
-        if up:  # silu(gate) * up, the gate finite
+        if up:  # silu(gate) * up, for a finite gate
             result *= up[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
@@ -142,9 +149,9 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
+# The jit makes layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames="config")
 def _many_rows_gemm(x, weight, *, config):
-    """In a jit of its own, so that a step's layers have it traced and lowered once."""
     num_stages, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
     check_whole_tiles(
         (rows, depth, width), (NUM_CONSUMERS * CONSUMER_ROWS, TILE, TILE_COLUMNS), num_stages, True
@@ -183,7 +190,7 @@ def _many_rows_kernel(
     num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
 
     def tile_origin(round_index):
-        """Its first row and its first column."""
+        """Return the first row and the first column of the tile of round `round_index`."""
         row, column = plgpu.planar_snake(
             program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH
         )
@@ -238,11 +245,11 @@ def _many_rows_kernel(
             accumulator = plgpu.ACC((CONSUMER_ROWS, TILE_COLUMNS), jnp.float32)
             add_own = functools.partial(add_all, round_index)
             gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
-            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, the gate finite
+            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, for a finite gate
             activated = activated.astype(out_ref.dtype)
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
             for chunk in range(TILE_COLUMNS // TILE):
                 own_out = out_smem.at[warp_group, chunk]
                 own_out[...] = activated[:, chunk * TILE : (chunk + 1) * TILE]
@@ -255,7 +262,22 @@ def _many_rows_kernel(
 
 
 def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
-    """The values of accumulators after all steps of the depth; the last step's stage stays full."""
+    """Accumulate the products of all steps of the depth on the tensor core.
+
+    Each step waits for its stage and releases the stage of the previous step. The caller releases
+    the last stage if the loader reuses it.
+
+    Args:
+        num_steps: Number of steps.
+        stage_index: Function from a step to the index of its stage.
+        operands: Function from a stage to the pair of tiles to multiply for each accumulator.
+        full: Barriers on which the loader arrives when a stage is filled.
+        empty: Barriers on which the consumers arrive when a stage is read.
+        sums: References of the accumulators, which hold the initial values.
+
+    Returns:
+        The final values of the accumulators.
+    """
     num_stages = full.shape[0]
 
     def add(step, _):
@@ -263,7 +285,7 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
         plgpu.barrier_wait(full.at[stage])
         for own_sums, factors in zip(sums, operands(stage), strict=True):
             plgpu.wgmma(own_sums, *factors)
-        plgpu.wgmma_wait(len(sums))  # the step before is done
+        plgpu.wgmma_wait(len(sums))  # the products of the previous step are done
         previous = stage_index(step + (num_stages - 1))
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
@@ -272,12 +294,21 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
 
 
 def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
-    """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
-    of them: it is free once the next one's GEMM is begun."""
+    """Raise ValueError unless the sizes are whole tiles and reused stages number at least two.
+
+    A consumer releases a stage only after the product of the next stage has started, so a single
+    reused stage would deadlock.
+
+    Args:
+        sizes: The number of rows, the depth and the width of the GEMM.
+        tile: The sizes of a tile along the same axes.
+        num_stages: The number of pipeline stages.
+        reuses_stages: Whether the loader fills a stage more than once.
+    """
     if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
         raise ValueError(
             f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
-            "public entry, which chooses a kernel that fits"
+            "public op, which chooses a kernel that fits"
         )
     if num_stages < 2 and reuses_stages:
-        raise ValueError(f"num_stages is {num_stages}; it must be at least 2")
+        raise ValueError(f"num_stages is {num_stages}: pass at least 2")

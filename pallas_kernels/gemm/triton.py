@@ -1,11 +1,11 @@
 """SiLU(gate) * up in Pallas Triton.
 
-Grid (row, tile of columns); one program:
+Grid (row, tile of columns). One program computes:
 
-    out[row, columns] = gate / (1 + 2 ** (-gate * log2(e))) * up, float32, rounded
+    out[row, columns] = gate / (1 + 2 ** (-gate * log2(e))) * up, in float32, rounded
 
-An exponential of base e that is good for subnormal results would take most of the instructions,
-and the 1 that is added to it swallows what it is good for.
+The kernel uses exp2, since an exp that is exact for subnormal results would take most of the
+instructions. Adding 1 to the power hides the difference.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.gemm.tuning import GatedSiluConfig
 
 
 def gated_silu(gate_up, *, config: GatedSiluConfig, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `gated_silu` in Pallas Triton."""
     rows, _, size = gate_up.shape
     return pl.pallas_call(
         functools.partial(_kernel, tile=config.tile),
@@ -43,7 +43,7 @@ def _kernel(gate_up_ref, out_ref, *, tile):
         values = plgpu.load(ref, mask=inside, other=None if inside is None else 0)
         return values.astype(jnp.float32)
 
-    up, gate = load(1), load(0)  # what is needed first comes last: both are on their way by then
+    up, gate = load(1), load(0)  # gate is needed first; loaded last, it finds both in flight
     power = jnp.exp2(gate * jnp.float32(-math.log2(math.e)))
     activated = gate / (jnp.float32(1) + power) * up
     plgpu.store(out_ref.at[row, columns], activated.astype(out_ref.dtype), mask=inside)

@@ -1,7 +1,7 @@
-"""Which GEMM runs where, in how many splits, and with which launch parameters.
+"""Choice of the GEMM implementation, the number of splits and the launch parameters.
 
-They see static facts only. None means that what runs on every GPU is the faster one there, or the
-only one. Times on an H200: docs/kernels/gemm.md.
+The functions depend only on shapes, dtypes and the device. A function that returns a config returns
+None if the specialized kernel cannot run or is not the fastest. docs/kernels/gemm.md lists times.
 """
 
 import dataclasses
@@ -10,33 +10,33 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-MAX_SPLIT_ROWS = 256  # above, a GEMM has tiles enough, and its partials cost more than they save
+# With more rows, a GEMM has enough tiles, and partials cost more than they save.
+MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
-MIN_UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
+MIN_UNSPLIT_WIDTH = 132 * 128  # gives each of the 132 SMs of a large GPU a tile of 128 columns
 
-# Of the weight, under way to a consumer warpgroup where no SM is idle, before it is rounded to
-# whole stages: with half as much more or a quarter less a GEMM takes 2 to 7 % longer.
+# Number of bytes of the weight in flight per consumer warpgroup if every SM has a program, before
+# rounding to whole stages. 50 % more or 25 % less makes a GEMM 2 to 7 % slower.
 PREFETCHED_WEIGHT_BYTES = 60 * 1024
 
-SCALE_COPY_ALIGNMENT = (
-    4  # a copy of one row of scales begins at a multiple of 16 bytes, and ends at one
-)
+# A copy of float32 scales begins and ends at a multiple of this number of scales (16 bytes).
+SCALE_COPY_ALIGNMENT = 4
 
-# Share of the SMs' time until the last tile is done that they spend on tiles of many rows. XLA,
-# which has a choice of tiles, is the faster one with 0.73, and the slower one with 0.85.
+# Minimum fraction of the SMs' time that tiles of the many-rows kernels keep busy. XLA chooses among
+# more tile sizes: it was faster where this fraction was 0.73, and slower where it was 0.85.
 MIN_SM_UTILIZATION = 0.8
 
 
 class GemmProblem(NamedTuple):
-    """A GEMM of `num_tokens` rows by a weight [depth, width], or by two of them (gate and up).
+    """The shapes and the device of a GEMM by a weight [depth, width], or by two (gate and up).
 
     Attributes:
-        num_tokens: Rows.
-        depth, width: Of the weight, or of each of two.
-        itemsize: Bytes of an element.
-        num_factors: 2 for a gated GEMM, which is never split.
-        num_cores: SMs of the GPU; None where it is not known.
-        device_kind: The GPU's name.
+        num_tokens: Number of rows of x.
+        depth, width: Shape of the weight, or of each of the two weights.
+        itemsize: Number of bytes per element of x.
+        num_factors: Number of weights: 1, or 2 for a gated GEMM, which is never split.
+        num_cores: Number of SMs of the GPU; None if unknown.
+        device_kind: Name of the GPU.
     """
 
     num_tokens: int
@@ -50,7 +50,12 @@ class GemmProblem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GatedSiluConfig:
-    """Of triton.py: columns a program, warps."""
+    """Launch parameters of triton.py.
+
+    Attributes:
+        tile: Number of columns per program.
+        num_warps: Number of warps per program.
+    """
 
     tile: int
     num_warps: int
@@ -58,9 +63,15 @@ class GatedSiluConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsConfig:
-    """Of hopper.py's and fp8_hopper.py's GEMM of few rows: splits of the depth, rows a program, its
-    consumer warpgroups (64 columns each), pipeline stages (two at least), and of a stage groups of
-    128 bytes of the depth (hopper.py: always one)."""
+    """Launch parameters of the few-rows kernels of hopper.py and fp8_hopper.py.
+
+    Attributes:
+        num_splits: Number of programs that share the depth.
+        tile_rows: Number of rows per program.
+        num_consumers: Number of consumer warpgroups per program, each for 64 columns.
+        num_stages: Number of pipeline stages, at least 2.
+        num_groups: Number of groups of 128 bytes of the depth per stage; always 1 in hopper.py.
+    """
 
     num_splits: int
     tile_rows: int
@@ -71,8 +82,12 @@ class FewRowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ManyRowsConfig:
-    """Of hopper.py's gated GEMM of many rows: pipeline stages (two at least), programs (one an
-    SM)."""
+    """Launch parameters of the many-rows kernel of hopper.py.
+
+    Attributes:
+        num_stages: Number of pipeline stages, at least 2.
+        num_programs: Number of programs, one per SM.
+    """
 
     num_stages: int
     num_programs: int
@@ -80,8 +95,13 @@ class ManyRowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ManyFP8RowsConfig:
-    """Of fp8_hopper.py's GEMM of many rows: pipeline stages (two at least), programs (one an SM),
-    blocks of 128 columns a tile (gated: always two)."""
+    """Launch parameters of the many-rows kernel of fp8_hopper.py.
+
+    Attributes:
+        num_stages: Number of pipeline stages, at least 2.
+        num_programs: Number of programs, one per SM.
+        num_factors: Number of blocks of 128 columns per tile; always 2 in a gated GEMM.
+    """
 
     num_stages: int
     num_programs: int
@@ -89,11 +109,16 @@ class ManyFP8RowsConfig:
 
 
 def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
-    """For rows of `size` gates; None where XLA's own kernel is the better one.
+    """Return the launch parameters of the Triton activation, or None if XLA's kernel is faster.
 
-    XLA splits a narrow GEMM of few rows, and sums its partials where it computes the activation;
-    before another kernel it would do so in one more. Else threads of eight elements keep the memory
-    busy, and twice the threads of four are sooner done where there are few.
+    If the GEMM before is narrow and has few rows, XLA splits it. XLA's activation then sums the
+    partials in the same kernel; a Triton activation would need another kernel for the sum.
+    Otherwise eight elements per thread keep the memory busy. For small inputs, four elements per
+    thread on twice as many threads finish earlier.
+
+    Args:
+        num_tokens: Number of rows.
+        size: Number of gate columns per row.
     """
     if 2 * size < MIN_UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
         return None
@@ -101,11 +126,11 @@ def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
 
 
 def num_splits(gemm: GemmProblem) -> int:
-    """Splits of the depth of XLA's GEMM.
+    """Return the number of splits of the depth of XLA's GEMM.
 
-    A narrow weight gives too few tiles to keep the memory busy unless its depth is split as well.
-    The numbers are the fastest in whole decode steps on an H200.
-    Float32 is not split: what is computed in it is meant to be reproducible.
+    With a narrow weight, too few tiles keep the memory busy unless the depth is split. The numbers
+    were the fastest in whole decode steps on an H200. A float32 GEMM is never split, so that its
+    results are reproducible.
     """
     num_tokens, depth, width = gemm[:3]
     if num_tokens > MAX_SPLIT_ROWS or gemm.itemsize > 2 or width > 8192:
@@ -126,8 +151,8 @@ def num_splits(gemm: GemmProblem) -> int:
 
 
 def few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
-    """Where hopper.py's GEMM of few rows runs; None where XLA's does."""
-    # By a large weight XLA's GEMMs of more than 128 rows are as fast or faster in a step.
+    """Return the launch parameters of hopper.py's few-rows kernel, or None to use XLA's GEMM."""
+    # With a large weight and more than 128 rows, XLA's GEMM is at least as fast in a whole step.
     large = gemm.depth * gemm.width * gemm.num_factors > 1 << 23
     if gemm.itemsize != 2 or gemm.num_tokens > (128 if large else MAX_SPLIT_ROWS):
         return None
@@ -135,8 +160,10 @@ def few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
 
 
 def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
-    """Where hopper.py's gated GEMM of many rows runs, of those that `few_rows_config` leaves; None
-    where XLA's GEMM and an activation do."""
+    """Return the launch parameters of hopper.py's gated many-rows kernel, or None.
+
+    None means that XLA's GEMM and a separate activation run. Callers try `few_rows_config` first.
+    """
     num_tokens, depth, width, itemsize, _, num_cores, device_kind = gemm
     whole = num_tokens % 128 == 0 and depth % 64 == 0 and width % 128 == 0
     if not (is_hopper(device_kind) and num_cores and itemsize == 2 and whole and depth):
@@ -148,9 +175,12 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 
 
 def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | None:
-    """Where fp8_hopper.py's GEMM of few rows runs: as hopper.py's. Not for more programs than the
-    GPU has SMs, unless scales are of blocks, for which XLA has no products: it widens the weight
-    first."""
+    """Return the launch parameters of fp8_hopper.py's few-rows kernel, or None to use XLA.
+
+    Usually the kernel runs only if each SM gets at most one program. With `grouped` (block scales),
+    more programs are allowed if the number of rows is not a multiple of 128, because XLA would have
+    to convert the weight to a wider dtype first.
+    """
     if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
     return _choose_few_rows_config(
@@ -159,10 +189,16 @@ def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | 
 
 
 def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
-    """Scales of blocks in shared memory: of a stage's rows [groups, rows]; and all that a program
-    has of the weight's, [factors, blocks, parts, groups]. Both are filled in copies of whole 128
-    bytes, of 256 numbers a side at most, so there are more groups than needed; some of those before
-    a split's, where it does not begin at a multiple of `SCALE_COPY_ALIGNMENT`."""
+    """Return the shapes of the scales in shared memory of the block-scaled few-rows kernel.
+
+    A copy has a multiple of 128 bytes, and at most 256 numbers per axis. The arrays may therefore
+    hold more groups than the program needs. Some of the extra groups precede the split if the split
+    does not begin at a multiple of `SCALE_COPY_ALIGNMENT`.
+
+    Returns:
+        The shape [groups, rows] of the row scales of one stage, and the shape
+        [factors, blocks, parts, groups] of all weight scales of a program.
+    """
     unit, split_groups = 32 // math.gcd(32, config.tile_rows), depth // (config.num_splits * 128)
     before = (
         SCALE_COPY_ALIGNMENT - 1
@@ -176,12 +212,14 @@ def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
 
 
 def many_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> ManyFP8RowsConfig | None:
-    """Where fp8_hopper.py's GEMM of many rows runs, of those that `few_fp8_rows_config` leaves.
+    """Return the launch parameters of fp8_hopper.py's many-rows kernel, or None to use XLA.
 
-    XLA has no products with scales of blocks, so there it runs wherever it can. Else where its
-    tiles keep the SMs busy; XLA's products are followed by a kernel that multiplies by the scales.
-    Tiles are one or two blocks of columns wide: two take 1.85 times as long as one (an estimate;
-    of 8,192 rows one reached 1,212, two 1,321 TFLOP/s), and may leave SMs without one.
+    Callers try `few_fp8_rows_config` first. With `grouped` (block scales), the kernel runs for all
+    supported shapes, since XLA has no block-scaled product. Otherwise the kernel runs if its tiles
+    keep the SMs busy.
+
+    A tile is one or two blocks of 128 columns wide. A wide tile takes an estimated 1.85 times as
+    long as a narrow tile, but wide tiles may leave some SMs without work.
     """
     num_tokens, depth, width, _, num_factors, num_cores, device_kind = gemm
     whole = num_tokens % 128 == 0 and depth % 128 == 0 and width % 128 == 0
@@ -204,21 +242,24 @@ def _choose_few_rows_config(
     may_exceed_cores: bool = False,
     grouped: bool = False,
 ) -> FewRowsConfig | None:
-    """The launch of a GEMM of few rows, with stages of 128 bytes of the depth.
+    """Return the launch parameters of a few-rows kernel, or None if the kernel cannot run.
+
+    A stage covers one or two groups of 128 bytes of the depth.
 
     Args:
-        gemm: Of what its kernel takes.
-        cuts_rows: Cut the rows in two also where SMs would have nothing to do: before the depth is,
-            for that leaves fewer partials to write and to sum.
-        may_wait: Take more programs than there are SMs.
-        grouped: Scales of blocks are in shared memory as well.
+        gemm: Shapes and device of the GEMM.
+        may_split_rows: Whether to split more than 64 rows into two tiles if SMs would be idle.
+            Splitting rows before the depth leaves fewer partials to write and to sum.
+        may_exceed_cores: Whether there may be more programs than SMs.
+        grouped: Whether shared memory also holds block scales.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
         return None
     idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
-    row_tiles = 2 if num_tokens > 128 or idle else 1  # of up to 128 rows
-    # Each program reads all of its rows, and without an SM of its own it waits for one.
+    row_tiles = 2 if num_tokens > 128 or idle else 1  # a tile has at most 128 rows
+    # A program that exceeds the number of SMs waits for a free SM. Two consumers per program halve
+    # the number of programs.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
     is_whole = depth % (128 // itemsize) == 0 and width % (64 * num_consumers) == 0
     if num_tokens % (8 * row_tiles) or not is_whole:
@@ -229,13 +270,12 @@ def _choose_few_rows_config(
         return None
     splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
-    cores_per_tile = max(
-        1, num_cores / (splits * column_tiles)
-    )  # of the weight; row tiles share it
-    # With scales of blocks, two groups a stage: qkv's product by 64 rows takes 10.3 us for 12.1.
+    # SMs per tile of the weight. Row tiles read the same tile of the weight, so do not count them.
+    cores_per_tile = max(1, num_cores / (splits * column_tiles))
+    # With block scales, stages of two groups are faster than stages of one.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
     num_groups = 1 + is_paired
-    # As many stages as there is room for, and no more of the weight under way than is good.
+    # Use as many stages as fit in shared memory, up to the best number of weight bytes in flight.
     stage_weight = num_groups * num_consumers * num_factors * 64 * 128
     stage_x = num_groups * tile_rows * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
@@ -253,7 +293,10 @@ def _choose_few_rows_config(
 
 
 def _splits_by_cores(programs, depth, num_cores):
-    """Each SM has one program at most: a second one would have to wait."""
+    """Return the largest power of two of splits that needs at most one program per SM.
+
+    A second program on an SM would have to wait. The depth of a split is a multiple of `MIN_SPLIT_DEPTH`.
+    """
     splits = 1
     while 2 * splits * programs <= num_cores and depth % (2 * splits * MIN_SPLIT_DEPTH) == 0:
         splits *= 2

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 def sum_partials(
     partials: Float[Array, "partials *axes"], dtype: DTypeLike
 ) -> Float[Array, "*axes"]:
-    """The sum of split-K partials, added in float32."""
+    """Return the sum of split-K partials in dtype `dtype`, added in float32."""
     one = partials.shape[0] == 1
     total = partials[0] if one else jnp.sum(partials.astype(jnp.float32), axis=0)
     return total.astype(dtype)
@@ -22,10 +22,10 @@ def einsum(
     weight: Float[Array, "..."],
     out: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """An einsum of activations and weights of one dtype, accumulated in float32; in `out` or x's
-    dtype.
+    """Return an einsum of activations and weights of one dtype, accumulated in float32.
 
-    float32 models keep full precision where a GPU would round the factors to TF32.
+    The result has dtype `out`, by default x's dtype. float32 factors use full precision, since a
+    GPU would round the factors to TF32 by default.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = x.dtype if out is None else out
@@ -33,7 +33,7 @@ def einsum(
 
 
 def split_k_gemm(x, weight, num_splits):
-    """See the public entry of the same name."""
+    """Return x @ weight as `num_splits` split-K partials, computed in plain XLA."""
     if num_splits == 1:
         return einsum("tc,cd->td", x, weight)[None]
     x = x.reshape(x.shape[0], num_splits, -1)
@@ -42,11 +42,11 @@ def split_k_gemm(x, weight, num_splits):
 
 
 def gate_up(x, weight):
-    """Rows [T, 2, F] of a GEMM by weight [D, 2, F]."""
+    """Return the gate and up projections [T, 2, F] of rows [T, D] by a weight [D, 2, F]."""
     return einsum("td,dcf->tcf", x, weight)
 
 
 def gated_silu(gate_up):
-    """See the public entry of the same name."""
+    """Run the public op `gated_silu` in plain XLA."""
     gate = jax.nn.silu(gate_up[:, 0].astype(jnp.float32))
     return (gate * gate_up[:, 1].astype(jnp.float32)).astype(gate_up.dtype)

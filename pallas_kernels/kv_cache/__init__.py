@@ -1,7 +1,7 @@
-"""What goes into the KV pool: new keys and values, with or without norm and rotation, and copies
-of blocks.
+"""Ops that write the KV pool: store keys and values, rotate and store, copy blocks.
 
-Pools are updated in place when the caller's jit donates them.
+The public ops check their arguments, then run xla.py or triton.py, depending on the backend. Pools
+are updated in place if the caller's jit donates them.
 """
 
 import jax.numpy as jnp
@@ -23,16 +23,24 @@ def write_kv(
     backend: Backend,
     scales: KVScales | None = None,
 ) -> LayerKV:
-    """Store new tokens' keys and values, token t in slot `slot_mapping[t]` = block * S + offset.
+    """Store the keys and values of new tokens in the pool.
 
-    Padding tokens go to the null block (slots 0 to S - 1); a slot outside the pool is dropped. Two
-    tokens may share a slot in the null block only. A pool in FP8 stores what `KVScales` tells,
-    with `scales` of one if none are given. Returns the pool, updated in place if donated.
+    Args:
+        kv: One layer's pool [P, S, K, H].
+        k, v: Keys and values of the new tokens, in the pool's dtype. Over an FP8 pool their dtype
+            is bfloat16, float16 or float32.
+        slot_mapping: Slot of each token: block id * S + offset. Padding tokens use a slot of the
+            null block (0 to S - 1). A token with a slot outside the pool is not stored. Two tokens
+            may share a slot only in the null block.
+        backend: The implementation to run.
+        scales: Scales of an FP8 pool: keys and values are divided by them. None: 1.
+
+    Returns:
+        The pool, updated in place if donated.
 
     Raises:
-        ValueError: shapes that do not fit the pool, or scales for a pool that has none.
-        TypeError: k or v not of the pool's dtype; for a pool in FP8 not bfloat16, float16 or
-            float32.
+        ValueError: Shapes do not fit the pool, or scales are given for a pool that is not in FP8.
+        TypeError: The dtype of k or v is not supported or differs from the pool's.
     """
     check_write(kv, k, v, slot_mapping)
     scales, backend = checks.resolve_pool_scales(kv, scales), Backend(backend)
@@ -52,30 +60,31 @@ def rope_write_kv(
     dtype: DTypeLike | None = None,
     scales: KVScales | None = None,
 ) -> tuple[Float[Array, "T N H"], LayerKV]:
-    """Normalize and rotate new tokens' queries and keys; store keys and values as `write_kv` does.
+    """Normalize and rotate the queries and keys of new tokens, and store keys and values.
 
-    Norm and rotation compute in float32 and each rounds to `dtype`; what is stored is then cast to
-    the pool's, or scaled. Rotary embedding: Su et al. 2021, arXiv:2104.09864, in the halves layout.
+    Norm and rotation compute in float32, and each rounds its result to `dtype`. Keys and values are
+    then cast to the pool's dtype, or divided by the scales of an FP8 pool. Rotary embedding: Su et
+    al. 2021, arXiv:2104.09864; channels i and i + H / 2 form a pair.
 
     Args:
-        qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
-            are summed and rounded first (see `split_k_gemm`).
-        kv: one layer's pool [P, S, K, H]; updated in place if donated.
-        slot_mapping: as of `write_kv`.
-        angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where
-            nothing is rotated.
-        backend: which implementation runs.
-        norms: RMSNorm of the query and key heads before the rotation; `dtype` or float32.
-        dtype: of the queries; qkv's if None.
-        scales: as of `write_kv`.
+        qkv: Fused projection of each token as split-K partials (see `split_k_gemm`): N query heads,
+            K key heads, K value heads. The op first sums and rounds the partials.
+        kv: One layer's pool [P, S, K, H], updated in place if donated.
+        slot_mapping: Slot of each token; see `write_kv`.
+        angles: Cosines and sines of the rotation of each token and pair of channels. None: do not
+            rotate.
+        backend: The implementation to run.
+        norms: RMSNorm of query and key heads, applied before the rotation. The weights are float32
+            or of `dtype`.
+        dtype: Dtype of the queries. None: the dtype of qkv.
+        scales: Scales of an FP8 pool; see `write_kv`.
 
     Returns:
-        The queries, and the pool.
+        The queries and the updated pool.
 
     Raises:
-        ValueError: shapes that do not fit the pool or each other, or scales for a pool that has
-            none.
-        TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
+        ValueError: Shapes do not fit each other, or scales are given for a pool that is not in FP8.
+        TypeError: A dtype is not bfloat16, float16 or float32, or angles are not float32.
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype)
@@ -96,15 +105,17 @@ def copy_blocks(
     *,
     backend: Backend,
 ) -> tuple[LayerKV, ...]:
-    """Copy block src[i] over block dst[i], in every layer, keys and values, for all pairs at once.
+    """Copy block src[i] to block dst[i] for each i, in the keys and values of every layer.
 
-    Pairs are unordered: no block may be both a source and a destination, or a destination twice;
-    padding pairs are (0, 0), and ids must lie in the pool (no back end checks values). Returns the
-    pool, updated in place if donated.
+    Copies run in any order. Therefore no block may be both a source and a destination, or be a
+    destination twice. Padding pairs are (0, 0). No backend checks that block ids lie in the pool.
+
+    Returns:
+        The pool, updated in place if donated.
 
     Raises:
-        ValueError: no layers, layers of different shapes, src and dst of different lengths.
-        TypeError: layers of different dtypes.
+        ValueError: The pool has no layers, layers differ in shape, or src and dst in length.
+        TypeError: Layers differ in dtype.
     """
     check_copy(pool, src, dst)
     backend = Backend(backend)
@@ -120,7 +131,7 @@ def _launch_options(op, kv, backend):
 
 
 def check_write(kv, k, v, slot_mapping):
-    """New keys and values fit the pool's rows."""
+    """Check that new keys, values and their slots fit the pool."""
     pool = checks.check_pool(kv)
     sizes = {"K": pool["K"], "H": pool["H"]}
     sizes |= checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32)
@@ -130,35 +141,39 @@ def check_write(kv, k, v, slot_mapping):
 
 
 def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
-    """What `check_rope` demands, and a slot for each token."""
+    """Check the arguments of `rope_write_kv`, including that each token has one slot."""
     check_rope(qkv, kv, angles, norms, dtype)
     checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32, T=qkv.shape[1])
 
 
 def check_rope(qkv, kv, angles, norms, dtype):
-    """Fused projections hold the pool's heads and at least one query head for each; angles and
-    norms fit them."""
+    """Check that the fused projection fits the pool, and that angles and norms fit both.
+
+    The projection must hold the pool's K key and K value heads, and a multiple of K query heads.
+    """
     pool = checks.check_pool(kv)
     num_kv_heads, head_size = pool["K"], pool["H"]
     checks.check_partials("qkv", qkv, "[partials, T, N + 2K, H]", dtype)
     num_tokens, num_heads = qkv.shape[1], qkv.shape[2] - 2 * num_kv_heads
     if head_size % 2:
         raise ValueError(
-            f"head size {head_size} (kv.k.shape[3]) must be even: channels are rotated in pairs"
+            f"head size {head_size} (kv.k.shape[3]) must be even, because rotary embedding rotates "
+            "pairs of channels"
         )
     if kv.is_scaled and head_size % 4:
         raise ValueError(
-            f"head size {head_size} (2 * kv.k.shape[3]) must be a multiple of 4: channels are "
-            "rotated by halves, and either half is stored in pairs of FP8"
+            f"head size {head_size} (2 * kv.k.shape[3]) must be a multiple of 4: rotation splits a "
+            "head into two halves, and each half is stored in pairs of FP8 numbers"
         )
     if qkv.shape[3] != head_size:
         raise ValueError(
-            f"qkv has head size {qkv.shape[3]} and the pool {head_size}; they must be equal"
+            f"qkv has head size {qkv.shape[3]} and the pool {head_size}: pass arrays with the same "
+            "head size"
         )
     if num_heads <= 0 or num_heads % num_kv_heads:
         raise ValueError(
-            f"qkv has {qkv.shape[2]} heads; with the pool's {num_kv_heads} KV heads it must have "
-            "twice as many and a multiple of them for the queries"
+            f"qkv has {qkv.shape[2]} heads for a pool with K = {num_kv_heads} KV heads: qkv must "
+            "have K key heads, K value heads, and a multiple of K query heads"
         )
     for name, angle in zip(("angles[0]", "angles[1]"), angles or (), strict=angles is not None):
         sizes = {"T": num_tokens, "H / 2": head_size // 2}
@@ -170,9 +185,9 @@ def check_rope(qkv, kv, angles, norms, dtype):
 
 
 def check_copy(pool, src, dst):
-    """Every layer has the same pool shape, every source a destination."""
+    """Check that all layers have the same pool shape, and that src and dst have equal length."""
     if not pool:
-        raise ValueError("pool has no layers; pass one LayerKV a layer")
+        raise ValueError("pool has no layers: pass one LayerKV per layer")
     checks.check_pool(pool[0], "pool[0]")
     sizes = dict(zip("PSKH", pool[0].k.shape, strict=True))
     for index, layer in enumerate(pool[1:], 1):

@@ -1,25 +1,27 @@
-"""Writes and copies in the KV pool in Pallas Triton, each in one launch. The pools are aliased to
-the outputs, so nothing else moves.
+"""Writes and copies in the KV pool in Pallas Triton, one launch per op.
 
-write_kv        grid (token, chunk of columns); a slot is one row of K * H elements:
+The pools are aliased to the outputs, so that the kernels update them in place.
+
+write_kv        Grid (token, chunk of columns); a slot is one row of K * H elements:
                     slot = slot_mapping[token]
                     pool_k[slot, chunk], pool_v[slot, chunk] = k[token, chunk], v[token, chunk]
-rope_write_kv   grid (tile of tokens, tile of heads); heads of a tile are all queries, all keys or
-                all values. One program, for its heads of its tokens:
-                    first, second = both halves of their rows of qkv, its partials summed, rounded
-                    q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated
-                          (likewise): first * cos - second * sin, second * cos + first * sin
+rope_write_kv   Grid (tile of tokens, tile of heads). The heads of a tile are all query heads, all
+                key heads, or all value heads. One program, for its tokens and heads:
+                    first, second = halves of the rows of qkv; partials are summed and rounded
+                    for q and k: multiply by 1 / rms(head) and the norm's weight if the model has
+                        head norms, round, then rotate if the model does:
+                        first * cos - second * sin, second * cos + first * sin
                     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
-                Into a scaled pool k and v go divided by their scales, rounded, in pairs
-                (`xla.to_pool_dtype`), of which either half has a whole number.
-                A head's halves are tiles of their own, since what is rotated together lies H / 2
-                apart and values in registers cannot be sliced.
-copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K and V pools of all
-                layers, each an argument of its own, and a program takes the branch of its array:
+                In an FP8 pool, k and v are divided by their scales, rounded and packed in pairs
+                (`xla.to_pool_dtype`). No pair crosses the middle of a head.
+                The halves of a head are separate tiles, because the rotation combines columns that
+                are H / 2 apart and Triton cannot slice a tile in registers.
+copy_blocks     Grid (pair, chunk of a block, array). `array` is the index of a K or V pool of any
+                layer. Each pool is a separate argument, and a program branches to its array:
                     source, target = src[pair], dst[pair]
                     if source != target:                        (0, 0) is padding
                         arrays[array][target, chunk] = arrays[array][source, chunk]
-                Pairs are independent (the public entry demands it): programs need no order.
+                The public op requires independent pairs, so programs may run in any order.
 """
 
 import dataclasses
@@ -38,7 +40,12 @@ from pallas_kernels.types import LayerKV
 
 @dataclasses.dataclass(frozen=True)
 class MoveConfig:
-    """Of a write or a copy: elements a program moves, warps."""
+    """Launch parameters of `write_kv` and `copy_blocks`.
+
+    Attributes:
+        chunk: Elements that a program moves.
+        num_warps: Warps per program.
+    """
 
     chunk: int = 2048
     num_warps: int = 4
@@ -46,25 +53,33 @@ class MoveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RopeWriteConfig:
-    """Of a write after rotation: rows (heads of tokens; a power of two) a program, warps."""
+    """Launch parameters of `rope_write_kv`.
+
+    Attributes:
+        tile_rows: Rows per program, a power of two; a row is one head of one token.
+        num_warps: Warps per program.
+    """
 
     tile_rows: int
     num_warps: int = 4
 
 
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
-    """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
+    """Return the launch parameters of `op`, "write" or "copy"."""
     return tuning.apply_tuned_config(op, head_size, itemsize, device_kind, MoveConfig())
 
 
 def rope_write_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeWriteConfig:
-    """Whole heads of 1,024 elements in all: eight a thread, a 16-byte load in bfloat16."""
+    """Return the launch parameters of `rope_write_kv`.
+
+    A tile has about 1,024 elements: eight per thread, which is one 16-byte load in bfloat16.
+    """
     config = RopeWriteConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
     return tuning.apply_tuned_config("rope_write", head_size, itemsize, device_kind, config)
 
 
 def write_kv(kv, k, v, slot_mapping, scales, *, config: MoveConfig, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `write_kv` in Pallas Triton."""
     num_tokens, width = k.shape[0], k.shape[1] * k.shape[2]
     chunk = min(config.chunk, pl.next_power_of_2(width))
     pools = [pool.reshape(-1, pool.shape[2] * pool.shape[3]) for pool in kv]
@@ -95,19 +110,19 @@ def _write_kernel(_, __, k_ref, v_ref, slots_ref, *refs, chunk):
     for new_ref, pool_ref, scale in zip(*given, strict=True):
         row = plgpu.load(new_ref.at[source], mask=inside, other=0)
         row = to_pool_dtype(row, pool_ref.dtype, scale)
-        own = pl.program_id(1) * row.size + jnp.arange(row.size, dtype=jnp.int32)
-        target = jnp.full_like(own, jnp.where(valid, slot, 0)), own
-        plgpu.store(pool_ref.at[target], row, mask=(own < pool_ref.shape[1]) & valid)
+        pool_columns = pl.program_id(1) * row.size + jnp.arange(row.size, dtype=jnp.int32)
+        target = jnp.full_like(pool_columns, jnp.where(valid, slot, 0)), pool_columns
+        plgpu.store(pool_ref.at[target], row, mask=(pool_columns < pool_ref.shape[1]) & valid)
 
 
 def rope_write_kv(
     qkv, kv, slot_mapping, angles, norms, scales, *, dtype, config: RopeWriteConfig, interpret: bool
 ):
-    """See the public entry of the same name."""
+    """Run the public op `rope_write_kv` in Pallas Triton."""
     _, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
-    # What divides the KV heads divides the query heads too, so that a tile's are of one kind.
+    # A divisor of the KV heads also divides the query heads, so every tile has heads of one kind.
     tile_heads = min(config.tile_rows, num_kv_heads & -num_kv_heads)
     tile_tokens = config.tile_rows // tile_heads
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
@@ -146,10 +161,10 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
     (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
     num_heads = q_ref.shape[0] // num_tokens
     total_heads = num_heads + 2 * num_kv_heads
-    own_row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
-    token = pl.program_id(0) * tile_tokens + own_row // tile_heads
+    tile_row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
+    token = pl.program_id(0) * tile_tokens + tile_row // tile_heads
     first_head = pl.program_id(1) * tile_heads
-    head = first_head + own_row % tile_heads
+    head = first_head + tile_row % tile_heads
     live = token < num_tokens
     rows = token * total_heads + head
     partials = [
@@ -160,8 +175,10 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
     halves = [half.astype(q_ref.dtype) for half in sums]
 
     def rotate_heads(weight_ref):
-        own = [half.astype(jnp.float32) for half in halves]
-        first, second = own if weight_ref is None else _normalize(own, weight_ref, q_ref, eps)
+        float_halves = [half.astype(jnp.float32) for half in halves]
+        first, second = (
+            float_halves if weight_ref is None else _normalize(float_halves, weight_ref, q_ref, eps)
+        )
         if not angle_refs:
             return first, second
         cos, sin = (_load_angles(ref, token, live) for ref in angle_refs)
@@ -181,7 +198,7 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
 
     @pl.when((first_head >= first_k) & (first_head < first_v))
     def _keys():
-        # Rounded as the queries are, whatever the pool's dtype.
+        # Round to the queries' dtype first, so that keys do not depend on the pool's dtype.
         rotated_k = [half.astype(q_ref.dtype) for half in rotate_heads(k_weight)]
         store_kv(k_ref, rotated_k, first_k, k_scale)
 
@@ -191,7 +208,7 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
 
 
 def _normalize(halves, weight_ref, q_ref, eps):
-    """RMSNorm of each head in float32, rounded to q's dtype."""
+    """Apply RMSNorm to the halves of each head; return float32, rounded to the dtype of q."""
     squares = sum(jnp.sum(half * half, axis=1) for half in halves)
     scale = lax.rsqrt(squares / jnp.float32(q_ref.shape[1]) + jnp.float32(eps))
     weights = _load_weights(weight_ref)
@@ -200,7 +217,7 @@ def _normalize(halves, weight_ref, q_ref, eps):
 
 
 def _load_weights(ref):
-    """Both halves of a weight [H], in float32."""
+    """Load both halves of a weight [H] in float32."""
     half = ref.shape[0] // 2
     columns = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = columns < half
@@ -209,8 +226,10 @@ def _load_weights(ref):
 
 
 def _load_angles(ref, token, live):
-    """Cosines or sines of each row's token, [len(token), next power of two of H / 2]; zeros where
-    not live."""
+    """Load the cosines or sines of each row's token; zeros where not live.
+
+    The result is [len(token), W], where W is H / 2 rounded up to a power of two.
+    """
     half = ref.shape[1]
     shape = (token.shape[0], pl.next_power_of_2(half))
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -220,20 +239,23 @@ def _load_angles(ref, token, live):
 
 
 def _load_halves(ref, rows, live):
-    """Two tiles [len(rows), next power of two of H / 2]; zeros where not live."""
+    """Load the first and second half of the given rows of heads; zeros where not live.
+
+    Each half is [len(rows), W], where W is H / 2 rounded up to a power of two.
+    """
     tiles = _half_tiles(ref, rows, live)
     return [plgpu.load(ref.at[index], mask=mask, other=0) for index, mask in tiles]
 
 
 def _store_halves(ref, rows, halves, live, scale=None):
-    # The interpreter writes old values back where the mask is off; outside the array it does not.
+    # Where the mask is off, the interpreter writes old values back, but not outside the array.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
         plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)
 
 
 def _half_tiles(ref, rows, live):
-    """Indices and masks of both halves of the rows."""
+    """Return the index and mask of each half of the rows."""
     half = ref.shape[1] // 2
     shape = (rows.shape[0], pl.next_power_of_2(half))
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -243,7 +265,7 @@ def _half_tiles(ref, rows, live):
 
 
 def copy_blocks(pool, src, dst, *, config: MoveConfig, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `copy_blocks` in Pallas Triton."""
     arrays, tree = jax.tree.flatten(pool)
     blocks = [array.reshape(array.shape[0], -1) for array in arrays]
     width = blocks[0].shape[1]
@@ -263,7 +285,7 @@ def copy_blocks(pool, src, dst, *, config: MoveConfig, interpret: bool):
 
 
 def _copy_kernel(src_ref, dst_ref, *refs, chunk):
-    pools = refs[len(refs) // 2 :]  # the outputs; the inputs are the same memory
+    pools = refs[len(refs) // 2 :]  # the outputs, which alias the inputs
     source, target = src_ref[pl.program_id(0)], dst_ref[pl.program_id(0)]
     columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
     moves = (columns < pools[0].shape[1]) & (source != target)

@@ -1,8 +1,8 @@
 """Writes and copies in the KV pool in plain XLA.
 
-Writes are in place where the pool is donated, but for bfloat16 on a CPU: XLA's CPU compiler has no
-bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back. Keep pools on
-a CPU in another dtype.
+Writes are in place if the pool is donated, except for bfloat16 pools on a CPU. XLA's CPU compiler
+has no bfloat16 scatter or dynamic update, so it converts the whole pool to float32 and back. On a
+CPU, use a pool of another dtype.
 """
 
 import jax
@@ -15,17 +15,17 @@ from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
 
 def to_pool_dtype(x, dtype, scale):
-    """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`."""
+    """Convert keys or values to the pool's `dtype`, or to packed FP8 pairs if `scale` is given."""
     return x.astype(dtype) if scale is None else pack_fp8_pairs(to_fp8(x, scale))
 
 
 def write_kv(kv, k, v, slot_mapping, scales=None):
-    """See the public entry of the same name."""
+    """Run the public op `write_kv` in plain XLA."""
     num_blocks, block_size = kv.k.shape[:2]
     if scales is not None:
         k_scale, v_scale = (scale.reshape(()) for scale in scales)
         k, v = to_pool_dtype(k, kv.k.dtype, k_scale), to_pool_dtype(v, kv.v.dtype, v_scale)
-    # A negative index would wrap around in JAX; outside the pool it is dropped.
+    # JAX wraps negative indices around, so move these slots past the pool, where they are dropped.
     slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
     block, offset = slots // block_size, slots % block_size
     return LayerKV(
@@ -34,7 +34,7 @@ def write_kv(kv, k, v, slot_mapping, scales=None):
 
 
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms, scales=None, *, dtype):
-    """See the public entry of the same name."""
+    """Run the public op `rope_write_kv` in plain XLA."""
     num_kv_heads = kv.k.shape[2]
     qkv = sum_partials(qkv, dtype)
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -49,7 +49,10 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms, scales=None, *, dtype):
 
 
 def rotate(x, angles):
-    """Rotary embedding of heads [T, heads, H] in the halves layout, in float32; x's dtype out."""
+    """Apply rotary embedding to heads [T, heads, H]; channels i and i + H / 2 form a pair.
+
+    The rotation computes in float32 and returns the dtype of x.
+    """
     cos, sin = (angle[:, None, :] for angle in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
@@ -57,5 +60,5 @@ def rotate(x, angles):
 
 
 def copy_blocks(pool, src, dst):
-    """See the public entry of the same name."""
+    """Run the public op `copy_blocks` in plain XLA."""
     return jax.tree.map(lambda blocks: blocks.at[dst].set(blocks[src], mode="drop"), pool)

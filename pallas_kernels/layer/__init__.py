@@ -1,4 +1,8 @@
-"""All between two attentions of a small decode step, in one launch."""
+"""Fused layer: everything between the attentions of two layers, for a small decode step.
+
+The public op checks its arguments and runs the Hopper kernel in one launch (hopper.py), or the
+equivalent ops in plain XLA.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +20,11 @@ from pallas_kernels.types import Backend, FusedLayerWeights
 def new_exchange_memory(
     weights: FusedLayerWeights, *, num_tokens: int, backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """What `fused_layer` of a step's first layer takes as its exchange memory.
+    """Return new exchange memory for `fused_layer` of a step's first layer, or None.
 
-    None where the op gains nothing over those it stands for, or cannot run as one: on other devices
-    than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows
-    than 8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
+    None means that the fused kernel cannot run or is not faster than the separate ops. The kernel
+    needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual stream narrower than
+    2,048, and widths that are multiples of 128.
     """
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
@@ -38,28 +42,34 @@ def fused_layer(
     eps: float,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "partials T Q"], Int32[Array, "W"]]:
-    """From one layer's attention to the next one's, for the few rows of a small decode step.
+    """Compute everything between the attention of one layer and the attention of the next.
 
-    hidden + attended @ output, RMSNorm, silu(gate) * up, its sum with the stream after down,
-    the next RMSNorm, the next layer's fused projection; SiLU and norms in float32.
+    The op is for the few rows of a small decode step and is deterministic. SiLU and norms compute
+    in float32:
+
+        hidden += attention_output @ output
+        inner = silu(gate) * up, where gate and up are projections of RMSNorm(hidden)
+        hidden += inner @ down
+        qkv = RMSNorm(hidden) @ next_qkv
 
     Args:
-        attended: what the layer's heads have attended to, side by side.
-        hidden: the residual stream before the layer.
-        weights: of the layer, and the next one's norm and projection.
-        num_rows: rows that matter, the first ones; the results' other rows may hold anything.
-        exchange: from `new_exchange_memory` or the step's op before this one; used up.
-        eps: of both norms, under the root.
-        backend: which implementation runs.
+        attention_output: Attention outputs of the layer's heads, concatenated.
+        hidden: Residual stream before the layer.
+        weights: Weights of the layer, and the next layer's norm and fused projection.
+        num_rows: Number of valid rows; these come first. Other rows of the results may hold
+            anything.
+        exchange: Exchange memory, from `new_exchange_memory` or from the previous `fused_layer` of
+            the step. The op consumes it.
+        eps: Epsilon of both norms.
+        backend: The implementation to run.
 
     Returns:
-        The stream after the layer; the next layer's queries, keys and values as split-K
-        partials; the exchange memory for the step's next op of the same sizes and rows.
-        Deterministic.
+        The residual stream after the layer; the next layer's queries, keys and values as split-K
+        partials; and the exchange memory for the step's next op with the same sizes and rows.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not fit.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     check_fused_layer(attention_output, hidden, weights, num_rows, exchange, eps)
     plan = _plan(weights, hidden.shape[0], Backend(backend))
@@ -67,8 +77,8 @@ def fused_layer(
         return *run_unfused(attention_output, hidden, weights, eps=eps), exchange
     if exchange.shape != (plan.num_words,):
         raise ValueError(
-            f"exchange has {exchange.shape[0]} words, this layer needs {plan.num_words}: "
-            "make it with new_exchange_memory, with this layer's weights and rows"
+            f"exchange has {exchange.shape[0]} words, but this layer needs {plan.num_words}: "
+            "create it with new_exchange_memory from this layer's weights and number of rows"
         )
     return hopper.fused_layer(
         attention_output, hidden, weights, num_rows, exchange, eps=eps, plan=plan
@@ -76,8 +86,8 @@ def fused_layer(
 
 
 def _plan(weights, num_tokens, backend):
-    """The Hopper kernel's plan, or None."""
-    if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
+    """Return the plan of the Hopper kernel, or None if the kernel does not run."""
+    if jax.__version_info__ < (0, 11):  # Mosaic GPU kernels have no mutable arguments before 0.11
         return None
     (attention_output, hidden), inner = weights.output.shape, weights.down.shape[0]
     return hopper.layer_plan(
@@ -90,7 +100,7 @@ def _plan(weights, num_tokens, backend):
 
 
 def check_fused_layer(attention_output, hidden, weights, num_rows, exchange, eps):
-    """A layer's weights that fit each other and the rows."""
+    """Check that rows, weights and exchange memory of `fused_layer` fit each other."""
     sizes = checks.check_array("hidden", hidden, "[T, D]")
     sizes |= checks.check_array(
         "attention_output", attention_output, "[T, C]", hidden.dtype, **sizes
@@ -104,7 +114,11 @@ def check_fused_layer(attention_output, hidden, weights, num_rows, exchange, eps
 
 
 def run_unfused(attention_output, hidden, weights, *, eps):
-    """The same in plain XLA; returns the stream and the next layer's qkv, not split."""
+    """Run the fused layer as separate ops in plain XLA.
+
+    Returns:
+        The residual stream, and the next layer's fused projection as a single partial.
+    """
     options = {"eps": eps, "backend": Backend.XLA}
     update = split_k_gemm(attention_output, weights.output, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.norm, **options)

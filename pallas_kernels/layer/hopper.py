@@ -1,33 +1,36 @@
-"""All between two attentions in one launch, in Pallas Mosaic GPU for Hopper (compute capability
-9.0): a decode step of at most 8 rows.
+"""The fused layer in Pallas Mosaic GPU for Hopper (compute capability 9.0), in one launch.
 
-    attended -> output GEMM -> + hidden, norm -> gate and up -> silu(gate) * up -> down GEMM
-             -> + hidden, norm -> the next layer's qkv GEMM
+The kernel computes everything between two attentions of a decode step of at most 8 rows:
 
-As many programs as the GPU has SMs, one on each. A GEMM is cut into units: 64 columns of the
-weight by 128 rows of it (gate and up: 64 columns of each by 64 rows). Program p has the units p * U
-to (p + 1) * U - 1 of each of the four GEMMs, column block by column block:
+    attention_output -> output GEMM -> + hidden, norm -> gate and up GEMM -> silu(gate) * up
+             -> down GEMM -> + hidden, norm -> qkv GEMM of the next layer
 
-    loader        one warp; copies the units of all GEMMs, in order, into a ring of pipeline
-                  stages in shared memory. Weights depend on nothing, so it runs ahead into the
-                  next GEMMs. Only `_MAX_COPIES_IN_FLIGHT` copies are under way at a time: more would queue
-                  up in front of the exchanged words, whose latency is what bounds the small models.
-    consumers     four warpgroups; for each GEMM
-                    gather    the unit's rows of activations: partials of the GEMM before, summed
-                              in order by each reader; residual sum and norm weight, or activation
-                    multiply  out^T[64, 8] += weight^T . activations^T   (wgmma), two warpgroups a
-                              unit, two units at a time
-                    flush     the warpgroups' sums into the exchange memory, one partial a
-                              program
+Grid (programs,), one program per SM. A GEMM is divided into units of 64 weight columns by 128
+weight rows (gate and up: 64 columns of each by 64 rows). A program handles up to U consecutive
+units of each of the four GEMMs, where units are ordered by column block. Program p starts at unit
+p * U:
 
-Between GEMMs the programs wait for each other's WORDS, not at a barrier: the exchange memory is
-filled with a word that no arithmetic makes, and a reader polls until it sees another. Each launch
-fills the memory of the next one. Norms are a factor of a row, so they come late: sums of squares
-go with the activations, and 1 / rms multiplies the sums of the GEMM.
+    loader        one warp; copies the units of all GEMMs, in order, into a ring of pipeline stages
+                  in shared memory. Weights do not depend on earlier GEMMs, so the loader runs
+                  ahead. At most `_MAX_COPIES_IN_FLIGHT` copies are in flight: more copies would
+                  delay the exchanged words, whose latency bounds small models.
+    consumers     four warpgroups; for each GEMM:
+                    gather    load the unit's activations: each reader sums the partials of the
+                              previous GEMM, in order, then adds the residual stream and
+                              multiplies by the norm's weight, or applies the activation
+                    multiply  out^T[64, 8] += weight^T . activations^T   (wgmma); two warpgroups per
+                              unit, two units concurrently
+                    flush     store the sums of the warpgroups in the exchange memory, one partial
+                              per program and column block
 
-Every sum has one order, so results do not depend on timing. Programs wait for each other, so all
-must run at once: there is one an SM (shared memory has room for no second one), and the launch is
-alone on its stream; two such launches on two streams of one device could wait for ever.
+The programs do not meet at barriers between GEMMs. The exchange memory is filled with `EMPTY_WORD`,
+which no arithmetic produces, and a reader polls until it sees another word. Each launch fills the
+exchange memory of the next launch. RMSNorm is a factor per row, so the kernel applies the factor
+after the GEMM: programs exchange sums of squares, and 1 / rms multiplies the result of the GEMM.
+
+All sums have a fixed order, so results do not depend on timing. Programs wait for each other, so
+all must run concurrently. One program fits on an SM, because it uses most of the shared memory, and
+the launch must be alone on the device: two such launches on two streams could deadlock.
 """
 
 import functools
@@ -45,21 +48,27 @@ from pallas_kernels.hopper_ops import Value, WordLoad
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
 ROWS = 8
-_NUM_WARP_GROUPS = 4  # that compute
+_NUM_WARP_GROUPS = 4  # consumer warpgroups
 _NUM_THREADS = 128 * _NUM_WARP_GROUPS
 _NUM_WARPS = 4 * _NUM_WARP_GROUPS
-_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # of warpgroups; a pair takes a unit
-_MAX_COPIES_IN_FLIGHT = 3  # copies of units under way: few delay the programs' exchange less
+_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # pairs of warpgroups; a pair multiplies one unit
+_MAX_COPIES_IN_FLIGHT = 3  # unit copies in flight; more would delay the exchange between programs
 _PARTIAL_WORDS = ROWS * 64  # words of a split-K partial of 64 columns
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
-_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; those below are Mosaic GPU's
+_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; Mosaic GPU uses lower indices
 _SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
 _REF_TYPE = plgpu.RefType()
 
 
 class LayerSizes(NamedTuple):
-    """Widths: the residual stream, all heads, the feed-forward, the next layer's queries, keys and
-    values together."""
+    """Widths of a layer.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        attention_output: Width of all query heads together.
+        inner: Width of the feed-forward network.
+        qkv: Width of the next layer's fused projection of queries, keys and values.
+    """
 
     hidden: int
     attention_output: int
@@ -69,46 +78,53 @@ class LayerSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmPartition:
-    """How the programs share a GEMM's units."""
+    """Division of a GEMM's units among the programs.
 
-    blocks: int  # of 64 columns
-    chunks: int  # of `depth` weight rows
+    Attributes:
+        blocks: Number of column blocks of 64 columns.
+        chunks: Number of chunks of `depth` weight rows; a unit is one chunk of one column block.
+        depth: Weight rows of a unit.
+        programs: Number of programs.
+    """
+
+    blocks: int
+    chunks: int
     depth: int
     programs: int
 
     @functools.cached_property
     def max_units(self) -> int:
-        """Of a program; the last ones have fewer."""
+        """Maximum number of units of a program; the last programs have fewer."""
         return -(-self.blocks * self.chunks // self.programs)
 
     @functools.cached_property
     def max_segments(self) -> int:
-        """Column blocks that a program has units of."""
+        """Maximum number of column blocks in which a program has units."""
         firsts = (p * self.max_units for p in range(self.programs))
         return max((f + self.max_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
     @functools.cached_property
     def max_partials(self) -> int:
-        """Programs that have units of one column block."""
+        """Maximum number of programs that share a column block; each stores one split-K partial."""
         return max(self.last_program(j) - self.first_program(j) + 1 for j in range(self.blocks))
 
     def first_program(self, block):
-        """The first program with a unit of the column block."""
+        """Return the first program that has a unit of the column block."""
         return (block * self.chunks) // self.max_units
 
     def last_program(self, block):
-        """The last one."""
+        """Return the last program that has a unit of the column block."""
         return (block * self.chunks + (self.chunks - 1)) // self.max_units
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Sizes, shares, and where the exchange memory holds what (offsets in words).
+    """Division of the fused layer's work among programs, and layout of the exchange memory.
 
     Attributes:
         sizes: Widths of the layer.
-        num_programs: One an SM.
-        num_stages: Of the ring of a program's pipeline, each a unit of 16 KiB.
+        num_programs: Number of programs, one per SM.
+        num_stages: Stages of each program's ring buffer for weights; a stage is a unit of 16 KiB.
     """
 
     sizes: LayerSizes
@@ -117,7 +133,7 @@ class LayerPlan:
 
     @functools.cached_property
     def gemms(self) -> tuple[GemmPartition, ...]:
-        """Output, gate and up, down, qkv."""
+        """Partitions of the four GEMMs: output, gate and up, down, qkv."""
         s = self.sizes
         shapes = (
             (s.hidden, s.attention_output, 128),
@@ -132,7 +148,12 @@ class LayerPlan:
 
     @functools.cached_property
     def regions(self) -> dict[int | str, int]:
-        """Partials by GEMM; the stream after the first sum; its and the last stream's squares."""
+        """Offset in words of each region of the exchange memory.
+
+        Regions are the partials of the output, gate-up and down GEMMs, the residual stream after
+        the output GEMM ("stream"), the sums of squares of that stream ("squares"), and the sums of
+        squares of the stream after the down GEMM ("last squares"). "end" is the total size.
+        """
         output, gate_up, down, qkv = self.gemms
         sizes = {
             _OUTPUT: self.num_programs * output.max_segments * _PARTIAL_WORDS,
@@ -150,41 +171,43 @@ class LayerPlan:
 
     @property
     def num_words(self) -> int:
-        """Of the exchange memory."""
+        """Size of the exchange memory in words."""
         return self.regions["end"]
 
     @functools.cached_property
     def activation_columns(self) -> int:
-        """Of a program's activations in shared memory."""
+        """Columns of a program's activations in shared memory."""
         return max(gemm.max_units * gemm.depth for gemm in self.gemms)
 
 
 def layer_plan(
     sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
 ) -> LayerPlan | None:
-    """Where this kernel runs; None where the ops it stands for do. Times: docs/kernels/layer.md.
+    """Return the plan of the fused kernel, or None if the separate ops should run.
+
+    Times: docs/kernels/layer.md.
 
     Args:
         sizes: Widths of the layer.
         num_tokens: Rows of the step's bucket.
-        dtype: Name of the activations' and weights' dtype.
-        num_cores: SMs of the GPU; None where it is not known.
-        device_kind: The GPU's name.
+        dtype: Name of the dtype of activations and weights.
+        num_cores: Number of SMs of the GPU; None if unknown.
+        device_kind: Name of the GPU.
     """
     whole = all(size % 128 == 0 for size in sizes)
-    # Readers sum the partials: with eight real rows that costs a wide model more than it saves.
+    # Each reader sums all partials: for wide models and eight rows, that costs more than it saves.
     narrow = sizes.hidden < 2048
     fits = whole and narrow and num_tokens == ROWS and dtype == "bfloat16"
     if not (is_hopper(device_kind) and num_cores and fits):
         return None
-    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # of a program, at most
+    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # maximum per program
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     num_stages = min(12, room // 16384 // 2 * 2)
     return LayerPlan(sizes, num_cores, num_stages) if num_stages >= 4 else None
 
 
 def fused_layer(attention_output, hidden, weights, num_rows, exchange, *, eps, plan: LayerPlan):
-    """See the public entry of the same name; exactly 8 rows."""
+    """Run the public op `fused_layer` in one launch; all arrays have exactly 8 rows."""
     sizes, dtype = plan.sizes, hidden.dtype
     barriers = plgpu.Barrier(num_arrivals=2, num_barriers=plan.num_stages)
     call = plgpu.kernel(
@@ -211,7 +234,7 @@ def fused_layer(attention_output, hidden, weights, num_rows, exchange, *, eps, p
     )
     output, norm, gate_up, down, next_norm, next_qkv = weights
     matrices = output, gate_up.reshape(sizes.hidden, -1), down, next_qkv
-    # The launch stores into its exchange memory as well, so it takes that as a mutable array.
+    # The kernel also stores into this exchange memory, so pass it as a mutable array.
     memory = jax.new_ref(exchange)
     return call(attention_output, hidden, norm, next_norm, *matrices, num_rows.reshape(1), memory)
 
@@ -282,17 +305,20 @@ def _kernel(
             pl.when(warp == 1)(lambda: _compute_last_scales(plan, eps, num_rows, exchange, scales))
 
     def multiply(gemm, start, stop, step):
-        """Sums of the units start to stop, the first of which is number `step` of the ring."""
+        """Return this warpgroup's sum [64, 8] over units `start` to `stop` of a column block.
+
+        Unit `start` is the `step`-th unit that the loader copies into the ring.
+        """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A pair's units lie in stages of its own, since it must wait for every use of a stage.
+        # A barrier wait must not skip a use of a stage, so each stage belongs to one pair.
         first = step + lax.rem(
             pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
         )
         count = lax.div(step + stop - start - first + (_NUM_PAIRS - 1), jnp.int32(_NUM_PAIRS))
 
         def run(acc):
-            def unit(turn, _):
-                number = first + turn * _NUM_PAIRS
+            def unit(index, _):
+                number = first + index * _NUM_PAIRS
                 stage = stage_index(number)
                 plgpu.barrier_wait(full.at[stage])
                 column = (start + number - step) * gemm.depth
@@ -302,7 +328,7 @@ def _kernel(
                 plgpu.wgmma(acc, ring.at[stage, half].transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 before = stage_index(number - _NUM_PAIRS)
-                pl.when(turn > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
+                pl.when(index > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
                 return _
 
             lax.fori_loop(0, count, unit, jnp.int32(0))
@@ -342,7 +368,10 @@ def _kernel(
 
 
 def _run_inline(body, *arguments, arg_types):
-    """Runs `body` for each thread; it takes references as pointers, indices as numbers."""
+    """Emit `body` for each thread, with `arguments` converted for the thread.
+
+    References become pointers, scalars become numbers, and arrays become the thread's elements.
+    """
 
     def run(_, *given):
         values = []
@@ -360,12 +389,12 @@ def _wait_for_consumers():
 
 
 def _wait_for_scales():
-    """Waits for the factors of the last GEMM."""
+    """Wait until `_compute_last_scales` has stored the row factors of the last GEMM."""
     _run_inline(lambda: ops.barrier(_SCALES_BARRIER, _NUM_THREADS + 32), arg_types=())
 
 
 def _clear_exchange(plan, next_exchange):
-    """Fills the next launch's exchange memory."""
+    """Fill the exchange memory of the next launch with `EMPTY_WORD`."""
 
     def body(memory):
         first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4
@@ -380,7 +409,7 @@ def _clear_exchange(plan, next_exchange):
 
 
 def _square_sum_loads(plan, memory, region, chunks, row):
-    """Of a row's sums of squares, those that a lane adds up."""
+    """Return this lane's share of the loads of a row's sums of squares, one sum per chunk."""
     lane = ops.thread_index() % 32
     starts = range(0, chunks, 32)
     loads = ((lane + c) * ROWS + row + plan.regions[region] for c in starts)
@@ -391,13 +420,16 @@ def _square_sum_loads(plan, memory, region, chunks, row):
 
 
 def _row_scale(plan, eps, words):
-    """1 / rms of a row, from a lane's sums of squares."""
+    """Return 1 / rms of a row, from the sums of squares that each lane has loaded."""
     squares = ops.warp_sum(ops.sum_values([ops.bitcast_to_float32(word)[0] for word in words]))
     return ops.rsqrt(squares * (1.0 / plan.sizes.hidden) + eps)
 
 
 def _compute_last_scales(plan, eps, num_rows, exchange, scales):
-    """By one warp of the loader's warpgroup, meanwhile: 1 / rms of the last stream's rows."""
+    """Store 1 / rms of each row of the final residual stream, in one warp next to the loader.
+
+    The warp waits for the sums of squares while the consumers multiply.
+    """
 
     def body(num_rows, memory, scales):
         lane = ops.thread_index() % 32
@@ -414,13 +446,13 @@ def _compute_last_scales(plan, eps, num_rows, exchange, scales):
 
 
 def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
-    """A GEMM's activations into shared memory: of each unit the rows below `count`.
+    """Store the activations of a program's units in shared memory, for rows below `count`.
 
-    A warp takes a unit of a row: words of the partials it sums, all loaded at once.
+    A warp handles one row of one unit at a time. It issues the loads of all partials together.
     """
     gemm = plan.gemms[gemm_index]
-    width = gemm.depth // 32  # columns a lane
-    units_at_once = 2 if gemm.max_units > 8 else 1  # units at a time, for more loads under way
+    width = gemm.depth // 32  # columns per lane
+    units_at_once = 2 if gemm.max_units > 8 else 1  # two units double the loads in flight
     shared_scales = gemm_index == _DOWN and gemm.max_units > 8
 
     def body(count, units, memory, rows, *pointers):
@@ -454,7 +486,7 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
                 mine, words = words[: len(t.loads)], words[len(t.loads) :]
                 with ops.when(t.is_live):
                     t.finish(eps, mine, rows)
-        ops.ptx("fence.proxy.async.shared::cta;")  # the tensor cores read what was stored
+        ops.ptx("fence.proxy.async.shared::cta;")  # make the stores visible to the tensor cores
         _wait_for_consumers()
 
     arg_types = (
@@ -470,7 +502,10 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
 
 
 class _GatherTask:
-    """A unit of a row: what to load for it, and what to store from that."""
+    """A warp's task to gather the activations of one row of one unit.
+
+    The constructor collects the loads; `finish` stores the activations computed from the words.
+    """
 
     def __init__(
         self,
@@ -506,17 +541,20 @@ class _GatherTask:
         )[gemm_index]()
 
     def _exchange_load(self, region, index, count, mask):
-        """`count` words of the exchange memory."""
+        """Return the `WordLoad` of `count` words of a region of the exchange memory."""
         address = ops.offset(self.memory, index + self.plan.regions[region], 4)
         return WordLoad(address, count, mask & self.is_live)
 
     def _argument_load(self, name, index, columns):
-        """Columns of a bfloat16 argument."""
+        """Return the `WordLoad` of `columns` numbers of the bfloat16 argument `name`."""
         address = ops.offset(self.pointers_by_name[name], index, 2)
         return WordLoad(address, columns // 2, self.is_live)
 
     def _add_partial_loads(self, gemm_index, sides):
-        """The words of the column block's partials; of gate and up, both sides."""
+        """Append the loads of all split-K partials of this task's column block.
+
+        `sides` is 2 for the gate and up GEMM, else 1.
+        """
         gemm = self.plan.gemms[gemm_index]
         block, within = self.column // 64, self.column % 64
         first, last = gemm.first_program(block), gemm.last_program(block)
@@ -538,13 +576,13 @@ class _GatherTask:
 
     def _add_stream_loads(self):
         at = self.row * self.plan.sizes.hidden + self.column
-        given = [self._argument_load("norm", self.column, self.width)]
+        argument_loads = [self._argument_load("norm", self.column, self.width)]
         self._add_partial_loads(_OUTPUT if self.gemm_index == _GATE_UP else _DOWN, 1)
         if self.gemm_index == _GATE_UP:
-            given.append(self._argument_load("hidden", at, self.width))
+            argument_loads.append(self._argument_load("hidden", at, self.width))
         else:
             self.loads.append(self._exchange_load("stream", at // 2, self.width // 2, self.is_live))
-        self.given = ops.load(given)
+        self.argument_words = ops.load(argument_loads)
 
     def _add_activation_loads(self):
         self._add_partial_loads(_GATE_UP, 2)
@@ -555,7 +593,10 @@ class _GatherTask:
             self.loads += [load._replace(mask=load.mask & self.is_live) for load in loads]
 
     def finish(self, eps, words, rows):
-        """Stores the unit's columns of the row, for the tensor cores and for other programs."""
+        """Compute the row's activations from the loaded `words`; store them in shared memory.
+
+        For the GEMMs after a norm, also publish the new residual stream and its sums of squares.
+        """
         if self.gemm_index == _OUTPUT:
             packed = words[0]
         elif self.gemm_index == _DOWN:
@@ -563,7 +604,8 @@ class _GatherTask:
         else:
             packed = self._finish_stream(words)
         gemm = self.plan.gemms[self.gemm_index]
-        # Tiles of 8 rows by 64 columns, whose 16-byte pieces the swizzle permutes in each row.
+        # The layout has tiles of 8 rows by 64 columns. The swizzle permutes the 16-byte vectors of
+        # each row.
         column = ops.thread_index() % 32 * self.width
         swizzled_vector = ((column % 64) // 8) ^ self.row
         tile = self.index * (gemm.depth * ROWS * 2) + column // 64 * (64 * ROWS * 2)
@@ -583,9 +625,9 @@ class _GatherTask:
         return ops.pack_bf16([ops.silu(g) * u for g, u in zip(gate, up, strict=True)])
 
     def _finish_stream(self, words):
-        norm = ops.unpack_bf16(self.given[0])
+        norm = ops.unpack_bf16(self.argument_words[0])
         if self.gemm_index == _GATE_UP:
-            partials, stream = words, self.given[1]
+            partials, stream = words, self.argument_words[1]
         else:
             *partials, stream = words
         update = ops.round_to_bf16(_sum_partials(partials))
@@ -593,7 +635,7 @@ class _GatherTask:
             [a + b for a, b in zip(ops.unpack_bf16(stream), update, strict=True)]
         )
         stream = ops.unpack_bf16(packed)
-        with ops.when(self.block.eq(0)):  # one program has it for the chunk
+        with ops.when(self.block.eq(0)):  # exactly one program publishes each chunk of the stream
             self._publish(packed, stream)
         return ops.pack_bf16([a * b for a, b in zip(stream, norm, strict=True)])
 
@@ -612,7 +654,7 @@ class _GatherTask:
 
 
 def _sum_partials(partials):
-    """Sums of the partials, number by number, from the first to the last."""
+    """Return the elementwise sum of the partials, in their order."""
     return [
         ops.sum_values(list(column))
         for column in zip(*map(ops.bitcast_to_float32, partials), strict=True)
@@ -620,7 +662,11 @@ def _sum_partials(partials):
 
 
 def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
-    """Stores a program's partial of a column block: the warpgroups' sums, rows below `count`."""
+    """Store a program's partial of a column block, rows below `count`.
+
+    The partial is the sum of `acc` over the warpgroups. `target` is the exchange memory, or the
+    output array for the qkv GEMM.
+    """
     gemm, sides = plan.gemms[gemm_index], 2 if gemm_index == _GATE_UP else 1
 
     def body(mine, count, segment, sums, scales, target):
@@ -652,7 +698,7 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
                     )
                     at = at + plan.regions[gemm_index]
                 ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
-                if gemm_index == _QKV:  # column blocks that fewer programs share
+                if gemm_index == _QKV:  # zero the partials that no program of this block stores
                     for extra in range(1, gemm.max_partials):
                         unused = (partial + extra < gemm.max_partials) & last
                         with ops.when(unused):

@@ -1,4 +1,7 @@
-"""RMSNorm, alone and with the residual sum before it."""
+"""RMSNorm, alone or fused with the residual addition before it.
+
+The public ops check their arguments. `rms_norm` is plain XLA; the fused ops run triton.py on a GPU.
+"""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,9 +18,10 @@ from pallas_kernels.types import Backend
 def rms_norm(
     x: Float[Array, "*rows D"], weight: Float[Array, "D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
-    """x / rms(x) * weight over the last axis, in float32, x's dtype out (arXiv:1910.07467).
+    """Return x / rms(x) * weight over the last axis (RMSNorm).
 
-    Plain XLA everywhere: it makes one kernel of it.
+    The op computes in float32 and returns x's dtype. Every backend runs plain XLA, which compiles
+    the op to a single kernel. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -33,14 +37,24 @@ def add_rms_norm(
     eps: float,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """`total = hidden + sum(update)`, both rounded; returns `rms_norm(total)` and total.
+    """Add an update to the residual stream and normalize the sum with RMSNorm.
 
-    The update comes as split-K partials (see `split_k_gemm`), of hidden's dtype or float32;
-    so is the weight.
+    The sum of the update and the new residual stream are each rounded to the dtype of `hidden`.
+
+    Args:
+        hidden: Residual stream.
+        update: Split-K partials of the update (see `split_k_gemm`), in the dtype of `hidden` or in
+            float32.
+        weight: Weight of the norm, in the dtype of `hidden` or in float32.
+        eps: Epsilon of the norm.
+        backend: The implementation to run.
+
+    Returns:
+        The normalized rows, and the new residual stream.
 
     Raises:
-        ValueError: shapes that differ; an eps out of range.
-        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+        ValueError: Shapes do not match, or `eps` is invalid (negative, infinite or NaN).
+        TypeError: A dtype is not supported.
     """
     check_add_norm(hidden, update, weight, eps)
     backend = Backend(backend)
@@ -62,11 +76,13 @@ def add_rms_norm_to_fp8(
     grouped: bool,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float32[Array, "T groups"], Float[Array, "T D"]]:
-    """`add_rms_norm`, and `quantize_rows` of the normalized rows: their numbers in FP8, the scales
-    of these (`grouped`: one for each `FP8_GROUP_SIZE` numbers of a row; with `static_scales`: for all rows the
-    largest of those), and the total.
+    """Run `add_rms_norm`, then quantize the normalized rows to FP8 as `quantize_rows` does.
 
-    Arguments and errors are those of `add_rms_norm` and `quantize_rows`.
+    The arguments are documented at `add_rms_norm` and `quantize_rows`, which raise the same errors.
+
+    Returns:
+        The normalized rows in FP8, the scales [T, groups] of these rows, and the new residual
+        stream.
     """
     check_add_norm(hidden, update, weight, eps)
     check_static_scales(static_scales, grouped=grouped)
@@ -81,7 +97,7 @@ def add_rms_norm_to_fp8(
 
 
 def check_add_norm(hidden, update, weight, eps):
-    """Rows of one shape and dtype, and a weight a column."""
+    """Check the arguments of `add_rms_norm`, which documents the errors."""
     sizes = checks.check_array("hidden", hidden, "[T, D]")
     checks.check_partials("update", update, "[partials, T, D]", hidden.dtype, **sizes)
     checks.check_array("weight", weight, "[D]", (hidden.dtype, jnp.float32), **sizes)

@@ -1,16 +1,16 @@
-"""Residual sum and RMSNorm in Pallas Triton, in one launch.
+"""Residual addition and RMSNorm in Pallas Triton, in one launch.
 
-Grid (row,); one program:
+Grid (row,). One program computes:
 
-    update = update[0, row] + update[1, row] + ..., rounded     (its split-K partials)
+    update = update[0, row] + update[1, row] + ..., rounded     sum of the split-K partials
     total  = hidden[row] + update, rounded                      -> the new residual stream
     normed = total / rms(total) * weight, float32, rounded      -> the next projection's input
+    if FP8:  quantize normed                                    -> FP8 row and its scales
 
-XLA makes two or three kernels of this: the partials' sum, the residual's, and a reduction that
-reads it again. A row goes through in tiles of as many columns as the program's threads load in 16
-bytes of the update each: side by side, so that no load takes half of what it fetches. Rows for a
-product in FP8 are brought to it at the end: rounded first, so that they are what a kernel of its
-own makes of them.
+XLA compiles the same computation to two or three kernels. The program reads the row in tiles of
+columns. In each tile, every thread loads 16 adjacent bytes of the update, so that no fetched byte
+is wasted. Rows are rounded before they are quantized, so that the fused kernel returns the same
+numbers as a norm kernel followed by a quantization kernel.
 """
 
 import dataclasses
@@ -32,28 +32,38 @@ from pallas_kernels.gemm.fp8_triton import (
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """Columns loaded at once, warps: one program has a whole row."""
+    """Launch parameters of the norm kernel, in which one program computes one row.
+
+    Attributes:
+        tile: Number of columns per load.
+        num_warps: Number of warps of a program.
+    """
 
     tile: int
     num_warps: int
 
 
 def norm_config(*, size: int, itemsize: int) -> NormConfig:
-    """For rows of `size` and an update of `itemsize` bytes an element: 16 bytes a thread."""
-    elements = 32 * 16 // itemsize  # a warp
+    """Return the launch parameters that let each thread load 16 bytes of the update per tile.
+
+    Args:
+        size: Number of columns of a row.
+        itemsize: Number of bytes per element of the update.
+    """
+    elements = 32 * 16 // itemsize  # per warp
     tile = max(elements, min(32 * elements, pl.next_power_of_2(size)))
     return NormConfig(tile, num_warps=tile // elements)
 
 
 def add_rms_norm(hidden, update, weight, *, eps, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `add_rms_norm` in Pallas Triton."""
     return _launch(
         hidden, update, weight, None, eps=eps, interpret=interpret, scale_granularity=None
     )
 
 
 def add_rms_norm_to_fp8(hidden, update, weight, static_scales, *, eps, grouped, interpret: bool):
-    """See the public entry of the same name."""
+    """Run the public op `add_rms_norm_to_fp8` in Pallas Triton."""
     options = {
         "eps": eps,
         "interpret": interpret,
@@ -64,7 +74,7 @@ def add_rms_norm_to_fp8(hidden, update, weight, static_scales, *, eps, grouped, 
 
 
 def _launch(hidden, update, weight, static_scales, *, eps, interpret, scale_granularity):
-    """The kernel's results; `scale_granularity` is None, or what has one of its own in FP8."""
+    """Launch the kernel; `scale_granularity` is "rows" or "groups", or None for no quantization."""
     config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
     total = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
     narrow = [total, *quantized_shapes(hidden.shape, grouped=scale_granularity == "groups")]
@@ -103,8 +113,8 @@ def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scale_granular
         index = jnp.full_like(columns, row), columns
         plgpu.store(ref.at[index], values.astype(dtype), mask=column_mask(columns))
 
-    # All loads before any store: the compiler moves none over a store, and the weight, which no
-    # kernel has read lately, would be waited for at the end.
+    # Issue all loads before the first store, since the compiler does not move a load before a
+    # store. The weight is unlikely to be cached, and a late load of it would delay the program.
     weights = [load(weight_ref, columns=c) for c in tiles]
     streams = [load(hidden_ref, row, columns=c) for c in tiles]
     updates = [[load(update_ref, s, row, columns=c) for s in range(num_partials)] for c in tiles]

@@ -1,4 +1,7 @@
-"""The greedy choice and how probable tokens are, of logits after their adjustments."""
+"""Greedy token choice, logit adjustments, log-probabilities and ranks.
+
+The public ops check their arguments, then run xla.py or triton.py, depending on the backend.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
@@ -18,13 +21,13 @@ from pallas_kernels.types import Backend
 def adjust_logits(
     logits: Float32[Array, "B V"], adjustments: Adjustments, *, backend: Backend
 ) -> Float32[Array, "B V"]:
-    """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
+    """Apply biases, forbidden tokens and penalties to the logits of the rows that need them.
 
-    On a GPU plain XLA, which fuses it with what reads it.
+    The op is plain XLA on a GPU too, since XLA fuses the op with the next one.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: logits not float32.
+        ValueError: Shapes do not match.
+        TypeError: A dtype is not supported.
     """
     check_adjustments(logits, adjustments)
     if Backend(backend) is Backend.XLA:
@@ -40,19 +43,20 @@ def greedy_scores(
     *,
     backend: Backend,
 ) -> Int32[Array, "B W"]:
-    """`token_scores` of each row's first maximum after its adjustments: the token first in a row,
-    -1 where the highest logit is not finite. The scores are those of the unchanged logits.
+    """Choose the token with the highest adjusted logit in each row, and return its scores.
 
-    Rows that are not adjusted read no state, and cost what they cost without adjustments.
+    The result has the columns of `token_scores`. Among equal logits the lowest token id wins. The
+    token is -1 if the highest logit is not finite. Adjustments affect only the choice: the scores
+    are computed from the original logits. A row without adjustments does not read their state.
 
     Args:
-        logits: of V tokens.
-        adjustments: what changes them first; None for nothing.
-        wanted, count, backend: as of `token_scores`.
+        logits: Logits of V tokens.
+        adjustments: Adjustments of the logits; None leaves the logits unchanged.
+        needs_scores, count, backend: See `token_scores`.
 
     Raises:
-        ValueError: shapes that do not fit; a negative count.
-        TypeError: logits not float32.
+        ValueError: Shapes do not match, or `count` is negative.
+        TypeError: A dtype is not supported.
     """
     check_adjustments(logits, adjustments)
     check_scores(logits, None, needs_scores, count)
@@ -73,26 +77,33 @@ def token_scores(
     *,
     backend: Backend,
 ) -> Int32[Array, "T W"]:
-    """How probable tokens are, and which ones are most: without a sort, and packed, since each
-    array that a step gives back takes its host tens of microseconds.
+    """Return each token's log-probability and rank, and the most probable tokens of its row.
 
-    A row is: the token as given, its log-probability, its rank (how many tokens are at least as
-    probable: 1 is the most probable); then L = min(count, V) times a token and its
-    log-probability, the most probable first and of equal ones the one with the lowest id
-    (`jax.lax.top_k`'s order). W = NUM_FACTS + 2 L; log-probabilities are float32 by their bits.
+    All results are packed into one int32 array, because reading an array costs the host tens of
+    microseconds. Log-probabilities are stored as the bits of a float32. Let L = min(count, V). The
+    columns of a row are:
+
+        0           the token id from `token_ids`
+        1           log-probability of the token
+        2           rank: number of tokens at least as probable, so 1 is the most probable token
+        3 + 2 i     id of the token with the i-th highest logit, for i from 0 to L - 1
+        4 + 2 i     log-probability of that token
+
+    Among equal logits the lowest token id comes first, as in `jax.lax.top_k`. The width W is
+    `NUM_TOKEN_COLUMNS` + 2 L.
 
     Args:
-        logits: of V tokens.
-        token_ids: one a row; of one outside the vocabulary the log-probability and rank mean
-            nothing.
-        wanted: rows to fill; of others only the token is defined, and where no row is wanted next
-            to nothing is computed.
-        count: most probable tokens of each row.
-        backend: which implementation runs.
+        logits: Logits of V tokens.
+        token_ids: One token id per row. If the id is outside the vocabulary, the log-probability
+            and the rank are undefined.
+        needs_scores: Rows whose scores are computed. In other rows only column 0 is defined. If no
+            row needs scores, the op costs almost nothing.
+        count: Number of most probable tokens to return per row.
+        backend: The implementation to run.
 
     Raises:
-        ValueError: shapes that do not fit; a negative count.
-        TypeError: logits not float32.
+        ValueError: Shapes do not match, or `count` is negative.
+        TypeError: A dtype is not supported.
     """
     check_scores(logits, token_ids, needs_scores, count)
     backend, count = Backend(backend), min(count, logits.shape[1])
@@ -103,7 +114,7 @@ def token_scores(
 
 
 def check_adjustments(logits, adjustments):
-    """A matrix of logits, and adjustments of its rows and tokens."""
+    """Check the arguments of `adjust_logits`, which documents the errors."""
     sizes = checks.check_array("logits", logits, "[B, V]", jnp.float32)
     if adjustments is None:
         return
@@ -117,10 +128,10 @@ def check_adjustments(logits, adjustments):
 
 
 def check_scores(logits, token_ids, needs_scores, count):
-    """A matrix of logits, and a mark a row; a token, too, unless it is None."""
+    """Check the arguments of `token_scores`, which documents the errors; token_ids may be None."""
     sizes = checks.check_array("logits", logits, "[T, V]", jnp.float32)
     if token_ids is not None:
         checks.check_array("token_ids", token_ids, "[T]", jnp.int32, **sizes)
     checks.check_array("needs_scores", needs_scores, "[T]", None, **sizes)
     if count < 0:
-        raise ValueError(f"count={count} is negative: 0 asks for no other tokens")
+        raise ValueError(f"count={count} is negative: pass 0 or more most probable tokens")

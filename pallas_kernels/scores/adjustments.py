@@ -1,7 +1,7 @@
-"""Logits changed for what a row's text holds: biases, forbidden tokens and penalties.
+"""Logit adjustments: biases, tokens forbidden before `min_tokens`, and penalties.
 
-`adjust_tile` says what a change is, of any tile of logits: plain XLA makes of it what reads it
-next, and the kernel of the greedy choice has it in registers.
+`adjust_tile` defines the adjustments for a tile of logits. Plain XLA fuses `adjust_tile` with the
+next op. The Triton kernel of the greedy choice applies it in registers.
 """
 
 from typing import NamedTuple
@@ -10,25 +10,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 IN_PROMPT, IS_ENDING = 1 << 30, 1 << 29
-"""Bits of a token's word: the prompt has it; it may not come as long as the row is EARLY."""
+"""Bits of `Adjustments.token_state`: the prompt contains the token; the token ends the output.
+
+Tokens with `IS_ENDING` are forbidden in rows with the flag `BELOW_MIN_TOKENS`.
+"""
 COUNT_MASK = IS_ENDING - 1
-"""The rest of the word: how often the output has the token."""
+"""The other bits of `Adjustments.token_state`: how often the output contains the token."""
 IS_ADJUSTED, HAS_BIASES, BELOW_MIN_TOKENS = 1, 2, 4
-"""Bits of a row's kind: it is adjusted at all; it has biases; its ending tokens are forbidden."""
+"""Bits of `Adjustments.row_flags`: the row has any adjustment; the row has biases; the row's output
+is too short, so tokens that end it are forbidden."""
 
 TOKEN_COLUMN, LOGPROB_COLUMN, RANK_COLUMN, NUM_TOKEN_COLUMNS = range(4)
-"""Columns of a row of scores, and how many there are before its most probable tokens."""
+"""Columns of the result of `token_scores`, and their number before the most probable tokens."""
 
 
 class Adjustments(NamedTuple):
-    """What the tokens of R texts are marked with, and how each of B rows of logits uses that.
+    """Adjustments of B rows of logits, with the per-token state of R sequences.
 
     Attributes:
-        words: Of each text and token its word (`COUNT_MASK`, `IN_PROMPT`, `IS_ENDING`).
-        biases: Added to the logits; read of rows that are BIASED.
-        rows: Each row's text.
-        kinds: Bits ADJUSTS, BIASED, EARLY.
-        penalties: Repetition, presence, frequency.
+        token_state: For each sequence and token, the output count (`COUNT_MASK`) and the bits
+            `IN_PROMPT` and `IS_ENDING`.
+        biases: Biases added to the logits; read only for rows with the flag `HAS_BIASES`.
+        state_rows: For each row of logits, the row of `token_state` and `biases` of its sequence.
+        row_flags: For each row of logits, the bits `IS_ADJUSTED`, `HAS_BIASES` and
+            `BELOW_MIN_TOKENS`.
+        penalties: For each row of logits, the repetition, presence and frequency penalties.
     """
 
     token_state: Int32[Array, "R V"]
@@ -39,9 +45,16 @@ class Adjustments(NamedTuple):
 
 
 def adjust_tile(logits, token_state, biases, early, repetition, presence, frequency):
-    """The logits after biases, forbidden tokens and penalties; shapes that broadcast.
+    """Apply biases, forbidden tokens and penalties to logits.
 
-    `biases` may be None.
+    All arguments broadcast with the logits.
+
+    Args:
+        logits: Float32 logits.
+        token_state: State of each token, as in `Adjustments`.
+        biases: Biases to add, or None.
+        early: Whether tokens with `IS_ENDING` are forbidden.
+        repetition, presence, frequency: Penalties.
     """
     x = logits if biases is None else logits + biases
     counts = token_state & COUNT_MASK
@@ -53,8 +66,10 @@ def adjust_tile(logits, token_state, biases, early, repetition, presence, freque
 
 
 def adjust_all_rows(logits, adjustments: Adjustments):
-    """All rows, in plain XLA. Rows that need no state all read the last row's, which then comes
-    from the chip's cache."""
+    """Adjust the logits of all rows in plain XLA.
+
+    Rows without adjustments all read the last row of the state, which then stays in the cache.
+    """
     token_state, biases, state_rows, row_flags, penalties = adjustments
     last = token_state.shape[0] - 1
     adjusts = (row_flags & IS_ADJUSTED) != 0

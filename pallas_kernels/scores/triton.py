@@ -1,22 +1,32 @@
-"""The greedy choice of each row of logits, or a given token's, and how probable it and the most
-probable ones are, in Pallas Triton: the logits are read once, and nothing is sorted.
+"""Greedy token choice, log-probabilities, ranks and most probable tokens in Pallas Triton.
 
-    scan     grid (chunk, row): where a token is to be chosen, the chunk's highest adjusted logit
-             and the first token that has it. Of wanted rows, unadjusted: of each block of 128
-             tokens the highest key, the largest logit, the sum of exp(logit - largest)
-    finish   grid (row,): the row's token. Of wanted rows: the logarithm of the whole sum; then L
-             rounds: the block with the highest key, the first token there that has it, the block's
-             next highest key
+Two launches process the logits without a sort and usually read them once:
 
-A key is an integer in the order of the logits, so that rounds end whatever the row holds: IEEE's
-total order, as `jax.lax.top_k` has it; for the choice zeros are equal and NaN is above all. Of
-equal keys the lowest block comes first, and in it the lowest token. The rank is counted on the way
-if the row's token is above the last of the L; else the row is read again. A row that is not
-adjusted reads no state, and one that is not wanted costs its part of the choice alone.
+    scan     grid (chunk, row); a chunk has 4,096 tokens
+             if greedy: store the chunk's highest adjusted logit and the first token that has it
+             if the row needs scores, from the original logits:
+                 store the highest key of each block of 128 tokens
+                 store the chunk's largest logit and its sum of exp(logit - largest)
+    finish   grid (row,)
+             if greedy: choose the row's token among the chunks
+             if the row needs scores:
+                 compute log_total, the log of the sum of exp(logit) over the whole row
+                 repeat L times: take the block with the highest key, store the first token that
+                 has this key, and replace the block's key by the next highest key of the block
 
-Between the two launches: keys int32 [B, V / 128, rounded up to whole chunks], largest and sums
-float32 [B, chunks], and where a token is to be chosen its key and id int32 [B, chunks]. Of rows
-that are not wanted the first three are undefined.
+A key is an integer that orders like the logit, so that the rounds end even if a row holds NaN. Keys
+of the most probable tokens follow IEEE's total order, as `jax.lax.top_k` does. Keys of the greedy
+choice treat both zeros as equal and NaN as the highest. Among equal keys the lowest token comes
+first.
+
+The L rounds also count the rank of the row's token if its logit is greater than the L-th highest
+logit. Otherwise the program reads the row again to count the rank. A row without adjustments reads
+no adjustment state.
+
+The scan passes to the finish: the keys, int32 [B, blocks] for whole chunks of blocks; the largest
+logits and the sums, float32 [B, chunks]; and for a greedy choice the key and the id of each chunk's
+token, int32 [B, chunks]. In rows that need no scores, the keys, largest logits and sums are
+undefined.
 """
 
 import functools
@@ -37,10 +47,10 @@ from pallas_kernels.scores.adjustments import (
     adjust_tile,
 )
 
-BLOCK_TOKENS = 128  # tokens that share a key
-CHUNK_TOKENS = 4096  # tokens of a program of the scan
-RANK_TILE = 4096  # tokens a turn of a rank that is counted
-NUM_WARPS = 4  # of either launch
+BLOCK_TOKENS = 128  # tokens per block
+CHUNK_TOKENS = 4096  # tokens per program of the scan
+RANK_TILE = 4096  # tokens per iteration when the finish reads a row again to count the rank
+NUM_WARPS = 4  # warps per program of both launches
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
@@ -53,8 +63,10 @@ def token_scores(
     adjustments: Adjustments | None = None,
     interpret: bool,
 ):
-    """As the public `token_scores`, or `greedy_scores` where `token_ids` is None; of at least one
-    token, and a `count` of at least 1."""
+    """Run the public op `token_scores`, or `greedy_scores` if `token_ids` is None.
+
+    The logits are not empty, and `count` is from 1 to V. Adjustments require `token_ids` None.
+    """
     batch, width = logits.shape
     chunks = pl.cdiv(width, CHUNK_TOKENS)
     blocks = chunks * (CHUNK_TOKENS // BLOCK_TOKENS)
@@ -87,24 +99,24 @@ def token_scores(
 
 
 def _order_key(logits):
-    """Integers in IEEE's total order of the logits."""
+    """Return int32 keys in IEEE's total order of the logits."""
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ jnp.int32(0x7FFFFFFF))
 
 
 def _key_to_logit(key):
-    """The logit of a key."""
+    """Return the logit of a key; the inverse of `_order_key`."""
     bits = jnp.where(key >= 0, key, key ^ jnp.int32(0x7FFFFFFF))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _greedy_key(x):
-    """Integers in the order of the floats; zeros are equal, and NaN is above all."""
+    """Return int32 keys in the order of the floats; both zeros are equal, and NaN is highest."""
     return jnp.where(x != x, jnp.int32(_MAX_KEY), _order_key(jnp.where(x == 0, jnp.float32(0), x)))
 
 
 def _load_columns(ref, row, columns, other=-jnp.inf):
-    """A row's values in some columns, and which of these there are."""
+    """Load the given columns of a row; return the values and a mask of the existing columns."""
     live = columns < ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(ref.at[index], mask=live, other=other), live
@@ -165,26 +177,29 @@ def _adjust_logits(logits, state_refs, row, columns):
 
 
 def _row_index_and_mask(row, ref):
-    """Indices of its columns, rounded up to a power of two, and which of them there are."""
+    """Return indices of all columns of a row, and a mask of the existing columns.
+
+    Triton needs a power of two of columns, so the last indices may not exist.
+    """
     column = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
     return (jnp.full_like(column, row), column), column < ref.shape[1]
 
 
 def _load_greedy_token(refs, row, width):
-    """The row's token; -1 if the highest logit is not finite."""
+    """Return the greedy token of the row; -1 if the highest logit is not finite."""
     best_ref, token_ref = refs
     index, inside = _row_index_and_mask(row, best_ref)
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
-    # Chunks are in the order of their tokens, so the first one's is the lowest.
+    # Each chunk stored its lowest token, so the minimum is the lowest token of the row.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
-    is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # of NaN, too
+    is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # false for NaN
     return jnp.where(is_finite, token, jnp.int32(-1))
 
 
 def _log_sum_exp(largest_ref, sums_ref, row):
-    """The logarithm of the sum of a row's exponentials."""
+    """Return log(sum(exp(logits))) of a row, from each chunk's largest logit and sum."""
     index, inside = _row_index_and_mask(row, sums_ref)
     largest = plgpu.load(largest_ref.at[index], mask=inside, other=-jnp.inf)
     sums = plgpu.load(sums_ref.at[index], mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""Greedy choice and the scores of tokens in plain XLA."""
+"""Greedy token choice, log-probabilities and ranks in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from pallas_kernels.scores.adjustments import (
 
 
 def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Where each row is highest, and how high; the first NaN of a row counts as highest.
+    """Return the index and the value of the first maximum of each row.
 
-    One pass over `x`, with what it is made of: jnp.argmax makes the same reduction and throws the
-    heights away.
+    NaN counts as the highest value. The function reduces each row once, and XLA fuses the
+    computation of `x` into that pass. `jnp.argmax` does the same reduction but discards the values.
     """
 
     def higher(left, right):
@@ -37,7 +37,7 @@ def greedy_scores(
     needs_scores: Bool[Array, "B"],
     count: int,
 ) -> Int32[Array, "B W"]:
-    """As the public `greedy_scores`."""
+    """Run the public op `greedy_scores` in plain XLA."""
     x = logits if adjustments is None else adjust_logits(logits, adjustments)
     best, height = first_maximum(x)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
@@ -45,7 +45,7 @@ def greedy_scores(
 
 
 def adjust_logits(logits: Float32[Array, "B V"], adjustments: Adjustments) -> Float32[Array, "B V"]:
-    """As the public `adjust_logits`; next to nothing where no row is adjusted."""
+    """Run the public op `adjust_logits` in plain XLA; skip the work if no row has adjustments."""
     adjusts = ((adjustments.row_flags & IS_ADJUSTED) != 0).any()
     return jax.lax.cond(adjusts, lambda: adjust_all_rows(logits, adjustments), lambda: logits)
 
@@ -56,7 +56,10 @@ def token_scores(
     needs_scores: Bool[Array, "T"],
     count: int,
 ) -> Int32[Array, "T W"]:
-    """As the public `token_scores`, `count` being at most V: all rows are filled, or none is."""
+    """Run the public op `token_scores` in plain XLA, for a `count` of at most V.
+
+    If any row needs scores, the function computes the scores of all rows.
+    """
 
     def score() -> Int32[Array, "T W"]:
         total = jax.nn.logsumexp(logits, axis=1)

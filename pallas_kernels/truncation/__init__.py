@@ -1,4 +1,7 @@
-"""The tokens that min-p, top-k and top-p keep."""
+"""Truncation of sampling distributions: min-p, top-k and top-p.
+
+The public op checks its arguments, then runs xla.py or triton.py, depending on the backend.
+"""
 
 import math
 
@@ -19,23 +22,26 @@ def truncation_mask(
     top_p: Float32[Array, "B"],
     backend: Backend,
 ) -> Bool[Array, "B V"]:
-    """The tokens that min-p, top-k and top-p, in this order, keep.
+    """Return a mask of the tokens that remain after min-p, top-k and top-p, in this order.
 
-    Exact and without a sort. Tokens as probable as the least probable one kept are kept too, and
-    the most probable one always is. What a row keeps depends on no other row.
+    The result is exact, and the op does not sort. If the least probable remaining token has ties,
+    all tied tokens remain. The most probable token always remains. The mask of a row depends only
+    on that row.
 
     Args:
-        logits: finite or minus infinity; one of each row is finite.
-        temperature: positive; the logits are divided by it, for min-p and top-p to count with.
-        min_p: leave out tokens less probable than this share of the most probable one; 0 is off.
-        top_k: keep so many; 0, or V and more, is off.
-        top_p: keep the fewest most probable tokens that have this share of the probability that
-            min-p and top-k left; 1 is off.
-        backend: which implementation runs.
+        logits: Logits, finite or minus infinity. Each row has at least one finite logit.
+        temperature: Positive temperatures. min-p and top-p use the probabilities after division of
+            the logits by the temperature.
+        min_p: Remove tokens less probable than `min_p` times the most probable token; 0 disables
+            min-p.
+        top_k: Keep the `top_k` most probable tokens; 0, or V and more, disables top-k.
+        top_p: Keep the smallest set of most probable tokens whose share of the probability that
+            min-p and top-k left reaches `top_p`; 1 disables top-p.
+        backend: The implementation to run.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: dtypes other than float32, and int32 of top_k.
+        ValueError: Shapes do not match.
+        TypeError: A dtype is not supported.
     """
     check_truncation(logits, temperature, min_p, top_k, top_p)
     backend = Backend(backend)
@@ -43,7 +49,7 @@ def truncation_mask(
         return jnp.ones(logits.shape, jnp.bool_)
     highest = logits.max(axis=1, keepdims=True)
     relative = (logits - highest) / temperature[:, None]
-    passes_min_p = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
+    passes_min_p = relative >= jnp.log(min_p)[:, None]  # log(0) is -inf, which keeps all tokens
     top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
     if backend is Backend.XLA:
         weights = jnp.where(passes_min_p, jnp.exp(relative), 0.0)
@@ -60,7 +66,7 @@ def truncation_mask(
 
 
 def check_truncation(logits, temperature, min_p, top_k, top_p):
-    """A matrix of logits, and a number a row."""
+    """Check the arguments of `truncation_mask`, which documents the errors."""
     sizes = checks.check_array("logits", logits, "[B, V]", jnp.float32)
     rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p}
     for name, array in rows.items():

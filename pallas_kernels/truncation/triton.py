@@ -1,19 +1,29 @@
-"""Top-k and top-p in Pallas Triton: the least logit kept of each row, without a sort.
+"""Top-k and top-p in Pallas Triton: find the lowest logit that each row keeps, without a sort.
 
-A row is cut in chunks, and a program has one chunk of one row. It measures the tokens at or above
-eight trial thresholds at once: their number where the row has a top-k, else their probability. The
-next launch sums the chunks, always in the same order, and puts eight trials into what is left:
+Five launches narrow a bracket [low, high) around the threshold. Let the total of a threshold be the
+number of tokens at or above the threshold if the row has a top-k, else their probability. The
+target is the total that top-k or top-p asks for: the total of `low` reaches the target, the total
+of `high` does not.
 
-    narrow x 3   bracket [low, high): what is wanted is reached at low and not at high
-    collect      the bracket's tokens, packed strip by strip (with a top-k: all from low up)
-    settle       grid (row,): the exact threshold among them, one bit of the float's order at a
-                 time; then top-p among what top-k left
+    narrow x 3   grid (chunk, row)
+                 sum the chunk totals of the launch before, update the bracket
+                 choose 8 trial thresholds in the bracket, store the chunk's total of each trial
+    collect      grid (chunk, row)
+                 update the bracket, pack the chunk's tokens in the bracket strip by strip
+                 (if the row has a top-k: all tokens at or above low)
+    settle       grid (row,)
+                 bisect the packed tokens for the exact threshold, one bit of the key per round
+                 if the row has a top-k and a top-p: bisect the remaining tokens again for top-p
 
-Trials lie in the order of the logits' values: first at geometric distances from the maximum, then
-evenly. So the collected are few, whatever the spread. Where they do not fit (most logits equal,
-say), settle reads the whole row in each of its rounds: slower, as exact. A row without either
-leaves at once. Sums are of float32 in an order that only the vocabulary's size decides, so that a
-row's threshold never depends on the batch; more tokens never sum to less.
+The first launch places the trials at increasing distances below the maximum. Later launches space
+the trials equally in the bracket. The bracket therefore usually holds few tokens. If the
+tokens do not fit in the strips, for example because most logits are equal, the settle launch reads
+the whole row in each round, which is slower but equally exact. A row without top-k and top-p
+returns immediately.
+
+Totals are float32 sums in an order that depends only on the size of the vocabulary. A row's
+threshold therefore does not depend on the batch. The sums also decrease monotonically as the
+threshold rises, which the searches require.
 """
 
 import functools
@@ -27,23 +37,34 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-CHUNK = 10240  # tokens of a program: a whole number of turns of LOADS tiles of either kind
-LOADS_IN_FLIGHT = 4  # in flight
-TILE = 256  # tokens of a load that is measured
-PACKED_TILE = 512  # of one that is packed
-NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
-STRIP_CAPACITY = 128  # tokens collected of a strip at most
-WHOLE_ROW_TILE = (
-    4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
-)
-# Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
-# minus infinity, which everything reaches.
+# Tokens per program of the narrow and collect launches: a multiple of `LOADS_IN_FLIGHT` times
+# either tile.
+CHUNK = 10240
+LOADS_IN_FLIGHT = 4
+TILE = 256  # tokens per load of the narrow launches
+PACKED_TILE = 512  # tokens per load of the collect launch
+NUM_STRIPS = 4  # strips per chunk in the collect launch, one per warp so that warps never wait
+STRIP_CAPACITY = 128  # maximum number of tokens collected per strip
+# Tokens per load when the settle launch, with 16 warps, reads a whole row. A large tile means fewer
+# iterations that wait for memory.
+WHOLE_ROW_TILE = 4096
+# Distances of the first trials below the largest logit, in bits: a token at distance 23 is 2**-23
+# times as probable as the most probable token. Another first trial is minus infinity, so that it
+# counts all tokens.
 _FIRST_TRIAL_BITS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL_BITS = 184.0
 
 
 class _RowParameters(NamedTuple):
-    """What a program knows of its row: scalars."""
+    """Scalar parameters of the row that a program processes.
+
+    Attributes:
+        max_logit: The largest logit of the row.
+        bits_per_logit: log2(e) / temperature: change of log2(probability) per unit of the logit.
+        log2_min_p: log2(min_p); -inf disables min-p.
+        top_p: The probability to keep; 1 disables top-p.
+        top_k: The number of tokens to keep; 0 disables top-k.
+    """
 
     max_logit: jax.Array
     bits_per_logit: jax.Array
@@ -61,7 +82,16 @@ class _RowParameters(NamedTuple):
 
 
 class _Bracket(NamedTuple):
-    """Scalars: `low` reaches `wanted`, `high` does not; `above` is what `high` reaches."""
+    """Scalar bounds of a row's threshold.
+
+    The total of a threshold is the number or the probability of the tokens at or above it.
+
+    Attributes:
+        low: A threshold whose total reaches the target.
+        high: A threshold whose total does not reach the target.
+        target: The total that top-k or top-p asks for.
+        above: The total of `high`.
+    """
 
     low: jax.Array
     high: jax.Array
@@ -70,16 +100,16 @@ class _Bracket(NamedTuple):
 
 
 def truncation_threshold(logits, rows, top_k, *, interpret: bool):
-    """The least logit that top-k and top-p keep.
+    """Return the lowest logit that top-k and top-p keep in each row.
 
     Args:
         logits: float32 [B, V].
-        rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
-        top_k: int32 [B]; 0 is off.
-        interpret: run in the interpreter.
+        rows: float32 [B, 4]: each row's largest logit, log2(e) / temperature, log2(min_p), top_p.
+        top_k: int32 [B]; 0 disables top-k.
+        interpret: Whether to run in the interpreter.
 
     Returns:
-        float32 [B]; minus infinity where neither is on.
+        float32 [B]; minus infinity in rows without top-k and top-p.
     """
     batch, width = logits.shape
     chunks = pl.cdiv(width, CHUNK)
@@ -108,7 +138,7 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
     found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
-    is_active = (top_k > 0) | (rows[:, 3] < 1.0)  # other rows were left unwritten
+    is_active = (top_k > 0) | (rows[:, 3] < 1.0)  # the kernels do not write other rows
     return jnp.where(is_active, found, -jnp.inf)
 
 
@@ -118,13 +148,13 @@ def _load_row_parameters(rows_ref, top_k_ref, row):
 
 
 def _token_weights(row, logits):
-    """Of each token, its probability relative to the top one's; 0 where min-p leaves it out."""
+    """Return each token's probability divided by the largest; 0 if min-p removes the token."""
     relative = (logits - row.max_logit) * row.bits_per_logit
     return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
 
 
 def _load_logits(logits_ref, row, start, size):
-    """[size] logits from `start`, and which of them there are."""
+    """Load `size` logits from column `start`; return them and a mask of the existing columns."""
     columns = start + jnp.arange(size, dtype=jnp.int32)
     live = columns < logits_ref.shape[1]
     index = jnp.full_like(columns, row), columns
@@ -132,7 +162,7 @@ def _load_logits(logits_ref, row, start, size):
 
 
 def _load_tiles(logits_ref, row, chunk, turn):
-    """The tiles of a turn, all on their way before the first is used."""
+    """Load the tiles of iteration `turn`, so that all loads are in flight before the first use."""
     start = chunk * CHUNK + turn * (TILE * LOADS_IN_FLIGHT)
     return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS_IN_FLIGHT)]
 
@@ -148,13 +178,13 @@ def _later_trials(row, bracket):
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # What lies outside, rounded or because the bracket is empty, is as good as the nearest bound.
+    # A trial may lie outside the bracket, by rounding or because the bracket is empty.
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
 def _load_bracket(row, refs, row_index, step):
-    """The bracket that the launches before launch `step` leave; `refs` are the last one's."""
-    # What is wanted of a top-p is known once the first trial has measured all.
+    """Compute the bracket at launch `step`, from the outputs `refs` of the launch before."""
+    # The target of top-p is unknown until the first launch has summed all probabilities.
     before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
     if step == 0:
         return before
@@ -233,7 +263,7 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs):
     @pl.when(row.is_active)
     def _():
         bracket = _load_bracket(row, state_refs, row_index, NUM_PASSES)
-        # top-p may still cut among what top-k keeps, so a top-k needs all of it.
+        # With a top-k, collect every token that top-k keeps, since top-p searches all these tokens.
         high = jnp.where(row.has_top_k, jnp.float32(jnp.inf), bracket.high)
 
         shape = NUM_STRIPS, PACKED_TILE // NUM_STRIPS
@@ -249,7 +279,7 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs):
 
         def pack(turn, counts):
             for logits, live in [load(turn, i) for i in range(LOADS_IN_FLIGHT)]:
-                # Infinite logits included: below an infinite `high` lies everything.
+                # An infinite `high` means no upper bound, so keep infinite logits too.
                 wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
                 offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
                 fits = wanted & (offset < STRIP_CAPACITY)
@@ -317,13 +347,17 @@ def _settle(
 
 
 def _find_threshold(row, bracket, measure, above):
-    """The largest threshold that reaches what is wanted, for top-k and then for top-p.
+    """Return the exact threshold: the largest one that reaches the target of top-k, then of top-p.
+
+    The first search is for top-k if the row has a top-k, otherwise for top-p. If the row has both,
+    a second search is for top-p.
 
     Args:
-        row: its parameters.
-        bracket: where the first of the two searches is known to end.
-        measure: sums `values(logits)` over the tokens at hand.
-        above: what the tokens not at hand come to, in the first search, if that is for top-p.
+        row: Parameters of the row.
+        bracket: Bracket that contains the result of the first search.
+        measure: Function that sums `values(logits)` over the available tokens.
+        above: Total of the tokens above the bracket if `measure` does not include them, else 0.
+            Only used if the first search is for top-p.
     """
 
     def sum_reached(threshold, values):
@@ -337,7 +371,7 @@ def _find_threshold(row, bracket, measure, above):
     def enough_tokens(threshold):
         return sum_reached(threshold, count) >= bracket.target
 
-    # Without a top-k, what lies below the bracket is as good as left out.
+    # Without a top-k, the result of top-p is at least `bracket.low`, so start from there.
     top_k_threshold = lax.cond(
         row.has_top_k, lambda: _bisect(enough_tokens, low, high), lambda: bracket.low
     )
@@ -353,7 +387,7 @@ def _find_threshold(row, bracket, measure, above):
         target = lax.cond(
             row.has_top_k, lambda: row.top_p * measure(weights), lambda: bracket.target
         )
-        # The most probable token stays, though a tiny top_p be 0 in float32.
+        # Always keep the most probable token, even if a tiny `top_p` rounds to 0 in float32.
         end = _order_key(row.max_logit) + 1
         end = jnp.where(row.has_top_k, end, jnp.minimum(high, end))
         return _bisect(enough_mass, jnp.where(row.has_top_k, _order_key(top_k_threshold), low), end)
@@ -362,9 +396,10 @@ def _find_threshold(row, bracket, measure, above):
 
 
 def _bisect(holds, low, high):
-    """The float of the largest key in [low, high) at which `holds(float)`, by halving.
+    """Return the largest float with a key in [low, high) for which `holds(float)` is true.
 
-    `holds` is true at low and, once false, stays so.
+    The search bisects the keys. `holds` must be true at low, and false above any float for which it
+    is false.
     """
 
     def middle(low, high):
@@ -380,7 +415,7 @@ def _bisect(holds, low, high):
 
 
 def _order_key(x):
-    """An integer in the order of the floats; both zeros have the same."""
+    """Return int32 keys in the order of the floats; both zeros have the same key."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

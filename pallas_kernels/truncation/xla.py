@@ -1,8 +1,8 @@
 """Top-k and top-p in plain XLA, without a sort.
 
-Each keeps the tokens at or above some logit. That threshold is found by bisection, one bit at a
-time, on integers that are in the order of the floats: exact, and 32 passes over the logits where a
-sort of a large vocabulary costs more.
+Top-k and top-p each keep the tokens at or above a threshold. Bisection finds the threshold exactly,
+one bit at a time, on integers that order like the floats. The 32 passes over the logits cost less
+than a sort of a large vocabulary.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,15 @@ def truncation_threshold(
     top_k: Int32[Array, "B"],
     top_p: Float32[Array, "B"],
 ) -> Float32[Array, "B"]:
-    """The least logit that top-k and top-p keep; minus infinity where neither is on.
+    """Return the lowest logit that top-k and top-p keep in each row.
+
+    The threshold is minus infinity in rows without top-k and top-p.
 
     Args:
-        logits: the order of the tokens.
-        weights: their probabilities relative to the top one's; 0 for those that min-p leaves out.
-        top_k: 0 is off.
-        top_p: 1 is off.
+        logits: Logits, which determine the order of the tokens.
+        weights: Probability of each token divided by the largest; 0 for tokens that min-p removes.
+        top_k: Number of tokens to keep; 0 disables top-k.
+        top_p: Probability to keep; 1 disables top-p.
     """
     keys = _ordered_bits(logits)
     floor = _top_k_threshold(keys, top_k)
@@ -36,14 +38,14 @@ def truncation_threshold(
 
 
 def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Integers in the order of the floats: equal floats, -0.0 and 0.0 too, have equal ones."""
+    """Return uint32 keys in the order of the floats; -0.0 and 0.0 have the same key."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _from_bits(keys: UInt32[Array, "B"]) -> Float32[Array, "B"]:
-    """The floats of `_ordered_bits`; minus infinity for what lies below all."""
+    """Return the floats of keys from `_ordered_bits`; minus infinity for lower keys."""
     sign = jnp.uint32(0x80000000)
     bits = jnp.where(keys >= sign, keys ^ sign, ~jnp.maximum(keys, ~_NEGATIVE_INFINITY))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -52,10 +54,10 @@ def _from_bits(keys: UInt32[Array, "B"]) -> Float32[Array, "B"]:
 def _largest_threshold(
     holds: Callable[[UInt32[Array, "B"]], Bool[Array, "B"]], like: UInt32[Array, "B"]
 ) -> UInt32[Array, "B"]:
-    """The largest threshold at which `holds`, one bit at a time from the top.
+    """Return the largest key for which `holds` is true, found one bit at a time from the top.
 
-    `holds` is true at 0 and, once false, stays so. 32 rounds whatever the values: a count known
-    to the compiler, so that a GPU runs them without asking the host.
+    `holds` must be true at 0, and false above any key for which it is false. The search always
+    takes 32 rounds. A fixed number lets a GPU run the loop without a round trip to the host.
     """
 
     def narrow(step: Int32[Array, ""], found: UInt32[Array, "B"]) -> UInt32[Array, "B"]:
@@ -81,17 +83,18 @@ def _top_p_threshold(
     def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
         return _exact_sum(jnp.where(keys >= trial[:, None], weights, 0.0)) >= wanted
 
-    # The most probable token stays, though a tiny top_p be 0 in float32.
+    # Always keep the most probable token, even if a tiny `top_p` rounds to 0 in float32.
     found = jnp.minimum(_largest_threshold(holds, keys[:, 0]), keys.max(axis=1))
     return jnp.where(top_p < 1.0, found, jnp.uint32(0))
 
 
 def _exact_sum(weights: Float32[Array, "B V"]) -> Float32[Array, "B"]:
-    """Each row's sum of weights in [0, 1], the same to the last bit in whatever order it is taken.
+    """Return each row's sum of weights in [0, 1], with a result that no order of addition changes.
 
-    A sum of floats depends on how the compiler splits it, hence on B, and a token at top-p's edge
-    would come and go with the batch. So the sum is one of fixed-point digits, each so small that
-    V of them fit in 32 bits, and 36 bits of fraction or more in all.
+    The order of a float sum depends on the compiler and on the batch size B. A token at the
+    threshold of top-p could then be kept in one batch and removed in another. This function
+    therefore splits each weight into fixed-point digits and sums the digits as integers. Digits are
+    so small that V of them add up within 32 bits. All digits together have at least 36 bits.
     """
     bits = 32 - weights.shape[1].bit_length()
     total, rest = jnp.zeros_like(weights[:, 0]), weights
