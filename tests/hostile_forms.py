@@ -29,7 +29,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
     "all of": (
         {"json": {"type": "string", "allOf": [{"pattern": f"a{i}b"} for i in range(40)]}},
         "SCHEMAS_PER_VALUE",
-        "json has 41 schemas that hold for one value",
+        "json has 41 schemas that apply to one value",
     ),
     "patterns of names": (
         {"json": names_by_pattern(300)},

@@ -379,8 +379,8 @@ def test_serve_can_still_be_a_prompt(served: list[Flags]):
         (["x", "--temperature", "--quiet"], "argument --temperature: expected one argument"),
         (["x", "--top-k", "many"], "argument --top-k: 'many' is not"),
         (["x", "--dtype", "int4"], "--dtype 'int4' is not supported; choose one of auto"),
-        (["x", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),
-        (["x", "--kv-cache-memory-bytes", "infG"], "'infG' is no number of bytes"),
+        (["x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a number of bytes"),
+        (["x", "--kv-cache-memory-bytes", "infG"], "'infG' is not a number of bytes"),
         (["x", "y"], "unexpected argument 'y': quote"),
         ([""], "the prompt is empty"),
         (["-"], "the prompt is empty"),
@@ -413,7 +413,7 @@ def test_a_terminal_without_prompt_is_told_what_to_give(
 ):
     monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
     assert exit_code() == 2
-    assert "give a prompt, as in: jpaged" in capsys.readouterr().err
+    assert "prompt is missing: pass one, as in: jpaged" in capsys.readouterr().err
 
 
 def test_an_error_of_the_engine_is_one_line(

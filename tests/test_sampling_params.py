@@ -164,7 +164,7 @@ BESIDE_BEAMS = [
 @pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS, ids=[name for name, _ in BESIDE_BEAMS])
 def test_beams_do_not_go_with(name: str, value: Any):
     asked: dict[str, Any] = {"beam_width": 4, name: value}
-    message = rf"{name}=.* cannot go with beam_width=4, .*: leave {name} at"
+    message = rf"{name}=.* cannot be combined with beam_width=4, .*: leave {name} at"
     with pytest.raises(ValueError, match=message):
         SamplingParams(**asked)
 
@@ -177,7 +177,7 @@ def test_a_search_has_no_more_answers_than_beams():
 @pytest.mark.parametrize(("name", "value"), [("length_penalty", 2.0), ("early_stopping", True)])
 def test_what_only_a_search_knows_needs_one(name: str, value: Any):
     asked: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=f"{name}=.* is for beam search: set beam_width"):
+    with pytest.raises(ValueError, match=f"{name}=.* is for beam search only: set beam_width"):
         SamplingParams(**asked)
 
 
@@ -191,7 +191,7 @@ def test_what_only_a_search_knows_needs_one(name: str, value: Any):
 )
 def test_all_sequences_of_a_request_must_run_together(name: str, params: SamplingParams):
     params.validate_for(100, max_num_seqs=9)
-    message = rf"{name}=9 .*max_num_seqs=8: lower {name} or make the engine with max_num_seqs=9"
+    message = rf"{name}=9 .*max_num_seqs=8: lower {name}, or create the engine with max_num_seqs=9"
     with pytest.raises(ValueError, match=message):
         params.validate_for(100, max_num_seqs=8)
 

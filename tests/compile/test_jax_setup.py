@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
     (tmp_path / "file").touch()
     folder = tmp_path / name
     words = re.escape(f"compilation_cache_dir={str(folder)!r} cannot be written to (")
-    with pytest.raises(ValueError, match=f"{words}.*: give a folder that can, or None"):
+    with pytest.raises(ValueError, match=f"{words}.*: pass a writable folder, or None"):
         with_usable_cache(EngineConfig(compilation_cache_dir=folder))
 
 
@@ -113,11 +113,11 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
 ):
     (tmp_path / ".cache").touch()
     monkeypatch.setenv("HOME", str(tmp_path / home))
-    with pytest.warns(UserWarning, match=r"compilation_cache_dir='~/.*each start compiles all"):
+    with pytest.warns(UserWarning, match=r"compilation_cache_dir='~/.*every start compiles all"):
         assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
 
 
 def test_what_a_cache_for_reading_alone_has_is_used():
     config = EngineConfig(compilation_cache_dir="/proc/self")  # where no file can be made
-    with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*what it lacks"):
+    with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*not in the folder"):
         assert with_usable_cache(config) is config

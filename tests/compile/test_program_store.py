@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     store = make_store(tmp_path)
     for size in (4, 8):
         save(store, recipe(size))
-    assert [str(warning.message)[:21] for warning in recwarn] == ["programs are not kept"]
+    assert [str(warning.message)[:23] for warning in recwarn] == ["programs are not stored"]
 
 
 def test_a_folder_for_reading_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

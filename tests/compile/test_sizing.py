@@ -73,8 +73,8 @@ def test_a_model_that_no_device_holds_fits_two(count: int):
 @pytest.mark.parametrize(
     ("count", "room", "words"),
     [
-        (1, 0.9, "GiB as float32, and this machine's memory"),
-        (2, 0.9, "on each of 2 devices as float32, and each one's part of this machine's memory"),
+        (1, 0.9, "GiB as float32, but this machine's memory"),
+        (2, 0.9, "each of 2 devices as float32, but each device's share of this machine's memory"),
         (2, 1.9, None),
     ],
 )

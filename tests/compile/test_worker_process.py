@@ -100,5 +100,5 @@ def test_a_worker_knows_of_the_pools_dtype(
     with pytest.raises(ReachedError):
         next(run_compile_job(job, lambda: runtime))
     assert given
-    with pytest.raises(ValueError, match="are not the engine's process's"):
+    with pytest.raises(ValueError, match="of the worker and of the engine's process differ"):
         next(run_compile_job(replace(job, kv_cache_dtype=None), lambda: runtime))

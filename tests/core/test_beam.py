@@ -211,5 +211,5 @@ def test_beams_that_do_not_match_are_refused(outputs, scores, num_rows, match):
 
 def test_candidates_of_different_shapes_are_refused():
     rows = np.zeros((1, 3), np.int32), np.zeros((1, 2), np.float32)
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="the same shape"):
         BeamSearch(2).advance([[]], [0.0], *rows, max_tokens=8)

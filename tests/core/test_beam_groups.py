@@ -235,5 +235,5 @@ def test_a_search_is_read_with_candidates():
     driver = Driver(make_scheduler())
     add_search(driver)
     plan = the(driver.scheduler.schedule())
-    with pytest.raises(ValueError, match="read with candidates"):
+    with pytest.raises(ValueError, match="pass the candidates of a step"):
         driver.scheduler.update(plan, np.zeros(1, np.int32))

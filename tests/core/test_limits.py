@@ -12,14 +12,14 @@ from jpaged.core.request import Request, Sequence
 from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 REFUSALS = [
-    (make_request("2", 2, n=5, seq_id=10), "runs 5 sequences and max_num_seqs=4: lower n"),
+    (make_request("2", 2, n=5, seq_id=10), "runs 5 sequences, but max_num_seqs=4: lower n"),
     (
         make_request("2", 2, beam=BeamSearch(5), seq_id=10),
-        "runs 5 sequences and max_num_seqs=4: lower n, best_of or beam_width",
+        "runs 5 sequences, but max_num_seqs=4: lower n, best_of or beam_width",
     ),
     (  # four full blocks are shared, and each has two of its own
         make_request("2", 17, max_tokens=8, n=3, seq_id=10),
-        r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\) and the pool has 9: "
+        r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\), but the pool has 9: "
         "raise num_blocks or lower max_tokens, n or beam_width",
     ),
     (
@@ -119,7 +119,7 @@ def test_a_group_finds_no_more_of_a_pin_than_its_prompt_has(group: int | BeamSea
     # Two of the pinned blocks are shared, and each needs two blocks more.
     search = None if isinstance(group, int) else group
     request = make_request("2", [0] * 9, 8, n=2 if search is None else 1, beam=search, seq_id=10)
-    with pytest.raises(ValueError, match=r"may need 4 blocks .* the pool has 3 beside 3 pinned"):
+    with pytest.raises(ValueError, match=r"may need 4 blocks .* the pool has 3 in addition to 3"):
         pinned(6).add(request)
     driver = pinned(7)
     driver.add(request)
@@ -129,7 +129,7 @@ def test_a_group_finds_no_more_of_a_pin_than_its_prompt_has(group: int | BeamSea
 def test_samples_compute_the_last_token_of_a_pinned_prompt():
     # The prompt is pinned with all its tokens, of which samples share all but the last block.
     request = make_request("2", [0] * 12, 1, n=2, seq_id=10)
-    with pytest.raises(ValueError, match=r"may need 2 blocks .* the pool has 1 beside 3 pinned"):
+    with pytest.raises(ValueError, match=r"may need 2 blocks .* the pool has 1 in addition to 3"):
         pinned(4).add(request)
     driver = pinned(5)
     driver.add(request)
@@ -149,7 +149,7 @@ def test_a_pin_must_leave_room_for_a_group():
     driver.add(make_request("1", 5, max_tokens=6, n=2, seq_id=10))  # one block, and two of each
     manager = driver.scheduler.block_manager
     check_pin_fits(manager, 2, driver.scheduler.unfinished_requests)
-    with pytest.raises(ValueError, match="leaves 4, and request '1' may need 5"):
+    with pytest.raises(ValueError, match="leaves 4, but request '1' may need 5"):
         check_pin_fits(manager, 3, driver.scheduler.unfinished_requests)
     driver.run()
 
@@ -163,7 +163,7 @@ def test_a_pin_on_a_samples_own_blocks_saves_the_group_nothing():
     pin = manager.pins.pin(manager.find_prefix(first))
     assert manager.pins.num_blocks == 2  # the prompt's, which all share, and one that none does
     check_pin_fits(manager, 3, driver.scheduler.unfinished_requests)
-    with pytest.raises(ValueError, match="leaves 3, and request '1' may need 4"):
+    with pytest.raises(ValueError, match="leaves 3, but request '1' may need 4"):
         check_pin_fits(manager, 4, driver.scheduler.unfinished_requests)
     driver.run()
     manager.pins.unpin(pin)

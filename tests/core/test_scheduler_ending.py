@@ -151,7 +151,7 @@ def test_an_idle_scheduler_has_no_plan():
     [
         (make_request("2", 0), "prompt_token_ids of request '2' is empty"),
         (make_request("2", 40), "has 40 tokens, and max_model_len=40 leaves no room"),
-        (make_request("2", 30, max_tokens=10), "may need 10 blocks .* and the pool has 9"),
+        (make_request("2", 30, max_tokens=10), "may need 10 blocks .* but the pool has 9"),
         (make_request("1", 2, seq_id=2), "request_id '1' is in use"),
         (make_request("2", 2, seq_id=1), "seq_id 1 is in use"),
     ],

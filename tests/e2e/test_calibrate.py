@@ -158,7 +158,7 @@ def test_a_family_whose_layers_have_another_prefix_loads_with_its_scales(tmp_pat
 def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
     for name in ("model.safetensors", "weights.safetensors"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"and a file of that name too; rename it"):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors: rename it, because"):
         calibrate(tmp_path, WORDS, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -168,7 +168,7 @@ def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
     source = tmp_path / "source"
     shutil.copytree(EMBEDDED_MODEL, source)
     (source / SCALES_FILE_NAME).write_bytes(b"a")
-    with pytest.raises(CheckpointError, match=f"has a file {SCALES_FILE_NAME}, .*; rename it"):
+    with pytest.raises(CheckpointError, match=f"has a file {SCALES_FILE_NAME}, .*: rename it"):
         calibrate(source, WORDS, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -178,7 +178,7 @@ def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
     [
         ({"text": ""}, "the text has no tokens"),
         ({"length": 1}, "length=1 must be at least 2"),
-        ({"folder": EMBEDDED_MODEL}, "is there already; give a folder that is new, or empty"),
+        ({"folder": EMBEDDED_MODEL}, "exists and is not an empty folder: pass a new folder"),
         ({"dtype": "int8"}, "dtype="),
     ],
 )
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, ch
 
 
 def test_a_checkpoint_with_scales_is_left_as_it_is(folder: Path, tmp_path: Path):
-    with pytest.raises(CheckpointError, match="has scales of keys and values; load it as it is"):
+    with pytest.raises(CheckpointError, match="has scales of keys and values: load it as it is"):
         calibrate(folder, WORDS, tmp_path / "new")
 
 
@@ -202,4 +202,4 @@ def test_the_command_tells_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     assert "layers.5: k_scale 0.0" in out
     assert 'load it with kv_cache_dtype="fp8"' in out
     assert main(arguments) == 1
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'new'} is there already")
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'new'} already exists")

@@ -213,8 +213,8 @@ BAD_REQUESTS = [
     ("\ud800", GREEDY, "surrogate"),
     ({"prmpt": "x"}, GREEDY, "unknown key 'prmpt'"),
     ([5] * 256, GREEDY, "max_model_len=256 leaves no room"),
-    ("x", SamplingParams(stop_token_ids=[100_000]), "stop_token_ids names token ids"),
-    ("x", SamplingParams(logit_bias={100_000: 1.0}), "logit_bias names token ids"),
+    ("x", SamplingParams(stop_token_ids=[100_000]), "stop_token_ids has token ids"),
+    ("x", SamplingParams(logit_bias={100_000: 1.0}), "logit_bias has token ids"),
     ("x", SamplingParams(logprobs=21), "logprobs=21 is more than"),
     (3.5, GREEDY, "prompt must be"),
 ]

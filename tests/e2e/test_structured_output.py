@@ -668,12 +668,14 @@ def test_aborts_between_steps_lose_no_block(engines: Engines):
 
 
 def test_beams_obey_no_grammar():
-    with pytest.raises(ValueError, match=r"structured_outputs=.* cannot go with beam_width=2"):
+    with pytest.raises(
+        ValueError, match=r"structured_outputs=.* cannot be combined with beam_width=2"
+    ):
         SamplingParams(beam_width=2, n=2, structured_outputs=DATE)
 
 
 def test_it_is_a_form():
-    with pytest.raises(TypeError, match=r"structured_outputs='\\\\d' must be StructuredOutputs"):
+    with pytest.raises(TypeError, match=r"structured_outputs='\\\\d' must be a StructuredOutputs"):
         SamplingParams(structured_outputs=r"\d")  # pyright: ignore
 
 

@@ -219,8 +219,8 @@ def test_memory_is_told_of_each_device(engines: Engines):
 
 
 REFUSED = {
-    3: "tensor_parallel_size=3 does not go with the model's num_key_value_heads=2; use 1 or 2",
-    4: "tensor_parallel_size=4 does not go with the model's num_attention_heads=6",
+    3: "tensor_parallel_size=3 cannot split the model's num_key_value_heads=2; use 1 or 2",
+    4: "tensor_parallel_size=4 cannot split the model's num_attention_heads=6",
 }
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_shared_is_refused_by_name(count: int):
 
 def test_missing_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs as many devices, .* has 1"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 is larger than .* has 1"):
         Engine(tensor_parallel_size=2)
 
 
@@ -355,7 +355,7 @@ def test_a_device_that_has_lost_another_ends_the_engine(
     address = memory.headers.addressable_shards[place].data.unsafe_buffer_pointer()
     jax.block_until_ready(jax.live_arrays())
     ctypes.c_int32.from_address(address).value = 1
-    with pytest.raises(RuntimeError, match=r"waited in vain for the other devices"):
+    with pytest.raises(RuntimeError, match=r"received no data from another tensor-parallel device"):
         go_on()
     with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):
         engine.add_request(QUESTION, params)

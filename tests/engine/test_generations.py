@@ -127,7 +127,7 @@ def test_an_output_that_cannot_be_made_leaves_none_queued(
     [
         (5, 16, plain(), 0, "leaves no room for an output token"),
         (5, 8, plain(), 1, "priority=1 .* has no effect"),
-        (5, 8, plain(8, n=4), 0, "4 sequences. and the pool has 4"),
+        (5, 8, plain(8, n=4), 0, "4 sequences., but the pool has 4"),
         (4, 12, plain(), 0, "may need 4 blocks"),
     ],
 )

@@ -72,7 +72,11 @@ def test_the_callers_list_is_not_kept():
         ({"prompt": "a", "cache_salt": 3}, TypeError, "must be a non-empty string; got int: 3"),
         ({"cache_salt": "s"}, ValueError, "neither 'prompt' nor"),
         ({}, ValueError, "neither 'prompt' nor 'prompt_token_ids'"),
-        ([{"text": "a"}], ValueError, r"prompts\[0\] has the unknown key 'text'; known are prompt"),
+        (
+            [{"text": "a"}],
+            ValueError,
+            r"prompts\[0\] has the unknown key 'text'; known keys are prompt",
+        ),
         ([1, True], TypeError, "position 1 must be an integer; got bool: True"),
         ([1, 2.0], TypeError, "position 1 must be an integer; got float: 2.0"),
         ([1, "a"], TypeError, "position 1 must be an integer; got str: 'a'"),
@@ -93,7 +97,8 @@ def test_what_is_no_prompt(prompts: object, error: type[Exception], message: str
 
 def test_unknown_ids_need_the_vocabulary():
     assert normalize_prompts([9], vocab_size=10) == [NormalizedPrompt(token_ids=[9])]
-    with pytest.raises(ValueError, match=r"prompts\[1\].* 10 at position 2 .*; known are 0 to 9"):
+    match = r"prompts\[1\].* 10 at position 2 .*; known ids are 0 to 9"
+    with pytest.raises(ValueError, match=match):
         normalize_prompts([[1], [0, 9, 10]], vocab_size=10)
 
 

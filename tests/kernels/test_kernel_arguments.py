@@ -64,7 +64,7 @@ VALUE_ERRORS = {
     r"kv.v has shape \(5,": {"kv": LayerKV(_pool().k, _pool(5).k)},
     r"block_tables has shape \(3,\)": {"tables": _ints(3)},
     r"seq_lens has shape \(2,\)": {"lens": _ints(2)},
-    "block_tables has no rows for q's 3": {"tables": _ints(0, 5), "lens": _ints(0)},
+    "block_tables is empty, but q has 3 rows": {"tables": _ints(0, 5), "lens": _ints(0)},
     "scale is 0": {"scale": 0.0},
     "scale is nan": {"scale": float("nan")},
     "soft_cap is -1": {"cap": -1.0},
@@ -90,7 +90,7 @@ TYPE_ERRORS = {
     "q has dtype bfloat16": {"q": jnp.zeros((3, 4, 64), BF16)},
     "seq_lens has dtype int8": {"lens": jnp.zeros((3,), jnp.int8)},
     "q has dtype float8_e4m3fn": {"q": jnp.zeros((3, 4, 64), F8), "kv": _pool(dtype=F8)},
-    "kv.k has dtype float8_e4m3fn; give its numbers in pairs": {
+    "kv.k has dtype float8_e4m3fn: pack the pool with `pack_fp8_pairs`": {
         "kv": LayerKV(jnp.zeros((4, 16, 2, 64), F8), _pool().v)
     },
 }
@@ -112,13 +112,15 @@ def test_scales_are_those_of_a_float8_pool():
     assert checks.resolve_pool_scales(_pool(), None) is None
     assert checks.resolve_pool_scales(_pool(dtype=F8), None) == (1, 1)
     assert checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
-    with pytest.raises(ValueError, match="scales are given for a pool of bfloat16; only one in"):
+    with pytest.raises(
+        ValueError, match="scales is set but the pool has dtype bfloat16: omit scales"
+    ):
         checks.resolve_pool_scales(_pool(dtype=BF16), KVScales(one, one))
     with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
         checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
     with pytest.raises(TypeError, match=r"scales\.k has dtype bfloat16"):
         checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one.astype(BF16), one))
-    with pytest.raises(ValueError, match="scales are given for a pool of float32"):
+    with pytest.raises(ValueError, match="scales is set but the pool has dtype float32"):
         paged_decode_attention(
             jnp.zeros((3, 4, 64), F32),
             _pool(),

@@ -148,11 +148,11 @@ def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend
 def test_given_scales_are_of_whole_rows():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
     with pytest.raises(
-        ValueError, match="static_scales are scales of whole rows: leave out grouped"
+        ValueError, match="static_scales apply to whole rows: omit static_scales or grouped"
     ):
         quantize_rows(x, given, grouped=True, backend=Backend.XLA)
     with pytest.raises(
-        ValueError, match="static_scales and reduce_max are both given: leave out reduce_max"
+        ValueError, match="static_scales and reduce_max are both set: omit reduce_max"
     ):
         quantize_rows(x, given, reduce_max=lambda largest: largest, backend=Backend.XLA)
     with pytest.raises(TypeError, match="static_scales"):
@@ -502,7 +502,7 @@ def test_gpus_that_can_multiply_numbers_as_they_are(
 
 def test_a_weight_of_no_two_halves_is_refused():
     x, weight = jnp.zeros((4, 128), FP8), jnp.zeros((7, 128), FP8)
-    with pytest.raises(ValueError, match="weight has 7 rows; they must be the gate's and as many"):
+    with pytest.raises(ValueError, match="weight has 7 rows: pass an even number of rows"):
         scaled_gated_gemm(x, weight, jnp.ones(4), jnp.ones(7), dtype=BF16, backend=Backend.XLA)
 
 

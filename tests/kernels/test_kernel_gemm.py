@@ -117,10 +117,10 @@ def _assert_gated(out, x, weight):
 
 def test_a_ring_of_one_stage_is_refused():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
-    with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
+    with pytest.raises(ValueError, match="num_stages is 1: pass at least 2"):
         hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
     x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
-    with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
+    with pytest.raises(ValueError, match="num_stages is 1: pass at least 2"):
         hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(1, 1))
 
 

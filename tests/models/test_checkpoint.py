@@ -210,11 +210,11 @@ def test_what_might_never_end_is_not_read(tmp_path, name):
     (tmp_path / "cache.sock").symlink_to("/dev/zero")  # never read
     assert resolve_checkpoint(tmp_path) == tmp_path
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, no reg"):
+    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
         resolve_checkpoint(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, no reg"):
+    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
         resolve_checkpoint(tmp_path)
 
 
@@ -324,7 +324,7 @@ TWICE = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").
 )
 def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, complaint):
     (tmp_path / "model.safetensors").write_bytes(content)
-    remedy = r"model\.safetensors is no safetensors file, or cut short or broken; fetch it again"
+    remedy = r"model\.safetensors is not a safetensors file, or is .* corrupt; fetch it again"
     with pytest.raises(CheckpointError, match=rf"{remedy} \(.*{complaint}") as caught:
         read_tensor_infos(tmp_path)
     assert isinstance(caught.value.__cause__, SafetensorError)
@@ -333,5 +333,5 @@ def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, com
 def test_a_name_twice_in_one_header_is_refused(tmp_path):
     """safetensors itself would keep the last entry, here of another dtype."""
     (tmp_path / "model.safetensors").write_bytes(header(TWICE) + bytes(8))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors holds a twice"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has several .* one name: a;"):
         read_tensor_infos(tmp_path)

@@ -149,7 +149,7 @@ def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kin
             for piece in shard_slices(value.shape, shard.data.shape, place, count, parts):
                 whole_at, own_at = (
                     tuple(slice(a, a + n) for a, n in zip(at, piece.shape, strict=True))
-                    for at in (piece.global_start, piece.local_start)
+                    for at in (piece.unsharded_start, piece.local_start)
                 )
                 got = np.asarray(shard.data).astype(np.float32)[own_at]
                 np.testing.assert_array_equal(got, value[whole_at], err_msg=path)

@@ -221,8 +221,8 @@ def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("layers.0.k", r"missing piece \(1\): layers\.0\.qkv along axis 1 \(lacks no rule"),
-        ("embed", r"missing parameters \(1\): embedding \(comes from no rule"),
+        ("layers.0.k", r"missing piece \(1\): layers\.0\.qkv along axis 1 \(lacks a tensor that"),
+        ("embed", r"missing parameters \(1\): embedding \(comes from a tensor that no rule"),
     ],
 )
 def test_rules_that_leave_a_place_empty_are_refused(tmp_path, monkeypatch, source, complaint):

@@ -80,7 +80,7 @@ def test_devices_beyond_the_kv_heads_have_one_together():
     """Eight query heads over two KV heads, a query head a device: the first four have the first."""
     parts = [(8, 1), (2, 1), (2, 1)]
     held = [
-        [it.global_start[0] for it in shard_slices((12,), (3,), device_index, 8, parts)]
+        [it.unsharded_start[0] for it in shard_slices((12,), (3,), device_index, 8, parts)]
         for device_index in range(8)
     ]
     assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
@@ -90,7 +90,7 @@ def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
     """Heads of 256 numbers are two blocks with a scale each: four query heads, two KV heads."""
     parts = [(8, 2), (4, 2), (4, 2)]
     held = [
-        [it.global_start[0] for it in shard_slices((16,), (6,), device_index, 4, parts)]
+        [it.unsharded_start[0] for it in shard_slices((16,), (6,), device_index, 4, parts)]
         for device_index in range(4)
     ]
     assert held == [[0, 8, 12], [2, 8, 12], [4, 10, 14], [6, 10, 14]]
@@ -145,7 +145,7 @@ def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, i
     for device_index, shard in enumerate(shards):
         for piece in shard_slices(whole, shard.data.shape, device_index, len(shards), parts):
             there = tuple(
-                slice(a, a + n) for a, n in zip(piece.global_start, piece.shape, strict=True)
+                slice(a, a + n) for a, n in zip(piece.unsharded_start, piece.shape, strict=True)
             )
             own = tuple(
                 slice(a, a + n) for a, n in zip(piece.local_start, piece.shape, strict=True)
@@ -225,7 +225,7 @@ def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
         config.shard(2).shard(2)
     limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
     with pytest.raises(
-        ValueError, match="tensor_parallel_size=1 of the model is not the mesh's size"
+        ValueError, match="tensor_parallel_size is 1, which is not the number of devices"
     ):
         DeviceShapes.of(config, limits, jnp.float32, mesh)
 

@@ -68,13 +68,13 @@ def test_of_a_large_pool_the_rest_is_summed_up():
 def test_the_report_is_told_in_lines():
     assert describe_report(REPORT) == [
         "slots     1,007 with tokens, 3 reserved, 2 never filled, 40 cached, 2,948 free",
-        "sharing   250 blocks serve as 400: 37.5% saved; 4 pinned",
+        "sharing   250 blocks instead of 400: 37.5% saved; 4 pinned",
     ]
     assert describe_report(replace(REPORT, num_host_blocks=9, num_used_host_blocks=3))[2:] == [
         "host      3 of 9 blocks used"
     ]
     of_one = describe_report(replace(REPORT, num_physical_blocks=1, num_host_blocks=1))
-    assert of_one[1].startswith("sharing   1 block serves as ")
+    assert of_one[1].startswith("sharing   1 block instead of ")
     assert of_one[2] == "host      0 of 1 block used"
 
 

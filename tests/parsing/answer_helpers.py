@@ -1,4 +1,4 @@
-"""Answers' texts, cut in pieces, and what parsers tell of them."""
+"""Parse answer texts in pieces and join the parser's events."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,19 +13,19 @@ from jpaged.parsing.stream import (
     Reasoning,
 )
 
-Told = list[tuple[str, ...]]
+ParsedParts = list[tuple[str, ...]]
 
 
-def told(pieces: Iterable[str], **options: Any) -> Told:
-    """What a parser tells of pieces of a text, the events of each part as one."""
+def parse_pieces(pieces: Iterable[str], **options: Any) -> ParsedParts:
+    """Parse the pieces of a text and return its parts, with the events of each part join_events."""
     parser = AnswerParser(**options)
     events = [event for piece in pieces for event in parser.feed(piece)]
-    return joined(events + parser.end())
+    return join_events(events + parser.end())
 
 
-def joined(events: list[ParserEvent]) -> Told:
-    """In words, without ids; and calls begin, go on and end in their order."""
-    parts: Told = []
+def join_events(events: list[ParserEvent]) -> ParsedParts:
+    """Join events to parts without ids, and check that calls start, continue and end in order."""
+    parts: ParsedParts = []
     open_call, num_calls, ids = None, 0, set[str]()
     for event in events:
         if isinstance(event, CallStart):
@@ -55,15 +55,15 @@ def joined(events: list[ParserEvent]) -> Told:
     return parts
 
 
-def check_every_cut(text: str, expected: Told, **options: Any) -> None:
-    """The same is told of the whole text, of its characters, and of it cut anywhere."""
-    assert told([text], **options) == expected
-    assert told(text, **options) == expected
+def check_every_cut(text: str, expected: ParsedParts, **options: Any) -> None:
+    """Check that the whole text, its characters and its halves at any cut parse to `expected`."""
+    assert parse_pieces([text], **options) == expected
+    assert parse_pieces(text, **options) == expected
     for i in range(1, len(text)):
-        assert told([text[:i], text[i:]], **options) == expected, text[:i]
+        assert parse_pieces([text[:i], text[i:]], **options) == expected, text[:i]
 
 
-def check_every_two_cuts(text: str, expected: Told, **options: Any) -> None:
+def check_every_two_cuts(text: str, expected: ParsedParts, **options: Any) -> None:
     for i in range(len(text)):
         for j in range(i, len(text)):
-            assert told([text[:i], text[i:j], text[j:]], **options) == expected
+            assert parse_pieces([text[:i], text[i:j], text[j:]], **options) == expected

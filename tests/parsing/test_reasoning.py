@@ -1,7 +1,7 @@
-"""Reasoning apart from answers, cut anywhere."""
+"""Test that reasoning is separated from content, however the text is cut."""
 
 import pytest
-from answer_helpers import Told, check_every_cut, check_every_two_cuts, told
+from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +12,8 @@ from jpaged.parsing.stream import Content, Reasoning
 OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"
 HELLO, THOUGHT = ("content", "Hello <b>!\n"), ("reasoning", "So, 2 < 3.\n\nYes")
 
-TRANSCRIPTS: list[tuple[str, str, str, Told]] = [
-    # Qwen3, which writes both tags; or its template has begun, or skipped, the reasoning.
+TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
+    # Qwen3 writes both tags, or its template has started or skipped the reasoning.
     ("qwen3", "", "<think>\nSo, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", "", "\n<think>So, 2 < 3.\n\nYes</think>Hello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", OPENED, "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
@@ -30,13 +30,13 @@ TRANSCRIPTS: list[tuple[str, str, str, Told]] = [
         [("reasoning", "a"), ("content", "b<think>c</think>")],
     ),
     ("qwen3", "", "<thinking> a", [("content", "<thinking> a")]),
-    # DeepSeek R1, which may leave out the first tag.
+    # DeepSeek R1 may leave out the first tag.
     ("deepseek_r1", "", "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("deepseek_r1", OPENED, "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("deepseek_r1", "", "<think>\nSo, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("deepseek_r1", CLOSED, "Hello <b>!\n", [HELLO]),
     ("deepseek_r1", "", "<tool_call>\n<function=f>", [("reasoning", "<tool_call>\n<function=f>")]),
-    # Broken off.
+    # Truncated reasoning.
     ("qwen3", "", "<think>\nSo \n", [("reasoning", "So \n")]),
     ("qwen3", OPENED, "So </thin", [("reasoning", "So </thin")]),
     ("qwen3", OPENED, "So <tool_call>", [("reasoning", "So <tool_call>")]),
@@ -48,19 +48,19 @@ TRANSCRIPTS: list[tuple[str, str, str, Told]] = [
 
 
 @pytest.mark.parametrize(("family", "prompt_end", "text", "expected"), TRANSCRIPTS)
-def test_transcripts_cut_at_every_character(
-    family: str, prompt_end: str, text: str, expected: Told
+def test_reasoning_transcripts_parse_the_same_at_every_cut(
+    family: str, prompt_end: str, text: str, expected: ParsedParts
 ):
     check_every_cut(text, expected, reasoning=family, prompt_end=prompt_end)
 
 
-def test_a_short_answer_cut_at_every_two_places():
+def test_short_reasoning_answer_parses_the_same_at_any_two_cuts():
     text = "<think>\na </b \n</think>\n\n b \n"
-    expected: Told = [("reasoning", "a </b"), ("content", " b \n")]
+    expected: ParsedParts = [("reasoning", "a </b"), ("content", " b \n")]
     check_every_two_cuts(text, expected, reasoning="qwen3")
 
 
-def test_calls_are_not_looked_for_in_reasoning():
+def test_calls_inside_reasoning_are_not_parsed():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"<think>\nI could {call}, or\n</think>\n\nWell.\n{call}\n"
     expected = [
@@ -71,14 +71,14 @@ def test_calls_are_not_looked_for_in_reasoning():
     check_every_cut(text, expected, reasoning="qwen3", tool_calls="hermes")
 
 
-def test_a_call_in_the_middle_of_a_thought_ends_it():
+def test_call_inside_unclosed_reasoning_ends_the_reasoning():
     text = "I could <tool_call> now.\n<tool_call>\n<function=f>\n</function>\n</tool_call>"
     expected = [("reasoning", "I could <tool_call> now."), ("call", "f", "{}")]
     options = {"reasoning": "qwen3", "tool_calls": "qwen3_xml", "prompt_end": OPENED}
     check_every_cut(text, expected, **options)
 
 
-def test_both_stream():
+def test_reasoning_and_content_stream():
     parser = AnswerParser(reasoning="qwen3", prompt_end=OPENED)
     assert parser.feed("One \n") == [Reasoning("One")]
     assert parser.feed("two</th") == [Reasoning(" \ntwo")]
@@ -96,13 +96,13 @@ FRAGMENTS += ["<function=f>", "</function></tool_call>", "é"]
 @pytest.mark.parametrize("prompt_end", ["", OPENED, CLOSED])
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), size=st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
-def test_cuts_have_no_effect_and_nothing_but_tags_is_lost(
+def test_random_reasoning_parses_the_same_and_loses_only_tags(
     family: str, prompt_end: str, text: str, size: int
 ):
     options = {"reasoning": family, "prompt_end": prompt_end}
-    whole = told([text], **options)
-    assert told(text, **options) == whole
-    assert told([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
+    whole = parse_pieces([text], **options)
+    assert parse_pieces(text, **options) == whole
+    assert parse_pieces([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
     kept = "".join(part[1] for part in whole)
     own = text.lstrip().removeprefix("<think>")
     lefts = [it.replace("</think>", "", i) for it in (text, own) for i in (0, 1)]

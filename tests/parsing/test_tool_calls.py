@@ -1,5 +1,4 @@
-"""Tool calls in answers: what each family's models write, cut anywhere; what only looks like a call
-is text."""
+"""Test the tool-call parsers of each model family, however the text is cut."""
 
 import itertools
 import json
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_helpers import Told, check_every_cut, check_every_two_cuts, told
+from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,8 +55,8 @@ TOOLS = [
 PARIS = '{"city": "Paris", "days": 3}'
 WEATHER = ("call", "get_weather", PARIS)
 
-TRANSCRIPTS: list[tuple[str, str, Told]] = [
-    # As the chat templates of Qwen 2.5, Qwen 3 and Hermes ask for.
+TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
+    # The format that the chat templates of Qwen 2.5, Qwen 3 and Hermes request.
     (
         "hermes",
         "I will look.\n\n<tool_call>\n"
@@ -70,25 +69,25 @@ TRANSCRIPTS: list[tuple[str, str, Told]] = [
         '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
         [WEATHER, ("call", "now", "{}")],
     ),
-    (  # the arguments before the name, and more than asked for
+    (  # arguments before the name, and an extra field
         "hermes",
         '<tool_call>{"id": 7, "arguments": {"q": "\\u00e9\\n \\"}{ é"}, "name": "f", "x": [{}]}'
         "</tool_call> Done.\n",
         [("call", "f", '{"q": "\\u00e9\\n \\"}{ é"}'), ("content", " Done.\n")],
     ),
-    (  # a line break within a string, and none of the closing
+    (  # a line break within a string, and no closing tag
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"code": "a\nb", "n": [-1.5e3, true, null]}',
         [("call", "f", '{"code": "a\nb", "n": [-1.5e3, true, null]}')],
     ),
-    (  # a brace too few
+    (  # a missing brace
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": {}}\n</tool_call>\nAnd so on',
         [("call", "f", '{"a": {}}'), ("content", "\nAnd so on")],
     ),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("call", "now", "{}")]),
     ("hermes", '<tool_call>{"a\nb": 1, "name": "now"}</tool_call>', [("call", "now", "{}")]),
-    # Broken arguments are told as they are; the calls after them are calls.
+    # Malformed arguments are passed on unchanged, and later calls are still parsed.
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1,, "<tool_call>"}}</tool_call>'
@@ -169,7 +168,7 @@ TRANSCRIPTS: list[tuple[str, str, Told]] = [
             )
         ],
     ),
-    (  # without the outer tag; and with a name and values that no tool has
+    (  # without the outer tag, and with an unknown name and parameters
         "qwen3_xml",
         "<function=f><parameter=a>1</parameter></function> Done",
         [("call", "f", '{"a": "1"}'), ("content", " Done")],
@@ -184,7 +183,7 @@ TRANSCRIPTS: list[tuple[str, str, Told]] = [
         "<tool_call>\n<function=get_weather>\n<parameter=days>\n12",
         [("call", "get_weather", '{"days": 12')],
     ),
-    (  # the line break is of the closing tag if one follows, and of the value here
+    (  # without a closing tag the line break belongs to the value
         "qwen3_xml",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar\n",
         [("call", "get_weather", '{"city": "Par\\n')],
@@ -199,11 +198,13 @@ TRANSCRIPTS: list[tuple[str, str, Told]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "expected"), TRANSCRIPTS)
-def test_transcripts_cut_at_every_character(family: str, text: str, expected: Told):
+def test_tool_call_transcripts_parse_the_same_at_every_cut(
+    family: str, text: str, expected: ParsedParts
+):
     check_every_cut(text, expected, tool_calls=family, tools=TOOLS)
 
 
-SHORT: dict[str, tuple[str, Told]] = {
+SHORT: dict[str, tuple[str, ParsedParts]] = {
     "hermes": (
         'a \n<tool_call>{"name":"f","arguments":{"b":"\\""}}\n</tool_call>\n',
         [("content", "a"), ("call", "f", '{"b":"\\""}')],
@@ -224,7 +225,7 @@ SHORT: dict[str, tuple[str, Told]] = {
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_short_answers_cut_at_every_two_places(family: str):
+def test_short_tool_calls_parse_the_same_at_any_two_cuts(family: str):
     text, expected = SHORT[family]
     check_every_two_cuts(text, expected, tool_calls=family)
 
@@ -253,13 +254,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_what_only_looks_like_a_call_is_text(family: str):
+def test_text_that_resembles_a_call_is_content(family: str):
     for text in TEXTS:
-        expected: Told = [("content", text)] if text else []
+        expected: ParsedParts = [("content", text)] if text else []
         check_every_cut(text, expected, tool_calls=family)
 
 
-# Cut anywhere, whatever it is.
+# Arbitrary texts, cut anywhere
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "["),
@@ -309,13 +310,13 @@ ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 @given(text=ANSWERS, data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_cuts_have_no_effect(family: str, text: str, data: st.DataObject):
-    whole = told([text], tool_calls=family, tools=TOOLS)
-    assert told(text, tool_calls=family, tools=TOOLS) == whole
+def test_random_texts_parse_the_same_at_any_cuts(family: str, text: str, data: st.DataObject):
+    whole = parse_pieces([text], tool_calls=family, tools=TOOLS)
+    assert parse_pieces(text, tool_calls=family, tools=TOOLS) == whole
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
     cuts = [0, *places, len(text)]
     pieces = [text[i:j] for i, j in itertools.pairwise(cuts)]
-    assert told(pieces, tool_calls=family, tools=TOOLS) == whole
+    assert parse_pieces(pieces, tool_calls=family, tools=TOOLS) == whole
     if all(part[0] == "content" for part in whole):
         assert "".join(part[1] for part in whole) == text
 
@@ -354,21 +355,21 @@ WRITTEN = {
 @pytest.mark.parametrize("family", WRITTEN)
 @given(calls=CALLS, ascii_only=st.booleans(), size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_arguments_are_told_as_they_are_written(
+def test_json_arguments_are_passed_on_unchanged(
     family: str, calls: list[tuple[str, Any]], ascii_only: bool, size: int
 ):
     texts = [(name, json.dumps(own, ensure_ascii=ascii_only)) for name, own in calls]
     text = WRITTEN[family](texts)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert told(pieces, tool_calls=family) == [("call", *each) for each in texts]
+    assert parse_pieces(pieces, tool_calls=family) == [("call", *each) for each in texts]
 
 
 @given(value=st.text(st.characters(codec="utf-8"), max_size=30), size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_values_without_quotes_are_the_text_that_they_are(value: str, size: int):
+def test_unquoted_values_become_json_strings(value: str, size: int):
     text = f"<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    ((_, name, arguments),) = told(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+    ((_, name, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
     assert (name, json.loads(arguments)) == ("write", {"text": value})
 
 
@@ -410,23 +411,23 @@ def test_values_without_quotes_are_the_text_that_they_are(value: str, size: int)
         ),
     ],
 )
-def test_values_have_the_types_of_their_parameters(parameter: str, text: str, value: Any):
+def test_unquoted_values_get_the_types_of_their_parameters(parameter: str, text: str, value: Any):
     answer = f"<function=write><parameter={parameter}>{text}</parameter></function>"
     if parameter in ("days", "city"):
         answer = answer.replace("write", "get_weather")
     for pieces in ([answer], [answer[:40], answer[40:]]):
-        ((_, _, arguments),) = told(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+        ((_, _, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
         assert json.loads(arguments) == {parameter: value}
 
 
-def test_a_value_of_no_type_at_all_is_text():
+def test_value_without_a_type_is_a_string():
     assert to_json_value("7", frozenset()) == '"7"'
 
 
-# As it streams.
+# Streaming
 
 
-def test_a_call_is_told_as_soon_as_it_is_one():
+def test_call_start_is_emitted_before_the_arguments_end():
     parser = AnswerParser(tool_calls="hermes")
     assert parser.feed("Look:\n<tool_") == [Content("Look:")]
     assert parser.feed('call>{"name": "f", "arguments"') == []
@@ -438,7 +439,7 @@ def test_a_call_is_told_as_soon_as_it_is_one():
     assert parser.end() == []
 
 
-def test_values_of_strings_stream():
+def test_string_values_stream():
     parser = AnswerParser(tool_calls="qwen3_xml", tools=TOOLS)
     parser.feed("<function=write><parameter=text>\n")
     assert parser.feed("one\n") == [CallArguments(0, '"one')]
@@ -446,7 +447,7 @@ def test_values_of_strings_stream():
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_text_streams_and_what_is_held_is_bounded(family: str):
+def test_text_held_back_by_the_parser_is_bounded(family: str):
     parser = AnswerParser(tool_calls=family)
     start = {
         "hermes": '<tool_call>{"a": "',
@@ -463,27 +464,27 @@ def test_text_streams_and_what_is_held_is_bounded(family: str):
     assert parser.feed("y") == [Content("y")]
 
 
-def test_the_bound_is_at_the_same_character_however_the_text_is_cut():
+def test_hold_back_limit_does_not_depend_on_the_cuts():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     start = '<tool_call>{"a": "'
     most = MAX_BUFFERED_CHARACTERS - len(start)
     for size in (most - 50, most - 1, most, most + 100):
         text = start + "x" * size + call
-        whole = told([text], tool_calls="hermes")
+        whole = parse_pieces([text], tool_calls="hermes")
         for piece in (1, 7, 64, 1000):
             pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
-            assert told(pieces, tool_calls="hermes") == whole
+            assert parse_pieces(pieces, tool_calls="hermes") == whole
         kinds = [part[0] for part in whole]
         assert kinds == (["content"] if size < most else ["content", "call"])
 
 
-def test_only_the_first_call_if_one_is_wanted():
+def test_only_the_first_call_is_parsed_without_parallel_calls():
     text = TRANSCRIPTS[1][1] + "and text"
     expected = [WEATHER, ("content", "\nand text")]
     check_every_cut(text, expected, tool_calls="hermes", parallel=False)
 
 
-def test_ids_are_such_as_the_models_templates_take():
+def test_call_ids_match_the_chat_templates_of_the_family():
     def ids(family: str, text: str) -> list[str]:
         parser = AnswerParser(tool_calls=family)
         return [it.id for it in parser.feed(text) + parser.end() if isinstance(it, CallStart)]
@@ -500,24 +501,24 @@ def test_ids_are_such_as_the_models_templates_take():
     assert ids("mistral", broken) != ["a1b2c3d4e"]
 
 
-def test_depth_is_bounded():
+def test_json_depth_of_arguments_is_bounded():
     deep = '{"a": ' + "[" * (MAX_JSON_DEPTH - 1) + "]" * (MAX_JSON_DEPTH - 1) + "}"
     text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
-    assert told([text], tool_calls="hermes") == [("call", "f", deep)]
+    assert parse_pieces([text], tool_calls="hermes") == [("call", "f", deep)]
     deeper = deep.replace("[]", "[[]]")
     text = f'<tool_call>{{"name": "f", "arguments": {deeper}}}</tool_call>'
-    assert told([text], tool_calls="hermes") == [("call", "f", deeper + "}")]
+    assert parse_pieces([text], tool_calls="hermes") == [("call", "f", deeper + "}")]
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 @pytest.mark.parametrize("fragment", FRAGMENTS[:-8])
-def test_time_is_linear(family: str, fragment: str):
-    """Also of text that is made to look like calls over and over."""
+def test_parsing_time_is_linear_in_the_text_length(family: str, fragment: str):
+    """Some texts repeat the start of a call."""
 
     def seconds(num_characters: int) -> float:
         text = (fragment * num_characters)[:num_characters]
         begin = time.process_time()
-        told((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
+        parse_pieces((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
         return time.process_time() - begin
 
     quarter = min(seconds(2000) for _ in range(3))
@@ -525,16 +526,16 @@ def test_time_is_linear(family: str, fragment: str):
     assert any(seconds(8000) < 8 * quarter for _ in range(3))
 
 
-def test_random_bytes_of_calls_end():
+def test_random_characters_of_calls_parse_completely():
     rng = random.Random(0)
     for family in TOOL_CALL_FAMILIES:
         for _ in range(300):
             text = "".join(rng.choice('<>{}[]":,;\\ tfnau=/|') for _ in range(40))
-            parts = told([text], tool_calls=family)
+            parts = parse_pieces([text], tool_calls=family)
             assert "".join(part[1] for part in parts) == text
 
 
-def test_docs_list_every_family():
+def test_tools_page_lists_every_parser_family():
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
     tables = page.partition("## Which parser")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)

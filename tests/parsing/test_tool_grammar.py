@@ -1,4 +1,4 @@
-"""Calls that a grammar forces are those that the family's parser reads, with valid arguments."""
+"""Test that calls forced by a grammar are parsed back with valid arguments."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def tools_of(family: str) -> list[dict[str, Any]]:
 
 
 def calls_in(family: str, text: str) -> list[tuple[str, Any]]:
-    """The calls; nothing else may be there."""
+    """Return the calls of a text that has nothing else."""
     parser = AnswerParser(tool_calls=family, tools=tools_of(family))
     calls: list[list[Any]] = []
     for event in [*parser.feed(text), *parser.end()]:
@@ -66,7 +66,7 @@ def calls_in(family: str, text: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_forced_calls_are_read_back_and_their_arguments_are_valid(family: str, parallel: bool):
+def test_forced_calls_are_parsed_back_with_valid_arguments(family: str, parallel: bool):
     tools = tools_of(family)
     form = call_grammar(family, tools, parallel=parallel)
     GRAMMARS.compile(form)
@@ -87,14 +87,14 @@ def test_forced_calls_are_read_back_and_their_arguments_are_valid(family: str, p
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_a_named_function_alone_is_called(family: str):
+def test_named_tool_choice_calls_only_that_function(family: str):
     form = call_grammar(family, tools_of(family), name="now", parallel=False)
     texts = {walk(form, seed) for seed in range(8)}
     assert all(calls_in(family, text) == [("now", {})] for text in texts if text is not None)
     assert texts != {None}
 
 
-def test_a_tag_that_is_a_special_token_is_that_token():
+def test_tag_that_is_a_special_token_is_generated_as_that_token():
     special = {"[TOOL_CALLS]": EOS + 1, "[ARGS]": EOS + 2}
     form = call_grammar("mistral", TOOLS, name="now", special_ids=special)
     GRAMMARS.compile(form)
@@ -116,23 +116,23 @@ def test_a_tag_that_is_a_special_token_is_that_token():
         ("qwen3_xml", {"properties": {"a": {"type": ["string", "integer"]}}}, r"properties\.a "),
         ("qwen3_xml", {"properties": {"a": {}}}, r"properties\.a "),
         ("qwen3_xml", {"properties": {"a": {"enum": ["x", "y</parameter>"]}}}, r"properties\.a "),
-        ("qwen3_xml", {"properties": {"a>": {"type": "null"}}}, "'a>', which no tag"),
+        ("qwen3_xml", {"properties": {"a>": {"type": "null"}}}, "'a>': names must not"),
         ("qwen3_xml", {"required": ["b"]}, "required names 'b'"),
         ("qwen3_xml", {"allOf": [{"properties": {"a": {}}}]}, r"allOf cannot be enforced"),
         ("qwen3_xml", {"$ref": "#/$defs/a", "$defs": {"a": {}}}, r"\$ref cannot be enforced"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_its_place(family: str, parameters: Any, path: str):
+def test_unenforceable_parameters_error_names_their_path(family: str, parameters: Any, path: str):
     tools = [tool("f"), tool("g", parameters)]
     with pytest.raises((TypeError, ValueError), match=r"^tools\[1\]\.function\." + ".*" + path):
         call_grammar(family, tools)
     call_grammar(family, tools, name="f")
 
 
-def test_names_are_checked():
+def test_unknown_family_and_tool_names_are_rejected():
     with pytest.raises(ValueError, match="family='x' must be one of"):
         call_grammar("x", TOOLS)
-    with pytest.raises(ValueError, match="name='x' must be that of one of the tools"):
+    with pytest.raises(ValueError, match="name='x' must be the name of one of the tools"):
         call_grammar("hermes", TOOLS, name="x")
 
 
@@ -146,8 +146,8 @@ GOOD = {"city": "Rome", "days": 3}
 BAD = ({"city": "Rome"}, {"city": "Oslo", "days": 3}, {**GOOD, "x": 1})
 
 
-def written(family: str, name: str, arguments: dict[str, Any]) -> str:
-    """A call as a model of the family writes it."""
+def write_call(family: str, name: str, arguments: dict[str, Any]) -> str:
+    """Return a call as a model of the family writes it."""
     key = "parameters" if family == "llama3_json" else "arguments"
     text = json.dumps({"name": name, key: arguments})
     if family == "qwen3_xml":
@@ -159,7 +159,7 @@ def written(family: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_where_the_model_chooses_strict_functions_alone_obey(family: str):
+def test_auto_tool_choice_enforces_only_strict_functions(family: str):
     form = call_grammar(family, STRICT, or_text=True)
     GRAMMARS.compile(form)
     begins = family == "llama3_json"
@@ -167,7 +167,7 @@ def test_where_the_model_chooses_strict_functions_alone_obey(family: str):
     for text in ("", "Hello", "a < b, [1] <tool_call", "naïve\n\n{}"):
         assert accepts(form, text)
     for name, arguments in (("get_weather", GOOD), ("now", {"a": 1}), ("free", {"b": "x"})):
-        call = written(family, name, arguments)
+        call = write_call(family, name, arguments)
         assert accepts(form, call)
         assert accepts(form, said + call)
         assert begins or accepts(form, f"{said}{call}\nSo.")
@@ -177,11 +177,11 @@ def test_where_the_model_chooses_strict_functions_alone_obey(family: str):
         assert accepts(one, said + call)
         assert not accepts(one, f"{call}\n{call}")
     for arguments in BAD:
-        assert not read(matcher_of(form), said + written(family, "get_weather", arguments))
-    assert not read(matcher_of(form), said + written(family, "other", GOOD))
+        assert not read(matcher_of(form), said + write_call(family, "get_weather", arguments))
+    assert not read(matcher_of(form), said + write_call(family, "other", GOOD))
 
 
-def test_text_never_looks_like_a_call():
+def test_free_text_cannot_contain_a_call_tag():
     for family, text in (
         ("hermes", "a <tool_call> b"),
         ("mistral", "a [TOOL_CALLS] b"),
@@ -192,7 +192,7 @@ def test_text_never_looks_like_a_call():
         assert not read(matcher_of(call_grammar(family, STRICT, or_text=True)), text)
 
 
-def test_a_special_token_begins_a_call_in_a_text():
+def test_special_token_starts_a_call_after_text():
     special = {"<tool_call>": EOS + 1, "</tool_call>": EOS + 2}
     form = call_grammar("hermes", STRICT, or_text=True, special_ids=special)
     matcher = matcher_of(form)
@@ -208,24 +208,26 @@ def test_a_special_token_begins_a_call_in_a_text():
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_an_answer_is_calls_or_what_it_obeys_else(family: str):
+def test_answer_is_either_calls_or_matches_the_other_spec(family: str):
     other = StructuredOutputs(json={"enum": [1, "x"]})
     if family == "llama3_json":
-        with pytest.raises(ValueError, match=r"^tools cannot be called in an answer that may be"):
+        with pytest.raises(
+            ValueError, match=r"^tools cannot be combined with a JSON response format"
+        ):
             call_grammar(family, STRICT, or_form=other)
         return
     form = call_grammar(family, STRICT, or_form=other)
     GRAMMARS.compile(form)
     assert accepts(form, '"x"')
-    assert accepts(form, written(family, "get_weather", GOOD))
-    assert accepts(form, written(family, "now", {}))
+    assert accepts(form, write_call(family, "get_weather", GOOD))
+    assert accepts(form, write_call(family, "now", {}))
     assert not read(matcher_of(form), "Hello")
-    assert not read(matcher_of(form), written(family, "get_weather", BAD[0]))
+    assert not read(matcher_of(form), write_call(family, "get_weather", BAD[0]))
     anything = call_grammar(family, STRICT, or_form=StructuredOutputs(json_object=True))
     assert accepts(anything, '{"a": 1}')
 
 
-def test_a_forced_call_has_the_arguments_that_are_named():
+def test_forced_call_allows_only_declared_arguments():
     properties = {"a": {"enum": [1]}}
     for more, is_open in (({}, False), ({"additionalProperties": True}, True)):
         tools = [tool("f", {"properties": properties, "required": ["a"], **more})]
@@ -237,7 +239,7 @@ def test_a_forced_call_has_the_arguments_that_are_named():
         assert accepts(form, '{"name": "f", "parameters": {"b": 2}}')
 
 
-def test_tools_that_are_too_large_together():
+def test_total_size_of_tools_is_bounded():
     names = [f"a{i}" for i in range(400)]
     schema = {"properties": {name: {"type": "integer"} for name in names}, "required": names}
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
@@ -245,7 +247,7 @@ def test_tools_that_are_too_large_together():
     long = [tool(f"f{i}", {"properties": {}, "description": "x" * 2000}) for i in range(40)]
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("hermes", long)
-    call_grammar("qwen3_xml", long)  # which writes no descriptions
+    call_grammar("qwen3_xml", long)  # this family's grammar has no descriptions
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("qwen3_xml", [tool(f"f{i}", schema) for i in range(10)])
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters has \d+ characters"):

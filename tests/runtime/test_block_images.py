@@ -161,7 +161,7 @@ def test_a_dropped_image_is_gone(images: SwapEntries, pool: Pool):
     with pytest.raises(KeyError):
         images.start_swap_ins([SwapIn(1, ((0, 3),))])
     images.swap_out(pool.launch, SwapOut(1, (4,)))
-    with pytest.raises(ValueError, match="image 1 exists"):
+    with pytest.raises(ValueError, match="swap entry 1 exists already: drop it first"):
         images.swap_out(pool.launch, SwapOut(1, (3,)))
 
 
@@ -194,7 +194,7 @@ def test_many_images_in_any_order(images: SwapEntries, pool: Pool):
 
 
 def test_swapping_that_is_off_is_refused(pool: Pool):
-    with pytest.raises(ValueError, match="image 1 has no place: num_host_blocks is 0"):
+    with pytest.raises(ValueError, match="swap entry 1 cannot be made: num_host_blocks is 0"):
         SwapEntries(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
 
 

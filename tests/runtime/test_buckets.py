@@ -124,5 +124,5 @@ def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, bu
 def test_above_the_largest_bucket_is_an_error():
     with pytest.raises(ValueError, match="size 9 is above the largest bucket 8"):
         round_up((8,), 9)
-    with pytest.raises(ValueError, match="65 tokens of 3 sequences is above the largest bucket"):
+    with pytest.raises(ValueError, match="65 tokens and 3 sequences is above the largest"):
         Buckets((8,), ((64, 8),)).prefill_shape(65, 3)

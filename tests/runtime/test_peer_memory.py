@@ -48,7 +48,7 @@ def test_what_could_not_be_computed_is_an_error():
 
 def test_what_never_ends_is_not_waited_for_longer_than_a_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer_memory, "MAX_STEP_S", 0.05)
-    with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* process by force"):
+    with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* kill this process"):
         wait_for_devices([SimpleNamespace(is_ready=lambda: False)])
 
 

@@ -540,7 +540,7 @@ def test_forbidden_tokens_are_never_drawn():
 
 
 def test_adjusting_without_a_state_is_refused():
-    with pytest.raises(ValueError, match="state=None at level ADJUSTED"):
+    with pytest.raises(ValueError, match="state is None at level ADJUSTED"):
         _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
 
 

@@ -1,4 +1,4 @@
-"""A real server for the length of a block, and a real browser to look at it."""
+"""Run a real server and find a real browser for tests."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 @contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
-    """The address of a server with these flags, which drains and ends well after the block."""
+    """Yield the address of a server with these flags, and check that it drains and exits cleanly."""
     server = ServerProcess(cache, "--no-log-requests", *flags)
     try:
         yield server.url
@@ -25,8 +25,10 @@ def serving(cache: Path, *flags: str) -> Iterator[str]:
 
 
 def find_browser() -> str:
-    """The path of a Chromium. Where there is none the test is skipped, but never where
-    `JPAGED_REQUIRE_BROWSER` is set, as in continuous integration: there it fails."""
+    """Return the path of a Chromium, or skip the test if none is installed.
+
+    With `JPAGED_REQUIRE_BROWSER` set, as in continuous integration, a missing browser is a failure.
+    """
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is not None:
         return found

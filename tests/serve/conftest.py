@@ -1,4 +1,4 @@
-"""Engines shared by the server's tests, and the census after each."""
+"""Share engines between the server tests, and check after each test that all blocks are free."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from jpaged import Engine
 
 @pytest.fixture
 def engines(kept_engines: Callable[..., Engine]) -> Callable[..., Engine]:
-    """Makes an engine, or gives one of these options that was made before."""
+    """Return a function that returns an engine with the given options, reusing earlier engines."""
     return lambda **options: kept_engines(**{**SMALL, **options})
 
 
@@ -25,7 +25,7 @@ def engine(engines: Callable[..., Engine]) -> Engine:
 
 @pytest.fixture
 def serve(engine: Engine) -> Callable[..., None]:
-    """Runs a scenario, an async function of a `Server`, to its end; then all blocks are back."""
+    """Return a function that runs a scenario to its end and then checks that all blocks are free."""
 
     def run(scenario: Scenario, own_engine: Engine | None = None, **config: Any) -> None:
         async def whole() -> None:
@@ -43,7 +43,7 @@ def serve(engine: Engine) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def real_server(compilation_cache: Path) -> Iterator[ServerProcess]:
-    """A server in a process of its own, shared by the tests that only ask."""
+    """Run a server in a separate process, shared by tests that only send requests."""
     server = ServerProcess(compilation_cache, "--dashboard-show-text")
     yield server
     server.end()

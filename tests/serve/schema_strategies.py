@@ -1,4 +1,4 @@
-"""From the published JSON schemas to values: such as they accept, and such as are anything."""
+"""Build Hypothesis strategies from the published JSON schemas, for valid and for arbitrary values."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ ANYTHING = st.recursive(
     ),
     max_leaves=12,
 )
-"""JSON values."""
+"""Arbitrary JSON values."""
 
-_LONGEST = 12  # of arrays and texts made here; bounds far beyond are tested elsewhere
+_LONGEST = 12  # length of generated arrays and texts; other tests cover the larger bounds
 
 
 def values_of(schema: Schema, whole: Schema) -> st.SearchStrategy[Any]:
-    """Values that the schema accepts.
+    """Return a strategy for values that the schema accepts.
 
     Args:
-        schema: With what jpaged publishes: types, bounds, enumerations, arrays, objects.
-        whole: The document in which references lead somewhere.
+        schema: A schema with types, bounds, enumerations, arrays and objects.
+        whole: The document that references point into.
     """
     if "$ref" in schema:
         target: Any = whole
@@ -84,7 +84,7 @@ def _objects(schema: Schema, whole: Schema) -> st.SearchStrategy[dict[str, Any]]
         names = st.from_regex(pattern, fullmatch=True) if pattern else st.text(max_size=10)
         return st.dictionaries(names, values_of(schema["additionalProperties"], whole), max_size=4)
     needed = {name: fields[name] for name in required}
-    # A few fields at a time: all of them together are refused for one of many reasons.
+    # Use a few fields at a time: all fields together are nearly always rejected.
     others = st.lists(st.sampled_from(sorted(set(fields) - set(required))), max_size=4, unique=True)
     if len(needed) == len(fields):
         return st.fixed_dictionaries(needed)

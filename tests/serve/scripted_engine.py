@@ -1,4 +1,4 @@
-"""An engine that says what a test has written."""
+"""An engine whose answers a test writes."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from jpaged.errors import ErrorInfo
 
 
 class ScriptedEngine:
-    """A real engine in all but its answers, which are given to requests in their order.
+    """A real engine except for its answers, which are given to requests in order of arrival.
 
     Attributes:
-        script: Each request's answers, as many as it asks for: the pieces that come a turn each.
-        reasons: Why each request's answers end; "stop" once there are none left.
-        errors: Why the next ones of those with "error" failed.
-        prompts: The requests' prompts, as text.
-        params: Their parameters.
+        script: The answers of each request, each as a list of pieces that arrive one per step.
+        reasons: Finish reason of each request's answers; "stop" when the list is empty.
+        errors: Errors of the next requests whose reason is "error".
+        prompts: The prompts of the requests, as text.
+        params: The sampling parameters of the requests.
     """
 
     def __init__(self, engine: Engine):
@@ -33,7 +33,7 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     def say(self, *answers: str, size: int = 0, reason: str = "stop") -> None:
-        """The next request gets these answers, in pieces of so many characters; 0: whole."""
+        """Give the next request these answers, in pieces of `size` characters, or whole if it is 0."""
         cut = [
             [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
             for text in answers

@@ -1,4 +1,4 @@
-"""A server in this process, its engine in a thread."""
+"""Run a server in this process with its engine in a thread."""
 
 import asyncio
 import atexit
@@ -37,7 +37,7 @@ QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
 
 @dataclass
 class Server:
-    """A server without a socket for HTTP: requests go straight to its application."""
+    """A server without an HTTP socket: requests go directly to its application."""
 
     engine: Engine
     serving: ServerState
@@ -46,21 +46,21 @@ class Server:
     worker: threading.Thread
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
-        """The answer of `/v1/completions`, which is one."""
+        """Return the response of `/v1/completions`, which must have status 200."""
         answer = await self.http.post("/v1/completions", json=fields)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     async def canary(self) -> None:
-        """A request gets its known answer."""
+        """Check that a request gets its known answer."""
         body = await self.complete(prompt=QUESTION, max_tokens=64, temperature=0)
         assert body["choices"][0]["text"] == ANSWER
         assert body["choices"][0]["finish_reason"] == "stop"
 
     async def idle(self, seconds: float = 30.0) -> None:
-        """Wait until nothing is in flight and all blocks are back; the accounts agree.
+        """Wait until no request is in flight, all blocks are free and the block counts agree.
 
-        The engine's thread may be in the middle of a change, so that only what lasts is a fault.
+        The engine's thread may be changing its state, so only a lasting difference is an error.
         """
         end = time.monotonic() + seconds
         while True:
@@ -78,7 +78,7 @@ class Server:
     def busy(self) -> bool:
         try:
             stats = self.engine.stats()
-        except RuntimeError:  # the worker's thread changed what was being counted
+        except RuntimeError:  # the worker's thread changed the engine while it was counted
             return True
         in_flight = self.serving.num_requests or stats.num_running or stats.num_waiting
         blocks_out = stats.num_free_blocks != stats.num_blocks
@@ -86,7 +86,7 @@ class Server:
 
 
 class Servers:
-    """Starts servers inside the running event loop, and ends them."""
+    """Start servers inside the running event loop, and end them."""
 
     def __init__(self) -> None:
         self.started: list[Server] = []
@@ -120,14 +120,14 @@ class Servers:
 
 @functools.cache
 def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
-    """Servers of the same settings share one, for it takes a second to start."""
+    """Return a process shared by servers of the same settings, because its start takes a second."""
     process = TokenizingProcess(settings)
     atexit.register(process.close)
     return process
 
 
 def run_worker(engine: Engine, sock: socket.socket) -> None:
-    """A worker in a thread; what it raises, its client is told."""
+    """Run an engine worker in this thread; its errors reach the client."""
     with contextlib.suppress(RuntimeError):
         EngineWorker(engine, MessageSocket(sock)).run()
 
@@ -136,29 +136,29 @@ Scenario = Callable[[Server], Coroutine[Any, Any, None]]
 
 
 async def events_of(answer: httpx.Response) -> AsyncIterator[str]:
-    """The data of a stream's events."""
+    """Yield the data of a stream's events."""
     async for line in answer.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header by which programs bring a key."""
+    """Return the header by which programs send an API key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def basic(user: str, password: str) -> dict[str, str]:
-    """The header by which browsers bring a name and a password."""
+    """Return the header by which browsers send a user name and a password."""
     return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
 
 
 class RawRequest:
-    """One POST straight to an application, whose client reads what it likes and can go.
+    """One POST directly to an application, whose client can pause reading or disconnect.
 
     Attributes:
-        status: Of the answer; 0 before it.
-        body: What was read so far.
-        paused: While set, the client reads nothing.
+        status: Status of the response; 0 before it starts.
+        body: The bytes read so far.
+        reading: The client reads while this event is set.
     """
 
     def __init__(self, app: ASGIApp, path: str, fields: dict[str, Any]):
@@ -183,11 +183,11 @@ class RawRequest:
         self.task = asyncio.create_task(self._run(app, scope))
 
     def leave(self) -> None:
-        """Hang up."""
+        """Disconnect the client."""
         self._gone.set()
 
     async def read_some(self) -> None:
-        """Wait until there is something of the answer."""
+        """Wait until part of the response body has arrived."""
         await asyncio.wait_for(self.grown.wait(), 20)
 
     async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:

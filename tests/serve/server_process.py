@@ -1,4 +1,4 @@
-"""A real server: `python -m jpaged.serve` in a process of its own."""
+"""Run a real server, `python -m jpaged.serve`, in a separate process."""
 
 import os
 import re
@@ -16,16 +16,16 @@ ARGUMENTS = (
 
 
 STUB = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "stub"), os.getcwd()])}
-"""The environment of a server whose engine is the stub, which starts without JAX."""
+"""Environment variables of a server with the stub engine, which starts without JAX."""
 
 
 class ServerProcess:
-    """Starts a server and waits until it serves.
+    """Start a server and wait until it is ready.
 
     Attributes:
-        url: Where.
-        process: The server's.
-        log: What it said.
+        url: Address of the server.
+        process: The server's process.
+        log: Output of the server so far.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ServerProcess:
         command += ["--compilation-cache-dir", str(cache), *arguments]
         around = {**os.environ, **(environment or {})}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=around)
-        if num_files is not None:  # it is not looking yet
+        if num_files is not None:  # set before the server reads its limit
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_files, num_files))
         self.log = ""
         self.url = ""
@@ -52,17 +52,17 @@ class ServerProcess:
             assert self.url, self.log
 
     def wait(self, seconds: float = 30) -> int:
-        """The exit code."""
+        """Wait for the server to exit and return the exit code."""
         code = self.process.wait(seconds)
         self._reader.join(10)
         self._close()
         return code
 
     def end(self) -> None:
-        """End it, if it runs."""
+        """Stop the server if it runs."""
         self.process.kill()
         self.process.wait(10)
-        self._reader.join(10)  # the engine's process has the pipe too
+        self._reader.join(10)  # the engine process also holds the pipe open
         self._close()
 
     def _close(self) -> None:

@@ -32,7 +32,7 @@ def field(own: Any) -> Fields:
 
 
 # Each with what the error says; tools' parameters are objects, and so are these.
-NOTHING = ("cannot be enforced", "is obeyed by no")
+NOTHING = ("cannot be enforced", "matches no finite value")
 BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
     (field({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1}), NOTHING),
@@ -47,7 +47,7 @@ BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"enum": []}), "properties.a.enum"),
     (field({"type": "text"}), "properties.a.type='text'"),
     (field({"uniqueItems": True}), "properties.a.uniqueItems is not enforced"),
-    (field({"$ref": "#/$defs/b"}), "properties.a.$ref='#/$defs/b' leads nowhere"),
+    (field({"$ref": "#/$defs/b"}), "properties.a.$ref='#/$defs/b' cannot be resolved"),
     (field({"$ref": "file:///etc/passwd"}), "properties.a.$ref='file:///etc/passwd' must be"),
     (field({"enum": [f"value {i}" for i in range(20_000)]}), "are allowed"),
     (field({"pattern": "("}), NOTHING),
@@ -210,7 +210,7 @@ def test_no_schema_has_anything_fetched(with_tools: Run, path: str):
                 own = {"name": "f", "parameters": schema}
                 for fields in (form(schema), tools([own], "required")):
                     message = await refusal(server, path, {**plain, **fields})
-                    assert "must be a place in this schema" in message
+                    assert "must be a reference within this schema" in message
             for keyword in ("$schema", "$id", "$comment"):
                 named = {**field({"type": "null"}), keyword: there}
                 own = {"name": "f", "parameters": named}

@@ -257,15 +257,15 @@ def test_space_goes_on_at_the_pace_before(pages: Pages):
 @pytest.mark.full
 def test_a_page_out_of_sight_rests(pages: Pages):
     page = opened(pages)
-    page.evaluate("jpaged.rest()")
-    until(page, "document.getElementById('line').innerText.startsWith('rests')")
+    page.evaluate("jpaged.disconnectHidden()")
+    until(page, "document.getElementById('line').innerText.startsWith('disconnected')")
     assert page.get_attribute("body", "class") == "old"
     page.wait_for_timeout(2500)
-    assert page.inner_text("#line").startswith("rests")
+    assert page.inner_text("#line").startswith("disconnected")
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_selector("#line.live")
     page.select_option("#pace", "0")
-    page.evaluate("jpaged.rest()")  # somebody may come back to what waits
+    page.evaluate("jpaged.disconnectHidden()")  # somebody may come back to what waits
     page.wait_for_timeout(100)
     assert page.inner_text("#line") == "live"
 
@@ -282,11 +282,11 @@ def test_why_the_stream_ended_is_told(pages: Pages):
 
 def test_a_line_on_which_nothing_comes_is_given_up(pages: Pages):
     page = opened(pages)
-    assert page.evaluate(SILENT) == ["ping", "nothing came for 0 seconds"]
+    assert page.evaluate(SILENT) == ["ping", "nothing arrived for 0 seconds"]
 
 
 SILENT = """async () => {
-  const { events } = await import("/picture/stream.js");
+  const { readEvents } = await import("/picture/stream.js");
   const body = new ReadableStream({
     start(controller) {
       controller.enqueue(new TextEncoder().encode("event: ping\\ndata: 1\\n\\n"));
@@ -294,7 +294,7 @@ SILENT = """async () => {
   });
   const told = [];
   try {
-    for await (const { name } of events(new Response(body), 50)) told.push(name);
+    for await (const { name } of readEvents(new Response(body), 50)) told.push(name);
   } catch (error) {
     told.push(error.message);
   }
@@ -309,10 +309,10 @@ def test_an_event_ends_only_at_a_newline(pages: Pages):
 
 
 LINE_ENDS = r"""async () => {
-  const { events } = await import("/picture/stream.js");
+  const { readEvents } = await import("/picture/stream.js");
   const body = 'event: frames\ndata: "a\u2028b"\n\n' + 'data: "\u2029\u0085\\n"\n\n';
   const told = [];
-  for await (const event of events(new Response(body))) {
+  for await (const event of readEvents(new Response(body))) {
     told.push([event.name, JSON.parse(event.data)]);
   }
   return told;
@@ -572,7 +572,7 @@ REPLAY = """async (frames) => {
     const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
     const all = [...pool.sequences];
     const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
-    const { numLogical, numUsed, numWasted, images } = pool;
+    const { numLogical, numUsed, numWasted, swapEntries: images } = pool;
     const owners = [...pool.owners].map((number) => names.get(number) ?? "");
     const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
     return { ...blocks, numLogical, numUsed, numWasted, images,
@@ -603,7 +603,7 @@ LARGE_POOL = """async () => {
   const next = { step: 1, changes: { ...nothing, blocks, grown }, text: {} };
   times.change = timed(() => {
     jpaged.grid.update(pool.apply(next).changed);
-    jpaged.grid.drawWaiting();
+    jpaged.grid.drawDirty();
   });
   return times;
 }"""

@@ -421,7 +421,7 @@ END = REQUEST + b"Connection: close\r\n\r\n"
         (
             POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
             400,
-            "only one can be meant",
+            "send only one",
         ),
         (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),

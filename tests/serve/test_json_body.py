@@ -85,10 +85,10 @@ def test_errors_name_their_place_in_a_body_with_a_long_string(body: bytes):
 def test_long_strings_are_values_in_utf_8():
     long = b"x" * 100_000
     for around in (b'[-"%b"]', b'[1"%b"]', b'["%b"1]', b'["%b""%b"]'):
-        assert "no JSON" in refusal(around.replace(b"%b", long))
+        assert "cannot be parsed as JSON" in refusal(around.replace(b"%b", long))
     assert "byte 100002 is not UTF-8" in refusal(b'["%b\xff"]' % long)
     assert "[0] has a lone surrogate" in refusal(b'["%b\\ud83d"]' % long)
-    assert "a name is longer than 16384 bytes" in refusal(b'{"%b" : 1}' % long)
+    assert "a key is longer than 16384 bytes" in refusal(b'{"%b" : 1}' % long)
 
 
 @pytest.mark.parametrize("unit", [b"\\n\\u4e2d", b'\\"', b"\\\\", b"\\ud83d\\ude00"])

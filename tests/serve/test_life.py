@@ -335,7 +335,9 @@ def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
         compilation_cache, "--chat-template", str(template), wait=False, environment=STUB
     )
     assert server.wait(60) == 1
-    assert "error: --chat-template is no Jinja template (line 2: Unexpected end" in server.log
+    assert (
+        "error: --chat-template is not a valid Jinja template (line 2: Unexpected end" in server.log
+    )
     assert "Traceback" not in server.log
 
 

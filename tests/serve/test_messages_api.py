@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as Anthropic's client speaks it, and what it refuses."""
+"""Test Anthropic's Messages API with Anthropic's client and with invalid requests."""
 
 import asyncio
 import json
@@ -38,8 +38,8 @@ def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
 
 
 @pytest.fixture
-def talk(serve: Run, scripted: ScriptedEngine) -> Run:
-    """Runs a scenario with the scripted engine."""
+def serve_scripted(serve: Run, scripted: ScriptedEngine) -> Run:
+    """Return a function that runs a scenario with the scripted engine."""
 
     def run(scenario: Any, **config: Any) -> None:
         serve(scenario, scripted, **{**THINKING, **config})
@@ -68,9 +68,7 @@ async def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
         return [json.loads(data) async for data in events_of(answer)]
 
 
-def test_text(serve: Run):
-    """The answer is that of a chat."""
-
+def test_message_text_equals_the_chat_completion(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"temperature": 0, "system": [{"type": "text", "text": "Be brief"}]}
         given = [{"role": "user", "content": [{"type": "text", "text": "Count from 3 to 7"}]}]
@@ -109,7 +107,7 @@ def test_cached_prompt_tokens_are_not_input_tokens(serve: Run):
     serve(scenario)
 
 
-def test_a_stop_sequence_is_told(serve: Run):
+def test_matched_stop_sequence_is_reported(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"temperature": 0, "messages": [{"role": "user", "content": "Count from 3 to 7"}]}
         whole = (await ask(server, **asked))["content"][0]["text"]
@@ -121,7 +119,9 @@ def test_a_stop_sequence_is_told(serve: Run):
     serve(scenario)
 
 
-def test_blocks_are_told_as_anthropic_tells_them(talk: Run, scripted: ScriptedEngine):
+def test_thinking_text_and_tool_use_become_content_blocks(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say(THOUGHT)
         made = await ask(server, tools=[TOOL])
@@ -132,11 +132,13 @@ def test_blocks_are_told_as_anthropic_tells_them(talk: Run, scripted: ScriptedEn
         assert call["input"] == {"city": "Paris"}
         assert made["stop_reason"] == "tool_use"
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 @pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_streams_events_come_in_anthropics_order(talk: Run, scripted: ScriptedEngine, size: int):
+def test_stream_events_follow_the_anthropic_order(
+    serve_scripted: Run, scripted: ScriptedEngine, size: int
+):
     async def scenario(server: Server) -> None:
         scripted.say(f"{THOUGHT}\n{CALL}", size=size)
         events = await streamed(server, tools=[TOOL])
@@ -158,11 +160,13 @@ def test_a_streams_events_come_in_anthropics_order(talk: Run, scripted: Scripted
         assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
         assert events[-2]["usage"]["output_tokens"] > 0
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_anthropics_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
-    """What came is sent back as it came."""
+def test_anthropic_client_completes_a_tool_use_conversation(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
+    """The client sends the returned content blocks back unchanged."""
 
     async def scenario(server: Server) -> None:
         client = client_of(server)
@@ -187,11 +191,13 @@ def test_anthropics_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngin
         assert "(user:Weather?)(assistant:<Hm.>I look. call_" in prompt
         assert f"city=Paris)(tool{call.id}:sunny)(user:And?)" in prompt
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: dict[str, Any]):
+def test_tool_choice_forces_a_tool_call(
+    serve: Run, engines: Callable[..., Engine], choice: dict[str, Any]
+):
     async def scenario(server: Server) -> None:
         schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
         tool = {**TOOL, "input_schema": {**schema, "additionalProperties": False}}
@@ -204,7 +210,7 @@ def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: di
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
-def test_a_key_comes_in_anthropics_header(serve: Run):
+def test_api_key_is_read_from_the_anthropic_header(serve: Run):
     async def scenario(server: Server) -> None:
         asked: Any = {"model": "jpaged-tiny", "max_tokens": 2, "messages": [USER]}
         made = await client_of(server, "secret").messages.create(**asked)
@@ -217,7 +223,7 @@ def test_a_key_comes_in_anthropics_header(serve: Run):
     serve(scenario, api_keys=("secret",))
 
 
-def test_a_client_that_leaves_ends_its_request(serve: Run, engine: Engine):
+def test_client_disconnect_aborts_its_message(serve: Run, engine: Engine):
     async def scenario(server: Server) -> None:
         body = {"messages": [USER], "stream": True, "max_tokens": 200}
         async with server.http.stream("POST", PATH, json=body) as answer:
@@ -230,7 +236,7 @@ def test_a_client_that_leaves_ends_its_request(serve: Run, engine: Engine):
     assert not engine.has_unfinished_requests
 
 
-def test_an_answer_obeys_a_schema(serve: Run):
+def test_message_output_conforms_to_a_schema(serve: Run):
     async def scenario(server: Server) -> None:
         colour = Literal["red", "green"]
         box = pydantic.create_model("Box", colour=(colour, ...), full=(bool, ...))
@@ -246,7 +252,9 @@ def test_an_answer_obeys_a_schema(serve: Run):
     serve(scenario)
 
 
-def test_tokens_are_counted_as_a_message_has_them(talk: Run, scripted: ScriptedEngine):
+def test_counted_tokens_equal_the_input_tokens_of_a_message(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         client = client_of(server)
         turns: list[Any] = [
@@ -270,11 +278,11 @@ def test_tokens_are_counted_as_a_message_has_them(talk: Run, scripted: ScriptedE
         with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
             await client.messages.count_tokens(model="gpt-4", messages=turns)
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_anthropics_tool_runner_sends_whole_conversations(talk: Run, scripted: ScriptedEngine):
-    """It asks for a thread on the server first, and knows by the error that there are none."""
+def test_anthropic_tool_runner_completes_a_tool_call(serve_scripted: Run, scripted: ScriptedEngine):
+    """The runner first requests a server-side thread and falls back when that request fails."""
     called: list[str] = []
 
     @anthropic.beta_async_tool
@@ -295,7 +303,7 @@ def test_anthropics_tool_runner_sends_whole_conversations(talk: Run, scripted: S
         assert final.content[0].text == "It is sunny."  # type: ignore
         assert called == ["Paris"]
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "a"}
@@ -345,7 +353,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
+def test_unsupported_message_field_is_named_in_the_error(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, told in BAD:
             body = {"messages": [USER], "max_tokens": 3, **fields}
@@ -362,7 +370,7 @@ def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
     serve(scenario)
 
 
-def test_refusal_of_a_surplus_connection_has_anthropics_form():
+def test_surplus_connection_gets_an_anthropic_overloaded_error():
     async def scenario() -> None:
         app = make_app(ServerState(ServeConfig()))
         async with server(app, Limits(max_connections=1)) as port:
@@ -375,7 +383,7 @@ def test_refusal_of_a_surplus_connection_has_anthropics_form():
     asyncio.run(scenario())
 
 
-def test_body_that_is_not_said_to_be_json_is_an_invalid_request(serve: Run):
+def test_message_body_with_a_text_content_type_gets_415(serve: Run):
     async def scenario(server: Server) -> None:
         for path in (PATH, f"{PATH}/count_tokens"):
             answer = await server.http.post(
@@ -387,7 +395,7 @@ def test_body_that_is_not_said_to_be_json_is_an_invalid_request(serve: Run):
     serve(scenario)
 
 
-def test_what_cannot_change_the_answer_is_taken(serve: Run):
+def test_fields_without_effect_on_the_message_are_accepted(serve: Run):
     async def scenario(server: Server) -> None:
         plain = await ask(server, temperature=0)
         cache = {"cache_control": {"type": "ephemeral"}}
@@ -406,8 +414,8 @@ def test_what_cannot_change_the_answer_is_taken(serve: Run):
     serve(scenario)
 
 
-def test_an_answer_that_is_cut_short_is_an_error(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    """Anthropic's API has no reason for it; its clients send such requests again."""
+def test_aborted_message_is_an_overloaded_error(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    """Anthropic's API has no stop reason for an abort, and its clients retry this error."""
     put = engine_client.UpdateStream.put
 
     def cut_after(self: engine_client.UpdateStream, delta: RequestDelta) -> None:

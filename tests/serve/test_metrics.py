@@ -1,4 +1,4 @@
-"""Figures and the published schema."""
+"""Test the metrics and the published schema."""
 
 import json
 from collections.abc import Callable
@@ -15,13 +15,13 @@ Run = Callable[..., None]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}
 
 
-async def figures(server: Server) -> dict[str, float]:
-    """What `/metrics` tells."""
+async def fetch_metrics(server: Server) -> dict[str, float]:
+    """Return the samples of `/metrics`."""
     return samples_of((await server.http.get("/metrics")).text)
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Each sample by its name, with its reason or bound if it has one."""
+    """Return each sample by its name, with its reason or bucket bound if any."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -47,7 +47,7 @@ VLLM_NAMES = {
 }
 
 
-def test_what_is_counted(serve: Run, engine: Engine):
+def test_metrics_count_tokens_requests_and_cache_hits(serve: Run, engine: Engine):
     engine.reset_prefix_cache()
     before = engine.stats()
     hits = before.prefix_cache_hits
@@ -58,7 +58,7 @@ def test_what_is_counted(serve: Run, engine: Engine):
         await server.complete(prompt="Hello", max_tokens=5, n=2, ignore_eos=True)
         refused = {"prompt": "a", "allowed_token_ids": [264]}
         assert (await server.http.post("/v1/completions", json=refused)).status_code == 400
-        found = await figures(server)
+        found = await fetch_metrics(server)
         names = {name.partition(" ")[0] for name in found}
         assert {f"vllm:{name}" for name in VLLM_NAMES} <= names
         assert found["vllm:prompt_tokens_total"] == 17 + 17 + 5
@@ -86,8 +86,8 @@ def test_what_is_counted(serve: Run, engine: Engine):
 STEPS = "vllm:iteration_tokens_total"
 
 
-def test_steps_are_counted_by_their_tokens(serve: Run, engine: Engine):
-    """A prompt of 100 tokens and 3 of its answer: chunks of 64 and 36, whose end samples."""
+def test_step_metrics_count_the_tokens_of_each_step(serve: Run, engine: Engine):
+    """A prompt of 100 tokens runs in chunks of 64 and 36 tokens. Then come 3 sampled tokens."""
     engine.reset_prefix_cache()
 
     def now(server: Server) -> dict[str, float]:
@@ -114,7 +114,7 @@ def test_steps_are_counted_by_their_tokens(serve: Run, engine: Engine):
     serve(scenario)
 
 
-def test_what_the_pool_is_kept_in(serve: Run, engines: Callable[..., Engine]):
+def test_metrics_report_the_kv_cache_dtype(serve: Run, engines: Callable[..., Engine]):
     async def scenario(server: Server) -> None:
         text = (await server.http.get("/metrics")).text
         (line,) = [it for it in text.splitlines() if it.startswith("vllm:cache_config_info{")]
@@ -123,7 +123,7 @@ def test_what_the_pool_is_kept_in(serve: Run, engines: Callable[..., Engine]):
     serve(scenario, engines(kv_cache_dtype="fp8"))
 
 
-def test_why_requests_wait():
+def test_waiting_requests_are_counted_by_reason():
     metrics = Metrics("jpaged-tiny", max_model_len=64, block_size=16, num_blocks=9)
     text = metrics.text(EngineStats(16, 8, 8, 0, num_waiting=3)).decode()
     found, name = samples_of(text), "vllm:num_requests_waiting_by_reason"
@@ -131,13 +131,13 @@ def test_why_requests_wait():
     assert found[f"{name} deferred"] == 0
 
 
-def test_what_is_aborted_or_fails_is_counted_so(serve: Run):
+def test_disconnected_request_is_counted_as_aborted(serve: Run):
     async def scenario(server: Server) -> None:
         leaving = RawRequest(server.app, "/v1/completions", {**LONG, "stream": True})
         await leaving.read_some()
         leaving.leave()
         await leaving.task
-        found = await figures(server)
+        found = await fetch_metrics(server)
         assert found["vllm:request_success_total abort"] == 1
 
     serve(scenario)
@@ -160,12 +160,15 @@ def test_the_published_schema_has_every_path_and_field(serve: Run):
     serve(scenario)
 
 
-def test_the_histogram_of_every_token_is_prometheus_own():
+def test_inter_token_histogram_equals_the_prometheus_client_output():
     own = Metrics("m", max_model_len=100, block_size=16, num_blocks=3)
     registry, labels = CollectorRegistry(), {"model_name": "m", "engine": "0"}
     bounds = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75), 1.0, 2.5, 5.0, 7.5)
     bounds += (10.0, 20.0, 40.0, 80.0)
-    name, meaning = "vllm:inter_token_latency_seconds", "Seconds. Between two tokens of a request."
+    name, meaning = (
+        "vllm:inter_token_latency_seconds",
+        "Seconds. Time between two tokens of a request.",
+    )
     theirs = Histogram(name, meaning, [*labels], buckets=bounds, registry=registry)
     for seconds in (0.0, 0.01, 0.011, 0.5, 3.0, 80.0, 90.0):
         own.observe("inter_token_latency", seconds)

@@ -1,4 +1,4 @@
-"""docs/operators.md against the server as it is."""
+"""Test docs/operators.md against the server."""
 
 import argparse
 import re
@@ -15,7 +15,7 @@ from jpaged.serve.options import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
 RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
-TOLD_BY_ITSELF = {"--help", "--version"}
+UNDOCUMENTED_FLAGS = {"--help", "--version"}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -23,18 +23,18 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for head in heads for flag in re.findall(r"--[\w-]+", head)}
 
 
-def test_every_flag_is_told_of_and_exists():
+def test_operators_page_lists_every_flag():
     told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     own = flags_of(build_parser())
-    assert own - told <= TOLD_BY_ITSELF
-    # The example is read, not imported, for it needs Ray.
+    assert own - told <= UNDOCUMENTED_FLAGS
+    # Read the example instead of importing it, because it needs Ray.
     code = RAY_EXAMPLE.read_text(encoding="utf-8")
     of_example = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', code))
     assert of_example <= told
     assert told - own <= flags_of(bench_parser()) | of_example
 
 
-def test_every_metric_exists():
+def test_metrics_on_the_operators_page_exist():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
     metrics.record_request(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
@@ -45,7 +45,7 @@ def test_every_metric_exists():
         assert re.search(rf"^{name}(?:_count)?{{", text, re.M), name
 
 
-def test_facts():
+def test_limits_and_paths_on_the_operators_page_are_correct():
     assert f"{MAX_VIEWERS} pages" in PAGE
     assert f"beyond {NUM_SPARE_CONNECTIONS} more" in PAGE
     assert all(f"`{path}`" in PAGE for path in UNAUTHENTICATED_PATHS)

@@ -1,4 +1,4 @@
-"""The picture on the wire: what goes in comes out, compactly, for pools of any size."""
+"""Test the dashboard stream: pool diffs, the sampler, and the broadcast to viewers."""
 
 import asyncio
 import json
@@ -27,14 +27,14 @@ from jpaged.serve.dashboard.sampler import FETCH_TIMEOUT_S, MAX_DIFFS, PoolSampl
 from jpaged.serve.engine.messages import PoolDiff, PoolDiffs, decode_report, encode
 from jpaged.serve.errors import ApiError, unavailable_error
 
-# Frames
+# Pool diffs
 
 
 def table(seq_id: int, computed: int, kept: int, *new: int) -> TableChange:
     return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, 0)
 
 
-def test_frames_travel_between_the_processes():
+def test_pool_diffs_survive_encoding_and_decoding():
     changes = PoolChanges(
         ChangedBlocks([1, 2], [2, -1], [77, 2**32 - 1]),
         [table(5, 6, 0, 1, 2)],
@@ -49,7 +49,7 @@ def test_frames_travel_between_the_processes():
     assert decode_report(encode(sent)) == sent
 
 
-def test_a_large_pool_is_cheap():
+def test_large_pool_snapshot_is_small_and_encoded_quickly():
     num_blocks = 100_000
     rng = np.random.RandomState(0)
     ids = (rng.permutation(num_blocks) + 1).tolist()
@@ -61,7 +61,7 @@ def test_a_large_pool_is_cheap():
     start = time.thread_time()
     size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
-    assert size < 2_800_000  # 28 bytes a block: four numbers
+    assert size < 2_800_000  # 28 bytes per block: four numbers
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
     assert len(msgspec.json.encode(one)) < 4_000
@@ -86,7 +86,7 @@ def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9",
 
 
 def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
-    """The numbers of used blocks after each frame."""
+    """Apply every diff to `replica` and return the number of used blocks after each one."""
     num_used = []
     for frame in told.diffs:
         replica.take(frame.changes)
@@ -94,8 +94,8 @@ def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
     return num_used
 
 
-def begin(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
-    """What the first fetch tells, which is a snapshot."""
+def fetch_replica(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
+    """Return a replica of the snapshot that the first fetch returns."""
     replica, told = PoolReplica(), sampler.fetch(tokens=tokens)
     assert told.diffs == []
     assert told.snapshot is not None
@@ -103,9 +103,9 @@ def begin(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
     return replica
 
 
-def test_a_sampler_shows_every_step(engine: Engine):
+def test_sampler_records_a_diff_for_every_step(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    replica = begin(sampler, tokens=True)
+    replica = fetch_replica(sampler, tokens=True)
     run(engine, sampler, max_tokens=24, ignore_eos=True)
     told = sampler.fetch()
     assert len(told.diffs) > 24
@@ -119,10 +119,10 @@ def test_a_sampler_shows_every_step(engine: Engine):
     assert (told.stats, told.snapshot) == (engine.stats(), None)
 
 
-def test_a_snapshot_comes_in_between(engine: Engine):
-    """For one who begins to watch; others go on with the frames."""
+def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
+    """A new viewer starts from the snapshot. Earlier viewers continue with the diffs."""
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    early = begin(sampler, tokens=True)
+    early = fetch_replica(sampler, tokens=True)
     engine.add_request("Tell it to those who come late", SamplingParams(max_tokens=40))
     for _ in range(20):
         engine.step()
@@ -142,20 +142,20 @@ def test_a_snapshot_comes_in_between(engine: Engine):
         assert {i: replica.counts.get(i, 0) for i in infos} == counts
 
 
-def test_snapshots_take_a_small_share_of_the_time_too(engine: Engine):
+def test_snapshot_rate_is_limited_by_their_cost(engine: Engine):
     clock = Clock()
-    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.002))
+    sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.002))
     given = []
     for _ in range(101):
         given.append(sampler.fetch(snapshot=True).snapshot is not None)
         clock.now += 0.01
-    assert 9 <= sum(given) <= 11  # one in 100 milliseconds, of which it takes two
+    assert 9 <= sum(given) <= 11  # one snapshot of 2 ms per 100 ms
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
-def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
+def test_sampler_reports_every_block_copy(engine: Engine, kind: dict):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    replica, before = begin(sampler), engine.stats().num_block_copies
+    replica, before = fetch_replica(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
     num_copies = 0
     for frame in sampler.fetch().diffs:
@@ -165,11 +165,13 @@ def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
     assert num_copies == engine.stats().num_block_copies - before >= 2
 
 
-def test_a_frame_tells_so_many_tokens_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_pool_diff_carries_at_most_max_tokens_per_diff(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 64)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     run(engine, sampler, prompt=str([*range(50)]), max_tokens=1)
-    replica = begin(sampler, tokens=True)
+    replica = fetch_replica(sampler, tokens=True)
     told = [len(replica.tokens)]
     for _ in range(100):
         replayed(sampler.fetch(), replica)
@@ -178,41 +180,41 @@ def test_a_frame_tells_so_many_tokens_at_most(engine: Engine, monkeypatch: pytes
     assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
-def test_a_sampler_tells_no_tokens_unless_asked(engine: Engine):
+def test_sampler_sends_no_tokens_unless_requested(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    replica = begin(sampler)
+    replica = fetch_replica(sampler)
     run(engine, sampler, max_tokens=4)
     replayed(sampler.fetch(), replica)
     assert not replica.tokens
 
 
-class Looks(Clock):
-    """A work clock by which every look takes as long as it says."""
+class SlowWorkClock(Clock):
+    """A work clock by which every sample takes `seconds`."""
 
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
 
-    def __call__(self) -> float:  # before a look, and after it
+    def __call__(self) -> float:  # called before and after each sample
         self.now += self.seconds
         return self.now
 
 
-def test_a_sampler_takes_a_small_share_of_the_time(engine: Engine):
+def test_sampler_skips_steps_when_samples_are_slow(engine: Engine):
     clock = Clock()
-    clock.now = 1000.0  # what was before the sampler saves nothing up
-    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(1.0))
+    clock.now = 1000.0  # time before the sampler started adds no budget
+    sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(1.0))
     sampler.fetch()
     run(engine, sampler, prompt="A prompt of its own fills a block", max_tokens=8)
-    assert len(sampler.fetch().diffs) == 1  # all the rest waits for the next question
+    assert len(sampler.fetch().diffs) == 1  # later changes wait for the next fetch
 
 
-def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
-    """Looks take a tenth of a step, so that five times too many are wanted."""
+def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine):
+    """A sample takes a tenth of a step, which is five times the sampler's budget."""
     clock = Clock()
-    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.001))
+    sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
-    clock.now = 2.0  # long enough for all that can be saved: 20 looks
+    clock.now = 2.0  # long enough to save the maximum budget: 20 samples
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
@@ -223,10 +225,10 @@ def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself
     assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
 
-def test_fetches_do_not_blind_the_sampler(engine: Engine):
-    """They look whatever was saved, again and again, which takes ten times what is allowed."""
+def test_frequent_fetches_leave_budget_for_samples(engine: Engine):
+    """A fetch samples whatever the budget is. These fetches take ten times the budget."""
     clock = Clock()
-    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.02))
+    sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
     for _ in range(50):
         clock.now += 0.1
@@ -236,7 +238,7 @@ def test_fetches_do_not_blind_the_sampler(engine: Engine):
     assert len(sampler.fetch().diffs) > 1
 
 
-def test_unfetched_frames_are_merged(engine: Engine):
+def test_unfetched_diffs_are_merged(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     sampler.fetch()
     for _ in range(4):
@@ -244,7 +246,7 @@ def test_unfetched_frames_are_merged(engine: Engine):
     assert len(sampler.fetch().diffs) == MAX_DIFFS + 1
 
 
-def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
+def test_failed_sampler_stops_while_the_engine_continues(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
@@ -260,30 +262,31 @@ def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
     assert anew.snapshot is not None
 
 
-def test_a_sampler_stops_when_nobody_asks(engine: Engine):
+def test_sampler_restarts_with_a_snapshot_after_a_fetch_timeout(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=clock)
     first = sampler.fetch()
     clock.now += FETCH_TIMEOUT_S + 1
     run(engine, sampler, max_tokens=2)
     again = sampler.fetch()
-    assert again.epoch == first.epoch + 1  # anew, with all there is
+    assert again.epoch == first.epoch + 1  # a new epoch starts with a snapshot
     assert again.snapshot is not None
     sampler.stop()
     sampler.stop()
 
 
-# The hub
+# The broadcast
 
 
-def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
+def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
     stats = EngineStats(16, 8, 8, 0, num_steps=steps)
     return PoolDiffs(epoch, [PoolDiff(i, change) for i, change in enumerate(changes)], stats)
 
 
 class Source:
-    """Gives what it was given, one a question, and then nothing new; or fails. Snapshots are what
-    the frames of an epoch add up to."""
+    """Return the given diffs one per fetch, then empty diffs, or fail. A snapshot is the sum of
+    the diffs of an epoch.
+    """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):
         self.answers = list(answers)
@@ -310,7 +313,7 @@ class Source:
         return told
 
 
-def hub_of(source: Source) -> Broadcast:
+def broadcast_of(source: Source) -> Broadcast:
     description = {"num_blocks": 9, "block_size": 16}
     return Broadcast(source.fetch, description, is_over=lambda: source.is_over, interval=0.001)
 
@@ -329,10 +332,10 @@ BLOCK = PoolChanges(ChangedBlocks([3], [1], [0]))
 FREED = PoolChanges(ChangedBlocks([3], [0], [0]))
 
 
-def test_a_viewer_gets_a_snapshot_and_then_frames():
+def test_viewer_gets_a_snapshot_and_then_diffs():
     async def watch() -> None:
-        source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
-        hub = hub_of(source)
+        source = Source(diffs_of(BLOCK), diffs_of(FREED, steps=1), diffs_of(steps=1))
+        hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events, aclosing(hub.stream_events()) as late:
             assert source.num_asked == 0  # without viewers
             name, snapshot = parse(await anext(events))
@@ -346,10 +349,10 @@ def test_a_viewer_gets_a_snapshot_and_then_frames():
     asyncio.run(watch())
 
 
-def test_streams_end_when_the_server_does():
+def test_viewer_streams_end_when_the_server_shuts_down():
     async def watch() -> None:
-        source = Source(shots(BLOCK))
-        hub = hub_of(source)
+        source = Source(diffs_of(BLOCK))
+        hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
             source.is_over = True
@@ -360,9 +363,9 @@ def test_streams_end_when_the_server_does():
     asyncio.run(watch())
 
 
-def test_streams_fail_with_the_engine():
+def test_viewer_streams_fail_when_the_engine_fails():
     async def watch() -> None:
-        hub = hub_of(Source(shots(BLOCK), shots(), fails=True))
+        hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(), fails=True))
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
             with pytest.raises(ApiError, match="not running"):
@@ -372,55 +375,57 @@ def test_streams_fail_with_the_engine():
     asyncio.run(watch())
 
 
-def test_streams_fail_with_the_sampler():
+def test_viewer_streams_fail_when_the_sampler_fails():
     async def watch() -> None:
         bad = PoolDiffs(1, [], EngineStats(16, 8, 8, 0), failed=True)
-        hub = hub_of(Source(shots(BLOCK), bad, shots(epoch=2)))
+        hub = broadcast_of(Source(diffs_of(BLOCK), bad, diffs_of(epoch=2)))
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
             with pytest.raises(ApiError, match="log"):
                 await anext(events)
-        async with aclosing(hub.stream_events()) as events:  # a viewer that comes again sees it all
+        async with aclosing(hub.stream_events()) as events:  # a reconnecting viewer gets a snapshot
             assert parse(await anext(events))[0] == "snapshot"
 
     asyncio.run(watch())
 
 
-def test_nobody_is_asked_when_nobody_watches():
+def test_broadcast_fetches_nothing_without_viewers():
     async def watch() -> None:
-        source = Source(shots(BLOCK), shots())
-        hub = hub_of(source)
+        source = Source(diffs_of(BLOCK), diffs_of())
+        hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
         await asyncio.sleep(0.02)
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
-        async with aclosing(hub.stream_events()) as events:  # and again when somebody does
+        async with aclosing(hub.stream_events()) as events:  # fetching resumes with the next viewer
             assert held_blocks(parse(await anext(events))[1]) == [3]
 
     asyncio.run(watch())
 
 
-def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
+def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
     big = PoolChanges(images=[("x" * (MAX_UNREAD_BYTES // 3), 1)])
 
     async def watch() -> None:
-        answers = [shots(big, steps=i) for i in range(8)]
-        hub = hub_of(Source(shots(), *answers, shots(BLOCK, steps=9), shots(steps=9)))
+        answers = [diffs_of(big, steps=i) for i in range(8)]
+        hub = broadcast_of(
+            Source(diffs_of(), *answers, diffs_of(BLOCK, steps=9), diffs_of(steps=9))
+        )
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
-            await asyncio.sleep(0.1)  # it does not read
+            await asyncio.sleep(0.1)  # the viewer does not read meanwhile
             name, snapshot = parse(await anext(events))
             assert (name, held_blocks(snapshot)) == ("snapshot", [3])
 
     asyncio.run(watch())
 
 
-def test_what_is_kept_for_a_viewer_is_bounded():
+def test_unread_bytes_of_a_viewer_are_bounded():
     viewer, part = Viewer(), bytes(MAX_UNREAD_BYTES // 3)
     viewer.add_unread(part)
-    assert viewer.take_unread() == b""  # not before the snapshot
+    assert viewer.take_unread() == b""  # nothing is sent before the snapshot
     viewer.start_from(bytes(2 * MAX_UNREAD_BYTES))
     viewer.add_unread(part)
     assert [len(viewer.take_unread()) for _ in range(3)] == [2 * MAX_UNREAD_BYTES, len(part), 0]
@@ -430,15 +435,15 @@ def test_what_is_kept_for_a_viewer_is_bounded():
     assert (viewer.take_unread(), viewer.state) == (b"", ViewerState.WAITING)
 
 
-def test_text_of_any_length_takes_no_further_snapshots(
+def test_long_block_text_needs_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each snapshot begins to tell all text anew: if that led to another, there would be no end."""
+    """Each snapshot resends all text. If long text caused another snapshot, this would never end."""
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
-    assert engine.stats().num_cached_blocks > 100  # two frames' text, and more than that
+    assert engine.stats().num_cached_blocks > 100  # more than the text of two diffs
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
@@ -471,12 +476,12 @@ def test_text_of_any_length_takes_no_further_snapshots(
         assert [len(told) for told in everything] == [engine.stats().num_cached_blocks] * 2
 
     asyncio.run(watch())
-    assert sum(given) == 2  # one for each
+    assert sum(given) == 2  # one snapshot per viewer
 
 
-def test_a_sampler_that_began_anew_gives_a_snapshot():
+def test_new_epoch_of_the_sampler_starts_with_a_snapshot():
     async def watch() -> None:
-        hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
+        hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(FREED, epoch=2), diffs_of(epoch=2)))
         async with aclosing(hub.stream_events()) as events:
             names = [parse(await anext(events))[0] for _ in range(2)]
         assert names == ["snapshot", "snapshot"]
@@ -484,11 +489,11 @@ def test_a_sampler_that_began_anew_gives_a_snapshot():
     asyncio.run(watch())
 
 
-def test_an_empty_pool_that_began_anew_is_shown_too():
-    """Nothing is held, and the figures are the same: there is nothing to tell but that."""
+def test_new_epoch_with_an_empty_pool_is_sent():
+    """No block is held and the statistics are the same: only the epoch changes."""
 
     async def watch() -> None:
-        hub = hub_of(Source(shots(BLOCK), shots(), PoolDiffs(2, [], shots().stats)))
+        hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(), PoolDiffs(2, [], diffs_of().stats)))
         async with aclosing(hub.stream_events()) as events:
             assert held_blocks(parse(await anext(events))[1]) == [3]
             name, snapshot = parse(await asyncio.wait_for(anext(events), 1))
@@ -497,13 +502,13 @@ def test_an_empty_pool_that_began_anew_is_shown_too():
     asyncio.run(watch())
 
 
-def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
-    """The frames it was about to take are lost: what comes after them does not fit."""
+def test_viewers_get_a_snapshot_after_a_broadcast_failure():
+    """The failure loses diffs, so later diffs do not fit the viewers' replicas."""
     asked = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
         asked.append(snapshot)
-        return shots(PoolChanges(tokens={1: [0]}), steps=len(asked))
+        return diffs_of(PoolChanges(tokens={1: [0]}), steps=len(asked))
 
     async def watch() -> None:
         hub = Broadcast(fetch, {"num_blocks": 9}, lambda token: str(1 // token), interval=0.001)
@@ -515,16 +520,16 @@ def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
     asyncio.run(watch())
 
 
-def test_a_fault_in_the_hub_ends_the_stream_of_one_who_reads_late():
-    """Another viewer has made the hub go on by then, and frames are lost."""
-    good, bad = (shots(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
-    source = Source(shots(), bad, good)
+def test_broadcast_failure_ends_the_stream_of_a_slow_viewer():
+    """Another viewer has restarted the broadcast before the slow viewer reads, and diffs are lost."""
+    good, bad = (diffs_of(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
+    source = Source(diffs_of(), bad, good)
 
     async def watch() -> None:
         hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
         async with aclosing(hub.stream_events()) as slow, aclosing(hub.stream_events()) as late:
             await anext(slow)
-            while source.num_asked < 2:  # of which the second brings the fault
+            while source.num_asked < 2:  # the second fetch causes the failure
                 await asyncio.sleep(0.001)
             assert parse(await anext(late))[0] == "snapshot"
             with pytest.raises(ZeroDivisionError):
@@ -533,11 +538,11 @@ def test_a_fault_in_the_hub_ends_the_stream_of_one_who_reads_late():
     asyncio.run(watch())
 
 
-def test_text_is_left_out_unless_wanted():
-    """And token ids are never shown."""
+def test_block_text_is_omitted_unless_enabled():
+    """Token ids are never sent."""
 
     async def watch(word: Callable[[int], str] | None) -> list[dict]:
-        source = Source(shots(), shots(PoolChanges(tokens={1: [65, 66]})), shots())
+        source = Source(diffs_of(), diffs_of(PoolChanges(tokens={1: [65, 66]})), diffs_of())
         hub = Broadcast(source.fetch, {}, word, interval=0.001)
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
@@ -548,12 +553,12 @@ def test_text_is_left_out_unless_wanted():
     assert shown["changes"]["tokens"] == hidden["changes"]["tokens"] == {}
 
 
-def test_what_only_a_snapshot_tells_is_told_to_all():
-    """The frames that follow it tell no more of its text."""
+def test_text_of_a_snapshot_is_sent_to_all_viewers():
+    """The diffs after the snapshot do not repeat its text."""
     told = PoolDiff(7, PoolChanges(ChangedBlocks([1], [1], [0]), tokens={1: [65, 66]}))
 
     async def watch() -> None:
-        source = Source(shots(BLOCK), replace(shots(), snapshot=told), shots())
+        source = Source(diffs_of(BLOCK), replace(diffs_of(), snapshot=told), diffs_of())
         hub = Broadcast(source.fetch, {}, chr, interval=0.001)
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
@@ -564,23 +569,23 @@ def test_what_only_a_snapshot_tells_is_told_to_all():
     asyncio.run(watch())
 
 
-def test_too_many_viewers_are_refused():
+def test_viewers_above_the_maximum_are_rejected():
     async def watch() -> None:
-        hub = hub_of(Source(shots()))
+        hub = broadcast_of(Source(diffs_of()))
         async with AsyncExitStack() as stack:
             for _ in range(MAX_VIEWERS):
                 await anext(await stack.enter_async_context(aclosing(hub.stream_events())))
-            with pytest.raises(ApiError, match=f"{MAX_VIEWERS} watch"):
+            with pytest.raises(ApiError, match=f"{MAX_VIEWERS} dashboards are open"):
                 await anext(hub.stream_events())
 
     asyncio.run(watch())
 
 
-def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
+def test_idle_stream_sends_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(broadcast, "HEARTBEAT_S", 0.01)
 
     async def watch() -> None:
-        async with aclosing(hub_of(Source(shots())).stream_events()) as events:
+        async with aclosing(broadcast_of(Source(diffs_of())).stream_events()) as events:
             await anext(events)
             assert (await anext(events)).startswith(b":")
 

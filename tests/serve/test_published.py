@@ -1,7 +1,6 @@
-"""What users see: the published schema, the names of metrics, and both command lines.
+"""Test the published schema, metric names and command-line help against the committed files.
 
-The files in `published/` are compared as they are committed. After a change that users are to see,
-`python tests/serve/test_published.py` writes them anew, and the change shows in the commit.
+After an intended change, `python tests/serve/test_published.py` rewrites the files in `published/`.
 """
 
 import argparse
@@ -32,14 +31,14 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")
 
 
 def schema() -> str:
-    """`/openapi.json`, without jpaged's version."""
+    """Return `/openapi.json` without jpaged's version."""
     document = build_openapi()
     document["info"].pop("version")
     return json.dumps(document, indent=1, sort_keys=True)
 
 
 def metrics() -> str:
-    """Names, meanings, labels and buckets of `/metrics`, without the values."""
+    """Return the names, descriptions, labels and buckets of `/metrics`, without the values."""
     figures = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
     figures.record_request(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     lines = figures.text(EngineStats(16, 8, 8, 0)).decode().splitlines()
@@ -47,7 +46,7 @@ def metrics() -> str:
 
 
 def help_of(parser: argparse.ArgumentParser) -> str:
-    """What `--help` says, without its line breaks in the middle of a sentence."""
+    """Return the output of `--help` without line breaks inside sentences."""
     with mock.patch.dict(os.environ, COLUMNS="10000"):
         said = parser.format_help()
     return "\n".join(" ".join(line.split()) for line in said.splitlines())
@@ -62,12 +61,12 @@ PUBLISHED: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_users_see_what_is_committed(name: str):
+def test_published_files_match_the_code(name: str):
     assert f"{PUBLISHED[name]()}\n" == (FOLDER / name).read_text(encoding="utf-8")
 
 
-def test_published_methods_and_no_others_are_answered():
-    """A server without an engine answers each published method, if only with a 503."""
+def test_only_published_methods_are_answered():
+    """A server without an engine answers each published method, possibly with a 503."""
 
     async def scenario() -> None:
         async with client() as http:
@@ -81,7 +80,7 @@ def test_published_methods_and_no_others_are_answered():
     asyncio.run(scenario())
 
 
-def test_errors_have_the_form_that_is_published_for_their_path():
+def test_error_responses_match_the_published_schema():
     async def scenario() -> None:
         document = build_openapi()
         async with client() as http:
@@ -92,20 +91,22 @@ def test_errors_have_the_form_that_is_published_for_their_path():
                     for headers in ({}, bearer("one"), wrong_host):
                         answer = await http.request(*asked, headers=headers)
                         if answer.status_code != 200:
-                            check_form(document, published[method], answer)
+                            check_response(document, published[method], answer)
 
     asyncio.run(scenario())
 
 
 def client() -> httpx.AsyncClient:
-    """Of a server with a key and hosts, whose engine is not there yet."""
+    """Return a client of a server that has a key and allowed hosts but no engine yet."""
     config = ServeConfig(api_keys=("one",), allowed_hosts=("jpaged",))
     transport = httpx.ASGITransport(make_app(ServerState(config)))
     return httpx.AsyncClient(transport=transport, base_url="http://jpaged")
 
 
-def check_form(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:
-    """Check an answer against the schema that its operation publishes for its status."""
+def check_response(
+    document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response
+) -> None:
+    """Check a response against the schema that its operation publishes for its status."""
     published = operation["responses"][str(answer.status_code)]
     if "content" not in published:
         assert answer.content == b""

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as OpenAI's client speaks it, and what it refuses."""
+"""Test OpenAI's Responses API with OpenAI's client and with invalid requests."""
 
 import asyncio
 import json
@@ -34,8 +34,8 @@ def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
 
 
 @pytest.fixture
-def talk(serve: Run, scripted: ScriptedEngine) -> Run:
-    """Runs a scenario with the scripted engine."""
+def serve_scripted(serve: Run, scripted: ScriptedEngine) -> Run:
+    """Return a function that runs a scenario with the scripted engine."""
 
     def run(scenario: Any, **config: Any) -> None:
         serve(scenario, scripted, **{**THINKING, **config})
@@ -61,9 +61,7 @@ async def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
         return [json.loads(data) async for data in events_of(answer)]
 
 
-def test_text(serve: Run):
-    """The answer is that of a chat."""
-
+def test_response_text_equals_the_chat_completion(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"temperature": 0, "max_output_tokens": 20, "instructions": "Be brief"}
         made = await ask(server, **asked, input="Count from 3 to 7", metadata={"a": "b"})
@@ -84,7 +82,7 @@ def test_text(serve: Run):
     serve(scenario)
 
 
-def test_an_answer_that_is_cut_is_incomplete(serve: Run):
+def test_truncated_response_is_incomplete(serve: Run):
     async def scenario(server: Server) -> None:
         made = await ask(server, temperature=0, max_output_tokens=2)
         assert made["status"] == made["output"][0]["status"] == "incomplete"
@@ -96,7 +94,9 @@ def test_an_answer_that_is_cut_is_incomplete(serve: Run):
     serve(scenario)
 
 
-def test_items_are_told_as_openai_tells_them(talk: Run, scripted: ScriptedEngine):
+def test_reasoning_text_and_calls_become_output_items(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say(THOUGHT)
         made = await ask(server, tools=[TOOL])
@@ -110,11 +110,13 @@ def test_items_are_told_as_openai_tells_them(talk: Run, scripted: ScriptedEngine
         assert made["tools"] == [TOOL]
         assert made["tool_choice"] == "auto"
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 @pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_streams_events_come_in_openais_order(talk: Run, scripted: ScriptedEngine, size: int):
+def test_stream_events_follow_the_openai_order(
+    serve_scripted: Run, scripted: ScriptedEngine, size: int
+):
     async def scenario(server: Server) -> None:
         scripted.say(f"{THOUGHT}\n{CALL}", size=size)
         events = await streamed(server, tools=[TOOL])
@@ -147,11 +149,13 @@ def test_a_streams_events_come_in_openais_order(talk: Run, scripted: ScriptedEng
         texts = [it.get("arguments") or it["content"][0]["text"] for it in output]
         assert deltas == dict(enumerate(texts))
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
-    """What came is sent back as it came."""
+def test_openai_client_completes_a_function_call_conversation(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
+    """The client sends the returned output items back unchanged."""
 
     async def scenario(server: Server) -> None:
         client = client_of(server)
@@ -178,35 +182,37 @@ def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
         assert "(user:Weather?)(assistant:<Hm.>I look. call_" in prompt
         assert f"city=Paris)(tool{call.call_id}:sunny)" in prompt
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_text_after_a_call_begins_another_message(talk: Run, scripted: ScriptedEngine):
+def test_text_after_a_call_starts_another_message(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say("So.")
         given = [MESSAGE, MADE, {"role": "assistant", "content": "I wait."}, OUTPUT]
         await ask(server, input=given)
         assert "(user:a)(assistant: a f)(assistant:I wait.)(toola:b)" in scripted.prompts[-1]
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_last_item_of_an_aborted_answer_is_incomplete(talk: Run, scripted: ScriptedEngine):
+def test_last_item_of_an_aborted_response_is_incomplete(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say("I lo", reason="abort")
         made = await ask(server)
         assert (made["status"], made["output"][0]["status"]) == ("failed", "incomplete")
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 class Box(pydantic.BaseModel):
-    """What `.parse()` is given."""
+    """The schema passed to `parse()`."""
 
     full: bool
 
 
-def test_forms(serve: Run):
+def test_response_output_conforms_to_a_schema(serve: Run):
     async def scenario(server: Server) -> None:
         made = await client_of(server).responses.parse(
             model="jpaged-tiny", input="a", text_format=Box
@@ -221,7 +227,7 @@ def test_forms(serve: Run):
     serve(scenario)
 
 
-def test_a_client_that_leaves_ends_its_request(serve: Run, engine: Engine):
+def test_client_disconnect_aborts_its_response(serve: Run, engine: Engine):
     async def scenario(server: Server) -> None:
         body = {"input": "a", "stream": True, "max_output_tokens": 200}
         async with server.http.stream("POST", PATH, json=body) as answer:
@@ -281,7 +287,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
+def test_unsupported_response_field_is_named_in_the_error(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, param in BAD:
             answer = await server.http.post(PATH, json={"input": "a", **fields})
@@ -294,7 +300,7 @@ def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
     serve(scenario)
 
 
-def test_what_cannot_change_the_answer_is_taken(serve: Run):
+def test_fields_without_effect_on_the_response_are_accepted(serve: Run):
     async def scenario(server: Server) -> None:
         plain = await ask(server, temperature=0, max_output_tokens=4)
         more = {

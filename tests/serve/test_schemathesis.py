@@ -1,4 +1,4 @@
-"""Thousands of requests that schemathesis makes from the published schema, right and wrong ones."""
+"""Test thousands of valid and invalid requests that schemathesis generates from the published schema."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ COMMAND = (
 
 @pytest.fixture
 def server(compilation_cache: Path) -> Iterator[ServerProcess]:
-    """A server whose answers end soon."""
+    """Run a server whose answers are short."""
     found = ServerProcess(compilation_cache, "--max-model-len", "48", "--no-log-requests")
     yield found
     found.end()
@@ -35,8 +35,9 @@ def server(compilation_cache: Path) -> Iterator[ServerProcess]:
 
 @pytest.mark.timeout(600)
 def test_answers_match_the_published_schema(server: ServerProcess, tmp_path: Path):
-    """No answer is a server's error, each has a published status and form, bodies that the schema
-    forbids are refused, and methods that are not published get 405."""
+    """Responses have a published status and schema, and none is a server error. Invalid bodies are
+    rejected, and unpublished methods get 405.
+    """
     (tmp_path / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
     run = subprocess.run(
         [*COMMAND, f"{server.url}/openapi.json"],

@@ -1,4 +1,4 @@
-"""The server imports public names of jpaged, and modules that are no part of the engine."""
+"""Test that the server imports only public names of jpaged and modules outside the engine."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ MODULES = sorted(FOLDER.rglob("*.py"))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_only_public_names(module: Path):
+def test_server_modules_import_only_public_names(module: Path):
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             name = node.module or ""

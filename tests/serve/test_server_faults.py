@@ -1,4 +1,4 @@
-"""One request's failure is its own; the engine's is told to all."""
+"""Test that a failed request fails alone and that an engine failure reaches every client."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from jpaged.serve.engine.tokenizing import TokenizingWorkers
 Run = Callable[..., None]
 PATH = "/v1/completions"
 VICTIM: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0.125, "seed": 1}
-# The victim is known by its temperature, wherever in the engine it is.
+# The failing request is recognized by its temperature everywhere in the engine.
 
 
 def is_victim(*args: Any) -> bool:
@@ -30,7 +30,7 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # The scheduler's requests know no parameters: the victim's prompt is "Hello".
+            # The scheduler's requests have no parameters: the failing request's prompt is "Hello".
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125
@@ -71,7 +71,7 @@ def fault(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_ends_one_request(
+def test_failure_of_one_request_leaves_other_requests_running(
     serve: Run, monkeypatch: pytest.MonkeyPatch, name: str, capfd: pytest.CaptureFixture[str]
 ):
     async def scenario(server: Server) -> None:
@@ -98,12 +98,12 @@ def test_a_fault_ends_one_request(
         assert (await server.http.get("/health")).status_code == 200
 
     serve(scenario)
-    assert "/secret/path" in capfd.readouterr().err  # the log says why
+    assert "/secret/path" in capfd.readouterr().err  # the log has the cause
 
 
 @pytest.fixture
 def doomed(compilation_cache: Any) -> Engine:
-    """An engine of one's own, to be broken."""
+    """Return an engine for this test alone, because the test breaks it."""
     return Engine(
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -113,7 +113,7 @@ def doomed(compilation_cache: Any) -> Engine:
     )
 
 
-def test_a_device_fault_is_told_to_everybody(
+def test_device_failure_fails_all_requests(
     serve: Run, doomed: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     async def scenario(server: Server) -> None:
@@ -141,7 +141,7 @@ def test_a_device_fault_is_told_to_everybody(
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert server.serving.engine.close_reason == (
-            "RuntimeError: the device is lost at /secret/path"  # for the log alone
+            "RuntimeError: the device is lost at /secret/path"  # only the log has the cause
         )
 
     serve(scenario, doomed)
@@ -152,7 +152,7 @@ async def never() -> AsyncIterator[bytes]:
     yield b""
 
 
-def test_a_loop_that_stands_still_is_not_healthy(
+def test_stalled_engine_loop_is_reported_unhealthy(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     advance, pauses = engine.advance, [3.5]
@@ -165,13 +165,13 @@ def test_a_loop_that_stands_still_is_not_healthy(
         asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
         await asyncio.sleep(1.6)
         assert (await server.http.get("/health")).status_code == 503
-        for path in (PATH, "/v1/chat/completions"):  # and the body is not waited for
+        for path in (PATH, "/v1/chat/completions"):  # rejected before the body arrives
             refused = await server.http.post(path, content=never())
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert "does not respond" in refused.json()["error"]["message"]
         assert not asking.done()
-        await asking  # what has been taken on keeps its own time
+        await asking  # an admitted request still completes
         assert (await server.http.get("/health")).status_code == 200
         await server.canary()
 

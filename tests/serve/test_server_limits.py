@@ -1,4 +1,4 @@
-"""Keys, shares, queues and time limits."""
+"""Test API keys, limits per client, the queue, time limits and draining."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
 
 
-def test_with_keys_all_is_denied_without_one(serve: Run):
+def test_requests_without_a_valid_api_key_get_401(serve: Run):
     async def scenario(server: Server) -> None:
         http = server.http
         for path in ("/health", "/ready", "/ping"):
@@ -59,7 +59,7 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
 
 @pytest.fixture
 def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The salts of the prompts that reach the engine."""
+    """Return the cache salts of the prompts that reach the engine."""
     found: list[str | None] = []
     add = engine.add_request
 
@@ -72,30 +72,30 @@ def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return found
 
 
-async def cached(server: Server, headers: dict[str, str], **fields: Any) -> int:
-    """Tokens of a long prompt that a request of this kind found cached."""
+async def num_cached_tokens(server: Server, headers: dict[str, str], **fields: Any) -> int:
+    """Return how many tokens of a long prompt were found num_cached_tokens."""
     asked = {"prompt": "x" * 40, "max_tokens": 1, **fields}
     answer = await server.http.post(PATH, json=asked, headers=headers)
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_no_key_can_tell_what_another_asked(serve: Run, salts: list[str | None]):
+def test_prefix_cache_is_not_shared_between_api_keys(serve: Run, salts: list[str | None]):
     one, two = bearer("key-one"), bearer("key-two")
 
     async def scenario(server: Server) -> None:
         for headers in (one, two):
-            assert await cached(server, headers) == 0
-            assert await cached(server, headers) == 32
-            assert await cached(server, headers, cache_salt="a") == 0
-            assert await cached(server, headers, cache_salt="a") == 32
-        # A user name given with the key is no key of its own.
+            assert await num_cached_tokens(server, headers) == 0
+            assert await num_cached_tokens(server, headers) == 32
+            assert await num_cached_tokens(server, headers, cache_salt="a") == 0
+            assert await num_cached_tokens(server, headers, cache_salt="a") == 32
+        # The user name of Basic credentials does not change the key.
         page = {"Sec-Fetch-Site": "same-origin"}
-        assert await cached(server, basic("anybody", "key-one") | page) == 32
+        assert await num_cached_tokens(server, basic("anybody", "key-one") | page) == 32
         of_one = salts[0]
         assert len({*salts}) == 4
-        # Whatever is asked for: a salt of another key, spelled out, is none of this one's.
-        assert await cached(server, two, cache_salt=of_one) == 0
-        assert await cached(server, two, cache_salt=f"{of_one}a") == 0
+        # Sending the salt of another key does not reach that key's cache.
+        assert await num_cached_tokens(server, two, cache_salt=of_one) == 0
+        assert await num_cached_tokens(server, two, cache_salt=f"{of_one}a") == 0
         known = ("key-one", sha256(b"key-one").hexdigest()[:8])
         assert not any(secret in str(salt) for salt in salts for secret in known)
 
@@ -107,18 +107,20 @@ def test_no_key_can_tell_what_another_asked(serve: Run, salts: list[str | None])
     [{"api_keys": ("one", "two"), "share_prefix_cache_across_keys": True}, {}],
     ids=["keys-that-share", "no-keys"],
 )
-def test_who_shares_all_that_is_cached(serve: Run, salts: list[str | None], config: Any):
+def test_prefix_cache_is_shared_without_keys_or_by_option(
+    serve: Run, salts: list[str | None], config: Any
+):
     async def scenario(server: Server) -> None:
-        assert await cached(server, bearer("one")) == 0
-        assert await cached(server, bearer("two")) == 32
-        assert await cached(server, bearer("two"), cache_salt="a") == 0
-        assert await cached(server, bearer("one"), cache_salt="a") == 32
+        assert await num_cached_tokens(server, bearer("one")) == 0
+        assert await num_cached_tokens(server, bearer("two")) == 32
+        assert await num_cached_tokens(server, bearer("two"), cache_salt="a") == 0
+        assert await num_cached_tokens(server, bearer("one"), cache_salt="a") == 32
         assert salts == [None, None, "a", "a"]
 
     serve(scenario, **config)
 
 
-def test_a_restart_leaves_no_salt_to_be_guessed():
+def test_cache_salts_differ_after_a_restart():
     config = ServeConfig(api_keys=("one",))
     salts = {ServerState(config).cache_salt("client", None) for _ in range(2)}
     assert len(salts) == 2
@@ -126,7 +128,7 @@ def test_a_restart_leaves_no_salt_to_be_guessed():
 
 FROM_THE_PAGE = (
     {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
-    {"Origin": "http://jpaged"},  # a browser that trusts no plain HTTP says no more than this
+    {"Origin": "http://jpaged"},  # over plain HTTP a browser may send only this header
 )
 FROM_ELSEWHERE = (
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
@@ -136,7 +138,7 @@ FROM_ELSEWHERE = (
 )
 
 
-def test_what_a_browser_sends_unasked_counts_for_the_own_page_alone(serve: Run):
+def test_basic_credentials_are_accepted_only_from_the_own_page(serve: Run):
     async def scenario(server: Server) -> None:
         http, key = server.http, basic("anybody", "a:key")
         asked = {"prompt": "a", "max_tokens": 1}
@@ -148,7 +150,7 @@ def test_what_a_browser_sends_unasked_counts_for_the_own_page_alone(serve: Run):
             assert answer.status_code == 403
             assert "Bearer" in answer.json()["error"]["message"]
             assert (await http.get("/picture/events", headers=key | other)).status_code == 403
-            bearers = bearer("a:key") | other  # no browser sends this unasked
+            bearers = bearer("a:key") | other  # a browser never adds this header by itself
             assert (await http.post(PATH, json=asked, headers=bearers)).status_code == 200
         assert (await http.post(PATH, json=asked, headers=key)).status_code == 403
         assert (await http.get("/v1/models", headers=key)).status_code == 200
@@ -164,7 +166,7 @@ def test_what_a_browser_sends_unasked_counts_for_the_own_page_alone(serve: Run):
 @pytest.mark.parametrize(
     "given", ["Basic", "Basic !", "Basic c2VjcmV0", "Basic /zpzZWNyZXQ=", "Basic " + "A" * 99]
 )
-def test_credentials_that_are_none(serve: Run, given: str):
+def test_malformed_basic_credentials_get_401(serve: Run, given: str):
     async def scenario(server: Server) -> None:
         answer = await server.http.get("/v1/models", headers={"Authorization": given})
         assert answer.status_code == 401
@@ -173,7 +175,7 @@ def test_credentials_that_are_none(serve: Run, given: str):
 
 
 async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx.Response:
-    """Send a body whose last byte comes later."""
+    """Send a body whose last byte waits for the event."""
 
     async def pieces() -> AsyncIterator[bytes]:
         yield body[:-1]
@@ -184,7 +186,7 @@ async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx
     return await server.http.post(PATH, content=pieces(), headers=headers)
 
 
-def test_bodies_have_a_bound_together(serve: Run):
+def test_total_size_of_pending_bodies_is_bounded(serve: Run):
     async def scenario(server: Server) -> None:
         body = json.dumps({"prompt": "a" * 100, "max_tokens": 1}).encode()
         rest = asyncio.Event()
@@ -196,7 +198,7 @@ def test_bodies_have_a_bound_together(serve: Run):
         assert (await server.http.get("/load")).status_code == 200
         rest.set()
         assert [(await each).status_code for each in coming] == [200, 200]
-        for _ in range(3):  # what was held is given back, also by those that were refused
+        for _ in range(3):  # rejected requests return their reserved bytes too
             too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
             assert too_large.status_code == 413
             await server.canary()
@@ -206,7 +208,7 @@ def test_bodies_have_a_bound_together(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_body_counts_until_its_answer(serve: Run):
+def test_body_counts_toward_the_limit_until_its_response_ends(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await running.read_some()
@@ -219,7 +221,7 @@ def test_a_body_counts_until_its_answer(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_full_queue(serve: Run, engine: Engine):
+def test_full_queue_gets_503(serve: Run, engine: Engine):
     async def scenario(server: Server) -> None:
         first = [RawRequest(server.app, PATH, LONG) for _ in range(10)]  # 8 run, 2 wait
         await asyncio.sleep(0.2)
@@ -236,7 +238,7 @@ def test_a_full_queue(serve: Run, engine: Engine):
 
 
 @pytest.mark.usefixtures("slow")
-def test_nobody_waits_where_there_is_no_queue(serve: Run):
+def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "n": 8})
         await asyncio.sleep(0.2)
@@ -250,7 +252,7 @@ def test_nobody_waits_where_there_is_no_queue(serve: Run):
     serve(scenario, limits={"max_num_queued_reqs": 0})
 
 
-def test_ended_request_returns_the_places_of_all_its_sequences():
+def test_finished_request_frees_the_slots_of_all_its_sequences():
     in_flight = InFlightLimiter(Limits(max_num_queued_reqs=0), max_num_seqs=8)
     for _ in range(3):
         with (
@@ -262,7 +264,7 @@ def test_ended_request_returns_the_places_of_all_its_sequences():
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_clients_share(serve: Run):
+def test_client_above_its_request_limit_gets_429(serve: Run):
     async def scenario(server: Server) -> None:
         def ask(key: str, **fields: Any):
             return server.http.post(PATH, json={**LONG, **fields}, headers=bearer(key))
@@ -281,7 +283,7 @@ def test_a_clients_share(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_waiting_too_long(serve: Run):
+def test_request_that_waits_too_long_gets_503(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "n": 8, "stream": True})
         await running.read_some()
@@ -296,7 +298,7 @@ def test_waiting_too_long(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_taking_too_long(serve: Run):
+def test_request_that_takes_too_long_is_aborted(serve: Run):
     async def scenario(server: Server) -> None:
         answer = await server.http.post(PATH, json=LONG)
         assert answer.status_code == 503
@@ -311,7 +313,7 @@ def test_taking_too_long(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining(serve: Run):
+def test_draining_server_rejects_new_requests_and_ends_running_ones(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"prompt": QUESTION, "max_tokens": 64, "temperature": 0}
         running = asyncio.create_task(server.complete(**asked))
@@ -335,14 +337,14 @@ def test_draining(serve: Run):
     serve(scenario)
 
 
-def test_a_priority_where_the_server_looks_at_them(serve: Run, engines: Any):
+def test_priority_is_accepted_with_the_priority_policy(serve: Run, engines: Any):
     async def scenario(server: Server) -> None:
         await server.complete(prompt="a", max_tokens=1, priority=-5)
 
     serve(scenario, engines(scheduling_policy="priority"))
 
 
-def test_a_door_that_was_closed_before_it_was_opened(serve: Run):
+def test_server_that_stopped_admitting_never_becomes_ready(serve: Run):
     async def scenario(server: Server) -> None:
         serving = server.serving
         late = ServerState(serving.config)

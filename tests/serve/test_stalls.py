@@ -1,9 +1,9 @@
-"""Whatever one client sends, another's stream goes on.
+"""Test that no request body stalls the streams of other clients.
 
-The processor time for which a body holds the interpreter or the event loop is compared with one
-call of a JSON decoder, on the same processor in the same run: work of other processes does not
-change either. With a few bodies, in the full tier with all, the gaps in a stream of a real server
-are compared with those right after, in as long a time, while nothing else is sent.
+One test compares the CPU time for which a body holds the interpreter or the event loop with one
+call of a JSON decoder. Both run on the same processor, so other processes do not matter. The other
+tests compare the gaps in a stream of a real server with the gaps right after the attack. The full
+tier does this for all bodies, the quick tier for a few.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 LONGEST_GAP = 0.05
-"""Seconds; more only by what the same machine shows while nothing hostile is sent."""
+"""Seconds. The limit rises with the gaps that the machine shows without an attack."""
 
 TRIES = 11
-"""A shared machine stops any process now and then. The server's own stalls come each time, and one
-in six is not seen, since it falls between two streams."""
+"""A shared machine pauses any process now and then, but a stall of the server recurs. One in six
+falls between two streams and is missed."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
-    """An array or object of as many items as a body has room for, or `most`."""
+    """Return an array or object with `most` items, or as many as a body may have."""
     count = min(most, (LARGEST - len(start + end)) // (len(item.encode()) + 1))
     return f"{start}{','.join([item] * count)}{end}".encode()
 
@@ -73,7 +73,7 @@ def form(kind: str, value: object) -> bytes:
 
 
 def required(count: int, repeated: int) -> object:
-    """A schema of an object that needs many others, and one of them many times."""
+    """Return a schema of an object with `count` required properties, one of them repeated."""
     names = [f"b{i}" for i in range(count)]
     within = {"a": True, **{name: {"$ref": f"#/$defs/{name}"} for name in names}}
     hub = {"required": ["a"] * repeated + names, "properties": within}
@@ -85,7 +85,7 @@ PART = '{"type":"text","text":"a"}'
 PROMPTS = '{"max_tokens":1,"prompt":['
 CHAT = '{"max_tokens":1,"messages":['
 SOME = 50_000
-"""Arrays, objects or strings: as many as are read, so that what reads them is what is tried."""
+"""Number of arrays, objects or strings that is still accepted, so that their parsing is tested."""
 
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "lists": (COMPLETIONS, lambda: completion('"metadata":[', "[]", "]")),
@@ -205,20 +205,20 @@ RECORDS: dict[str, Any] = {
     "/detokenize": DetokenizeRequest,
 }
 CHUNK = 64 * 1024
-"""Bytes of a body that the server gets at a time."""
+"""Bytes of a body per received chunk."""
 
 
-class Holds:
-    """The longest time for which one thing keeps the interpreter, in seconds of processor time.
+class InterpreterHolds:
+    """Measure the longest time for which one call holds the interpreter, in seconds of CPU time.
 
-    A call into C may keep it from its begin to its end, or until it calls Python.
+    A call into C may hold it from start to end, or until it calls Python.
     """
 
     def __init__(self) -> None:
         self.longest = 0.0
         self._last = threading.local()
 
-    def __enter__(self) -> "Holds":
+    def __enter__(self) -> "InterpreterHolds":
         threading.setprofile(self._watch)
         sys.setprofile(self._watch)
         return self
@@ -236,7 +236,7 @@ class Holds:
 
 
 async def longest_turn(work: asyncio.Task[None]) -> float:
-    """The longest turn of the event loop until the work is done, in seconds of processor time."""
+    """Return the longest turn of the event loop until the work is done, in seconds of CPU time."""
     longest, before = 0.0, time.thread_time()
     while not work.done():
         await asyncio.sleep(0)
@@ -246,8 +246,8 @@ async def longest_turn(work: asyncio.Task[None]) -> float:
     return longest
 
 
-async def take_in(path: str, body: bytes) -> None:
-    """Read a body as the endpoint at the path does."""
+async def read_body(path: str, body: bytes) -> None:
+    """Read a body as the endpoint at `path` does."""
     at = 0
 
     async def receive() -> dict[str, Any]:
@@ -263,23 +263,23 @@ async def take_in(path: str, body: bytes) -> None:
 
 
 def longest_hold(path: str, body: bytes) -> float:
-    """The longest time for which a body keeps the interpreter or the event loop."""
+    """Return the longest time for which a body holds the interpreter or the event loop."""
 
     async def turn() -> float:
-        return await longest_turn(asyncio.create_task(take_in(path, body)))
+        return await longest_turn(asyncio.create_task(read_body(path, body)))
 
-    with Holds() as holds:
+    with InterpreterHolds() as holds:
         longest = asyncio.run(turn())
-    if longest > holds.longest:  # to watch takes time too
+    if longest > holds.longest:  # measuring takes time too
         longest = asyncio.run(turn())
     return max(longest, holds.longest)
 
 
 @pytest.mark.full
-def test_no_body_holds_the_interpreter_or_the_event_loop_for_long():
+def test_no_body_blocks_the_interpreter_or_the_event_loop():
     escapes, times = text("\\n中"), []
     for _ in range(3):
-        with Holds() as holds:
+        with InterpreterHolds() as holds:
             msgspec.json.decode(escapes)
         times.append(holds.longest)
     limit, found = 0.75 * min(times), {}
@@ -293,7 +293,7 @@ def test_no_body_holds_the_interpreter_or_the_event_loop_for_long():
 
 
 class Stream:
-    """A client that asks for one stream after another, and takes the time between their events."""
+    """A client that requests streams sequentially and measures the time between their events."""
 
     def __init__(self, url: str):
         self._host = url.removeprefix("http://")
@@ -304,9 +304,9 @@ class Stream:
         self._thread.start()
 
     def take(self) -> float:
-        """The longest gap since this was last asked."""
+        """Return the longest gap since the last call."""
         seen = len(self._gaps)
-        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # one may be going on
+        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # a gap may be in progress
             time.sleep(0.005)
         assert self._failure is None, self._failure
         gaps, self._gaps = self._gaps, []
@@ -321,7 +321,7 @@ class Stream:
         connection = HTTPConnection(self._host, timeout=60)
         try:
             while not self._stopped:
-                last = None  # how long the first event takes depends on what is in line
+                last = None  # the first event waits for the queue
                 answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
                 assert answer.status == 200
                 for line in answer:
@@ -342,7 +342,7 @@ def post(connection: HTTPConnection, path: str, body: bytes) -> Any:
 
 
 def send(url: str, path: str, body: bytes) -> int:
-    """Send a body to an end; gives the answer's status."""
+    """Post a body and return the status of the response."""
     connection = HTTPConnection(url.removeprefix("http://"), timeout=120)
     try:
         answer = post(connection, path, body)
@@ -368,12 +368,12 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
 
 
 def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, float]:
-    """The longest gap during an attack, and the longest allowed.
+    """Return the longest gap during an attack and the longest allowed gap.
 
-    Others may keep the machine busy, for seconds as well. So an attack with too long a gap is tried
-    again: most of `TRIES` must stay below. And what is allowed has four times the gap that is seen
-    right after each, in as long a time, while nothing hostile is sent: on a machine that is half as
-    fast with others at work, large numbers took 130 ms, and the gaps without them 20.
+    Other processes may keep the machine busy for seconds, so an attack with too long a gap is
+    repeated: most of `TRIES` must stay below the limit. The limit is four times the gap measured
+    right after each attack without hostile requests. On a slower, busy machine, large numbers took
+    130 ms, and the gaps without them 20 ms.
     """
     passed, exceeded = 0, (0.0, LONGEST_GAP)
     for attempt in range(TRIES):
@@ -392,7 +392,7 @@ def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, fl
 
 
 WORK_ELSEWHERE = ("some allowed tokens", "biases", "a grammar", "functions", "text to tokens")
-"""Bodies with which other processes than that of HTTP have most to do."""
+"""Bodies whose work is mostly done outside the HTTP process."""
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,9 @@ def test_no_body_stalls_another_stream(
     assert {name: gap for name, (gap, allowed) in found.items() if gap > allowed} == {}
 
 
-def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stream: Stream):
+def test_concurrent_bodies_of_many_clients_stall_no_stream(
+    real_server: ServerProcess, stream: Stream
+):
     chosen = ("some lists", "tiny floats", "some names", "parts of many messages")
     bodies = [(HOSTILE[name][0], HOSTILE[name][1]()) for name in chosen] * 3
 

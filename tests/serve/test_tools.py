@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, of answers that are written here."""
+"""Test tool calls and reasoning over HTTP, with scripted answers."""
 
 import json
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def scripted(engine: Engine) -> ScriptedEngine:
 
 
 @pytest.fixture
-def talk(serve: Run, scripted: ScriptedEngine) -> Run:
-    """Runs a scenario with the scripted engine."""
+def serve_scripted(serve: Run, scripted: ScriptedEngine) -> Run:
+    """Return a function that runs a scenario with the scripted engine."""
 
     def run(scenario: Any, **config: Any) -> None:
         serve(scenario, scripted, **{**HERMES, **config})
@@ -63,7 +63,7 @@ async def ask(server: Server, **fields: Any) -> dict[str, Any]:
 
 
 async def choices_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a stream's chunks."""
+    """Return the choices of all chunks of a stream."""
     asked = {"messages": [USER], "stream": True, **fields}
     async with server.http.stream("POST", CHAT, json=asked) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -77,7 +77,7 @@ def without_id(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name != "id"}
 
 
-def test_a_call(talk: Run, scripted: ScriptedEngine):
+def test_tool_call_is_returned_with_content(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER)
         (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
@@ -93,11 +93,13 @@ def test_a_call(talk: Run, scripted: ScriptedEngine):
         (choice,) = (await ask(server, tools=[WEATHER], tool_choice="auto"))["choices"]
         assert choice["message"]["content"] is None
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7])
-def test_a_stream_is_as_openai_sends_it(talk: Run, scripted: ScriptedEngine, size: int):
+def test_streamed_tool_calls_follow_the_openai_chunk_format(
+    serve_scripted: Run, scripted: ScriptedEngine, size: int
+):
     async def scenario(server: Server) -> None:
         scripted.say(f"{ANSWER}\n{CALL}", size=size)
         first, *choices, last = await choices_of(server, tools=[WEATHER])
@@ -119,10 +121,12 @@ def test_a_stream_is_as_openai_sends_it(talk: Run, scripted: ScriptedEngine, siz
             assert "".join(pieces) == '{"city": "Paris"}'
             assert len(pieces) > 1 or size != 1
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_tokens_are_told_though_their_text_is_held(talk: Run, scripted: ScriptedEngine):
+def test_logprobs_and_token_ids_are_sent_while_text_is_held_back(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         for fields in ({"logprobs": True}, {"return_token_ids": True}, {}):
             scripted.say(ANSWER, size=4)
@@ -135,10 +139,12 @@ def test_tokens_are_told_though_their_text_is_held(talk: Run, scripted: Scripted
             empty = [each for each in choices if not each["delta"] and not each["finish_reason"]]
             assert bool(empty) == bool(fields)
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_what_ends_an_answer(talk: Run, scripted: ScriptedEngine):
+def test_finish_reason_depends_on_tool_calls_and_truncation(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         half = ANSWER.partition('"Paris"')[0]
         for text, reason, told in (
@@ -157,10 +163,12 @@ def test_what_ends_an_answer(talk: Run, scripted: ScriptedEngine):
             else:
                 assert (choice["message"]["content"], calls) == (text, None)
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_a_conversation_with_calls(talk: Run, scripted: ScriptedEngine):
+def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER)
         message = (await ask(server, tools=[WEATHER]))["choices"][0]["message"]
@@ -171,7 +179,9 @@ def test_a_conversation_with_calls(talk: Run, scripted: ScriptedEngine):
             "content": [{"type": "text", "text": "1"}],
         }
         scripted.say("Sunny.")
-        body = await ask(server, messages=[USER, message, result])  # no tools, though calls
+        body = await ask(
+            server, messages=[USER, message, result]
+        )  # calls in the messages, but no tools
         assert body["choices"][0]["message"]["content"] == "Sunny."
         assert scripted.prompts[1] == (
             f"(user:Weather?)(assistant:I will look. {call_id} weather city=Paris)(tool{call_id}:1)"
@@ -185,11 +195,12 @@ def test_a_conversation_with_calls(talk: Run, scripted: ScriptedEngine):
         expected = f"(user:Weather?)(assistant:<hm> {call_id} weather)"
         assert detokenized.json()["prompt"] == expected
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_special_tokens_in_tools_and_arguments_are_text(talk: Run, scripted: ScriptedEngine):
-    """In their names too."""
+def test_special_tokens_in_tools_names_and_arguments_are_text(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     end = "<|im_end|>"
     tool = {"type": "function", "function": {"name": "f", "parameters": {end: {end: end}}}}
     call = {"id": "1", "function": {"name": end, "arguments": json.dumps({end: end})}}
@@ -202,10 +213,10 @@ def test_special_tokens_in_tools_and_arguments_are_text(talk: Run, scripted: Scr
         text = (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
         assert text.count(end) == 6
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_no_calls_where_none_are_wanted(talk: Run, scripted: ScriptedEngine):
+def test_calls_are_not_parsed_without_tools(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
             scripted.say(ANSWER)
@@ -215,16 +226,16 @@ def test_no_calls_where_none_are_wanted(talk: Run, scripted: ScriptedEngine):
         assert set(scripted.prompts) == {"(user:Weather?)"}
         assert all(params.skip_special_tokens for params in scripted.params)
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_one_call_at_most(talk: Run, scripted: ScriptedEngine):
+def test_parallel_tool_calls_false_returns_one_call(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER + CALL)
         body = await ask(server, tools=[WEATHER], parallel_tool_calls=False)
         assert len(body["choices"][0]["message"]["tool_calls"]) == 1
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +250,8 @@ def test_one_call_at_most(talk: Run, scripted: ScriptedEngine):
         ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
     ],
 )
-def test_a_form_that_fails_is_called_as_the_client_called_it(
-    talk: Run, scripted: ScriptedEngine, asked: dict[str, Any], kind: str, param: str
+def test_structured_output_error_names_the_field_of_the_request(
+    serve_scripted: Run, scripted: ScriptedEngine, asked: dict[str, Any], kind: str, param: str
 ):
     async def scenario(server: Server) -> None:
         path, name = f"structured_outputs.{kind}", "structured_outputs"
@@ -262,10 +273,10 @@ def test_a_form_that_fails_is_called_as_the_client_called_it(
             if status == 503:
                 assert answer.headers["Retry-After"] == "1"
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_each_answer_has_its_own_parts(talk: Run, scripted: ScriptedEngine):
+def test_each_choice_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
         choices = (await ask(server, tools=[WEATHER], n=3))["choices"]
@@ -273,10 +284,12 @@ def test_each_answer_has_its_own_parts(talk: Run, scripted: ScriptedEngine):
         reasons = [each["finish_reason"] for each in choices]
         assert reasons == ["tool_calls", "stop", "tool_calls"]
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_values_have_the_types_of_the_tools(talk: Run, scripted: ScriptedEngine):
+def test_argument_values_have_the_types_of_the_tool_schema(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     tool = json.loads(json.dumps(WEATHER))
     tool["function"]["parameters"]["properties"]["days"] = {"type": "integer"}
     text = "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>"
@@ -286,10 +299,10 @@ def test_values_have_the_types_of_the_tools(talk: Run, scripted: ScriptedEngine)
         (call,) = (await ask(server, tools=[tool]))["choices"][0]["message"]["tool_calls"]
         assert call["function"]["arguments"] == '{"days": 3}'
 
-    talk(scenario, tool_call_parser="qwen3_xml")
+    serve_scripted(scenario, tool_call_parser="qwen3_xml")
 
 
-def test_reasoning_apart_from_content(talk: Run, scripted: ScriptedEngine):
+def test_reasoning_is_separated_from_content(serve_scripted: Run, scripted: ScriptedEngine):
     text = f"<think>\nParis?\n</think>\n\n{ANSWER}"
 
     async def scenario(server: Server) -> None:
@@ -306,7 +319,7 @@ def test_reasoning_apart_from_content(talk: Run, scripted: ScriptedEngine):
         scripted.say("Sunny.")
         message = (await ask(server))["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == (None, "Sunny.")
-        # The template opens the reasoning.
+        # The template starts the reasoning.
         for enabled, parts in ((True, ("Sun", "ny.")), (False, (None, "Sun</think>ny."))):
             scripted.say("Sun</think>ny.")
             body = await ask(server, chat_template_kwargs={"enable_thinking": enabled})
@@ -314,10 +327,12 @@ def test_reasoning_apart_from_content(talk: Run, scripted: ScriptedEngine):
             assert (message["reasoning_content"], message["content"]) == parts
         assert [prompt.endswith("<think>\n") for prompt in scripted.prompts[-2:]] == [True, False]
 
-    talk(scenario, reasoning_parser="qwen3")
+    serve_scripted(scenario, reasoning_parser="qwen3")
 
 
-def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
+def test_openai_client_completes_a_tool_call_conversation(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         http: Any = server.http
         client = openai.AsyncOpenAI(
@@ -347,26 +362,25 @@ def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
         last = await client.chat.completions.create(messages=messages, **options)
         assert last.choices[0].message.content == "Sunny."
 
-    talk(scenario, reasoning_parser="qwen3")
+    serve_scripted(scenario, reasoning_parser="qwen3")
 
 
-def test_a_template_must_write_tools(talk: Run):
-    """Or the server does not start."""
-
+def test_server_does_not_start_when_the_template_ignores_tools(serve_scripted: Run):
     async def fine(server: Server) -> None:
         await server.serving.tokenizing.check_tools()
 
     async def lacking(server: Server) -> None:
         again = ServerState(replace(server.serving.config, enable_auto_tool_choice=True))
-        with pytest.raises(ValueError, match="writes no tools"):
+        with pytest.raises(ValueError, match="ignores tools"):
             await start_serving(again, server.serving.engine, kept_tokenizing_process)
 
-    talk(fine)
-    talk(lacking, chat_template="{{ messages[0].content }}", enable_auto_tool_choice=False)
+    serve_scripted(fine)
+    serve_scripted(
+        lacking, chat_template="{{ messages[0].content }}", enable_auto_tool_choice=False
+    )
 
 
-def test_tools_of_any_size_are_refused_or_answered(talk: Run, scripted: ScriptedEngine):
-    """And the next request is served."""
+def test_oversized_and_too_deep_tools_get_400(serve_scripted: Run, scripted: ScriptedEngine):
     many = [{**WEATHER, "function": {"name": f"f{i}", "description": "a" * 99}} for i in range(128)]
     deep: dict[str, Any] = {}
     for _ in range(20):
@@ -381,11 +395,10 @@ def test_tools_of_any_size_are_refused_or_answered(talk: Run, scripted: Scripted
             assert "maximum context" in error["message"] or "deep" in error["message"]
         await server.canary()
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_long_arguments(talk: Run, scripted: ScriptedEngine):
-    """A long answer is parsed as it comes."""
+def test_long_tool_call_arguments_are_parsed(serve_scripted: Run, scripted: ScriptedEngine):
     long = json.dumps({"city": "x" * 20_000, "n": [1] * 2000})
 
     async def scenario(server: Server) -> None:
@@ -394,10 +407,10 @@ def test_long_arguments(talk: Run, scripted: ScriptedEngine):
         (call,) = body["choices"][0]["message"]["tool_calls"]
         assert call["function"]["arguments"] == long
 
-    talk(scenario)
+    serve_scripted(scenario)
 
 
-def test_flags_that_need_each_other():
+def test_invalid_parser_flags_are_rejected():
     with pytest.raises(ValueError, match="--tool-call-parser"):
         ServeConfig(enable_auto_tool_choice=True)
     with pytest.raises(ValueError, match="hermes"):

@@ -1,4 +1,4 @@
-"""The engine's end of the socket, without an event loop."""
+"""Test the engine worker over its socket, without an event loop."""
 
 import asyncio
 import socket
@@ -32,8 +32,8 @@ from jpaged.serve.engine.messages import (
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
 
 
-class Line:
-    """The HTTP side, by hand."""
+class HttpSide:
+    """The HTTP process's end of the socket."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(20)
@@ -48,7 +48,7 @@ class Line:
         return decode_report(message)
 
     def deltas(self, request_id: str) -> Iterator[Any]:
-        """The deltas of a request, to its end."""
+        """Yield the deltas of a request until it finishes."""
         while True:
             report = self.receive()
             for delta in report.deltas if isinstance(report, EngineUpdate) else ():
@@ -62,11 +62,11 @@ class Line:
 
 
 @pytest.fixture
-def line(engine: Engine) -> Iterator[Line]:
+def line(engine: Engine) -> Iterator[HttpSide]:
     ours, theirs = socket.socketpair()
     worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
     worker.start()
-    line = Line(ours)
+    line = HttpSide(ours)
     assert isinstance(line.receive(), EngineInfo)
     yield line
     line.close()
@@ -85,7 +85,7 @@ def text_of(deltas: list[Any]) -> str:
     return "".join(each.text for delta in deltas for each in delta.deltas)
 
 
-def test_a_request(line: Line):
+def test_request_returns_its_text_and_final_metrics(line: HttpSide):
     line.send(add("a"))
     deltas = list(line.deltas("a"))
     assert text_of(deltas) == ANSWER
@@ -93,11 +93,11 @@ def test_a_request(line: Line):
     assert all(delta.metrics is None for delta in deltas[:-1])
 
 
-def test_idle_turns_are_told_of(line: Line):
+def test_idle_worker_sends_updates(line: HttpSide):
     assert all(isinstance(line.receive(), EngineUpdate) for _ in range(3))
 
 
-def test_a_refusal(line: Line):
+def test_invalid_requests_are_refused_with_the_parameter(line: HttpSide):
     line.send(add("a", n=9, temperature=1.0))
     line.send(add("b", beam_width=99))
     line.send(add("c"))
@@ -112,7 +112,9 @@ def test_a_refusal(line: Line):
     assert text_of(list(line.deltas("d"))) == ANSWER
 
 
-def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engine):
+def test_steps_continue_and_deltas_merge_while_the_client_does_not_read(
+    line: HttpSide, engine: Engine
+):
     line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     before = engine.stats().num_finished
     for i in range(8):
@@ -131,7 +133,7 @@ def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engi
     assert max(max(each) for each in counts.values()) > 20
 
 
-def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: Engine):
+def test_many_commands_do_not_delay_running_requests(line: HttpSide, engine: Engine):
     add_request = engine.add_request
 
     def add_slowly(*args: Any, **options: Any) -> Any:
@@ -153,8 +155,8 @@ def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: E
     assert len(gaps) > 40
 
 
-def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
-    """Neither side takes long over one of them, and others' tokens go in between."""
+def test_prompt_logprobs_arrive_in_chunks_before_the_answer(line: HttpSide):
+    """Small chunks let the tokens of other requests be sent in between."""
     prompt = "ab" * 100
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 16)
@@ -171,8 +173,8 @@ def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
     line.send(AbortRequests(["a", "b", "c"]))
 
 
-def test_long_prompts_are_told_of_in_turn(line: Line):
-    """One that is scored is not behind all of a longer one."""
+def test_prompt_logprobs_of_requests_are_sent_in_turns(line: HttpSide):
+    """A short prompt does not wait for all chunks of a longer prompt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 4)
         line.send(add("long", "ab" * 120, max_tokens=1, prompt_logprobs=0))
@@ -182,7 +184,7 @@ def test_long_prompts_are_told_of_in_turn(line: Line):
     assert left > 100
 
 
-def test_an_abort_and_a_stop(line: Line, engine: Engine):
+def test_abort_and_stop_end_running_requests(line: HttpSide, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     next(line.deltas("a"))
     line.send(AbortRequests(["a", "unknown"]))
@@ -192,12 +194,12 @@ def test_an_abort_and_a_stop(line: Line, engine: Engine):
     line.send(StopEngine())
 
 
-def test_a_line_that_breaks_in_the_middle_of_a_command(line: Line, engine: Engine):
+def test_connection_lost_inside_a_command_frees_all_blocks(line: HttpSide, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     line.sock.sendall(frame_message(encode(add("b")))[:10])
 
 
-def test_a_message_of_nonsense_ends_the_worker():
+def test_invalid_message_header_raises_eof_error():
     ours, theirs = socket.socketpair()
     link = MessageSocket(theirs)
     ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -210,22 +212,22 @@ def test_a_message_of_nonsense_ends_the_worker():
 MODULES = "import jpaged.serve.http.app, jpaged.serve.options, jpaged.serve.http.lifecycle, sys;"
 
 
-def test_the_http_process_needs_neither_jax_nor_transformers_nor_torch():
-    """It starts fast, and leaves the device to the engine's process."""
+def test_http_process_imports_neither_jax_nor_transformers_nor_torch():
+    """The HTTP process starts quickly and leaves the device to the engine process."""
     code = f"{MODULES} print(*({{'jax', 'transformers', 'torch'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 
 
-def test_words_that_cannot_be_understood_end_all_that_waits():
+def test_invalid_message_from_the_engine_closes_the_client():
     async def scenario() -> str | None:
         ours, theirs = socket.socketpair()
         with theirs:
             client = await EngineClient.connect(ours)
             send(theirs, b"\xc1")  # MessagePack has no such byte
-            with pytest.raises(RuntimeError, match="cannot be understood"):
+            with pytest.raises(RuntimeError, match="sent an invalid message"):
                 await asyncio.wait_for(client.wait_ready(), 5)
             await client.stop()
             return client.close_reason
 
-    assert "cannot be understood" in (asyncio.run(scenario()) or "")
+    assert "sent an invalid message" in (asyncio.run(scenario()) or "")

@@ -1,4 +1,4 @@
-"""A lexer's states never fail an answer that they are not of, and their memory has a bound."""
+"""Test that lexers are replaced when they are full, and that their memory is bounded."""
 
 import json
 import mmap
@@ -35,7 +35,7 @@ def limit_states(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def mixed_text(length: int, seed: int = 0, characters: str = "aé漢😀кß中𝄞x ") -> str:
-    """Characters of one to four bytes: each length of a string has many states."""
+    """Return characters of one to four bytes, so that each string length has many lexer states."""
     return "".join(random.Random(seed).choices(characters, k=length))
 
 
@@ -44,7 +44,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def write(matcher: Matcher, tokens: Iterable[int]) -> None:
-    """Let an answer go on with tokens that its masks must allow."""
+    """Advance an answer with tokens that its masks must allow."""
     mask = np.zeros((1, WIDTH), np.int32)
     words = mask.view(np.uint32)[0]
     for token in tokens:
@@ -70,7 +70,7 @@ def record(kind: str, most: int) -> dict[str, Any]:
     }
 
 
-def test_long_answers_do_not_break_a_schema_of_several_records(monkeypatch: pytest.MonkeyPatch):
+def test_long_answers_complete_with_a_schema_of_several_records(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 2000)
     sizes = {"a": 130, "b": 120, "c": 110, "d": 100}
     form = StructuredOutputs(json={"anyOf": [record(*item) for item in sizes.items()]})
@@ -82,7 +82,7 @@ def test_long_answers_do_not_break_a_schema_of_several_records(monkeypatch: pyte
         assert matcher.is_stopped
 
 
-def test_many_answers_do_not_break_a_schema(monkeypatch: pytest.MonkeyPatch):
+def test_many_answers_complete_with_one_schema(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 1500)
     sizes = {"title": 15, "body": 45, "steps": 50, "notes": 60}
     ticket: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_many_answers_do_not_break_a_schema(monkeypatch: pytest.MonkeyPatch):
         assert matcher.is_stopped
 
 
-def test_a_long_answer_does_not_fail_another_that_shares_its_lexer(
+def test_long_answer_does_not_fail_others_that_share_its_lexer(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
@@ -122,7 +122,7 @@ def test_a_long_answer_does_not_fail_another_that_shares_its_lexer(
     assert later.is_stopped
 
 
-def test_answers_that_fill_a_shared_lexer_together_all_end(monkeypatch: pytest.MonkeyPatch):
+def test_answers_that_fill_a_shared_lexer_all_complete(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 2000)
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = new_grammars()
@@ -136,19 +136,19 @@ def test_answers_that_fill_a_shared_lexer_together_all_end(monkeypatch: pytest.M
     assert all(matcher.is_stopped for matcher in matchers)
 
 
-def test_a_string_of_4000_characters_fits():
+def test_string_of_4000_characters_fits_a_lexer():
     form = StructuredOutputs(json={"type": "string", "maxLength": 4000})
     (matcher,) = new_grammars().submit(form, ENDING).result(20)
     write(matcher, tokens_of(f'"{mixed_text(4000, characters="漢😀中𝄞")}"'))
     assert matcher.is_stopped
 
 
-def test_masks_are_the_same_behind_a_replaced_lexer(monkeypatch: pytest.MonkeyPatch):
+def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.MonkeyPatch):
     form = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").behind("</think>")
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
     (plain,) = new_grammars().submit(form, ENDING).result(20)
     limit_states(monkeypatch, 700)
-    # Enough to compile the grammar, and too little for the tokens that are consumed again.
+    # Enough to compile the grammar, but too little to consume the tokens again.
     monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
     (replaced,) = new_grammars().submit(form, ENDING).result(20)
     start = replaced.inner
@@ -161,7 +161,7 @@ def test_masks_are_the_same_behind_a_replaced_lexer(monkeypatch: pytest.MonkeyPa
     assert replaced.inner is not start
 
 
-def test_an_answer_with_too_many_states_of_its_own_fails(monkeypatch: pytest.MonkeyPatch):
+def test_answer_that_needs_too_many_lexer_states_fails(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 300)
     form = StructuredOutputs(regex=r"[^x!]{1,400}!")
     (matcher,) = new_grammars().submit(form, ENDING).result(20)
@@ -170,7 +170,7 @@ def test_an_answer_with_too_many_states_of_its_own_fails(monkeypatch: pytest.Mon
 
 
 class Maker:
-    """The maker of masks, with one answer at place 1."""
+    """A mask maker with one answer in row 1."""
 
     def __init__(self, form: StructuredOutputs, ending: frozenset[int]):
         self.memory = MaskMemory(2, WIDTH)
@@ -194,7 +194,7 @@ class Maker:
 
 @pytest.mark.parametrize("num_chars", range(62, 68))
 @pytest.mark.parametrize("ending", [ENDING, frozenset[int]()], ids=["ending", "no end"])
-def test_the_mask_process_replaces_a_full_lexer(
+def test_mask_worker_replaces_a_full_lexer(
     monkeypatch: pytest.MonkeyPatch, num_chars: int, ending: frozenset[int]
 ):
     limit_states(monkeypatch, 500)
@@ -212,7 +212,7 @@ def test_the_mask_process_replaces_a_full_lexer(
 
 
 def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence[Matcher]:
-    """Answers of as many schemas, each after a long text; they are written at the same time."""
+    """Return `count` answers of different schemas, written in turns up to `length` characters."""
     found: list[Matcher] = []
     for i in range(count):
         form = StructuredOutputs(json={"type": "string", "maxLength": length + 1 + i})
@@ -224,7 +224,7 @@ def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence
 
 
 def in_a_new_process(test: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a function of this module where nothing else takes memory, and return its result."""
+    """Run a function of this module in a new process and return its result."""
     code = f"import json\nimport {__name__} as it\nprint(json.dumps(it.{test.__name__}()))"
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", code]
@@ -238,7 +238,7 @@ def resident_bytes() -> int:
 
 
 def measured_growth() -> dict[str, int]:
-    """Bytes that lexers take with a bound, without, and after a while without answers."""
+    """Return the bytes that lexers take with a bound, without a bound, and after an idle period."""
     bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()
     grammars.try_random_answer(StructuredOutputs(choice=["a"]), ENDING)
@@ -260,18 +260,18 @@ def measured_growth() -> dict[str, int]:
     return growth | {"idle": resident_bytes() - before}
 
 
-def test_the_memory_of_lexers_is_bounded_and_released():
+def test_lexer_memory_is_bounded_and_released():
     growth = in_a_new_process(measured_growth)
     assert growth["bounded"] < 14 * MIB
     assert growth["unbounded"] > 16 * MIB
-    assert growth["running"] > 16 * MIB  # answers keep their lexers, whatever time they take
+    assert growth["running"] > 16 * MIB  # slow answers keep their lexers
     assert growth["idle"] < 6 * MIB
 
 
-def test_an_answer_with_more_than_its_part_of_the_memory_is_told_to_retry(
+def test_answer_above_the_lexer_memory_limit_fails_with_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))  # however little this process takes
+    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))  # any memory use is above this limit
     grammars = new_grammars()
     with pytest.raises(GrammarError, match=r"^structured_outputs: .* MiB .*: retry$"):
         busy_answers(grammars, 1, 100)
@@ -282,7 +282,7 @@ def test_an_answer_with_more_than_its_part_of_the_memory_is_told_to_retry(
     assert matcher.is_stopped
 
 
-def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run():
+def test_replacing_a_lexer_does_not_block_other_threads():
     form = StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"')
     (matcher,) = new_grammars().submit(form, ENDING).result(20)
     for token in tokens_of("a") * 110:
@@ -306,7 +306,7 @@ def test_a_replaced_lexer_consumes_an_ambiguous_answer_while_other_threads_run()
 def count_compiled(
     monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler, form: Any
 ) -> list[None]:
-    """Return a list that grows by an item for each lexer that is compiled from now on."""
+    """Return a list that grows by one item for each lexer compiled from now on."""
     lexers, compiled = grammars.compile(form).lexers, list[None]()
     compile_matcher = lexers.compile_matcher
     monkeypatch.setattr(
@@ -316,7 +316,7 @@ def count_compiled(
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
+def test_answers_share_the_replacement_of_a_slowly_compiled_lexer(
     monkeypatch: pytest.MonkeyPatch, is_short: bool
 ):
     monkeypatch.setattr(
@@ -337,7 +337,7 @@ def test_answers_share_each_replacement_of_a_lexer_that_takes_long_to_compile(
     assert len(compiled) == (0 if is_short else 3)
 
 
-def test_a_slow_compilation_of_a_known_grammar_holds_no_other_answer_up(
+def test_slow_recompilation_does_not_delay_other_answers(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)

@@ -1,5 +1,4 @@
-"""The process of matchers and masks, as the engine meets it: started by the first grammar, ended
-with the engine, and no loss where it ends by itself."""
+"""Test the mask worker process through its client: its start, its steps, its failures and its end."""
 
 import os
 import re
@@ -28,17 +27,19 @@ from jpaged.structured_outputs.matcher import GrammarError
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""What may follow differs after each token."""
+"""The allowed tokens differ after each token."""
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 
 @pytest.fixture(scope="module")
 def process() -> MaskWorkerClient:
-    """One for all tests, which takes a second to start. Steps wait for it on a busy machine too."""
+    """Return one client for all tests, because a worker takes a second to start. Its long wait suits
+    busy machines.
+    """
     return MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
 
 
-def begun(
+def begin_answers(
     process: MaskWorkerClient, form: StructuredOutputs = WORDS, count: int = 1
 ) -> list[Answer]:
     constraint = process.submit(form, ENDING, count)
@@ -61,7 +62,7 @@ def step(
     *,
     send_now: bool = True,
 ) -> np.ndarray:
-    """Masks of a step with answers in some rows; then its tokens are read. They are copied."""
+    """Run one step with answers in the given rows, and return a copy of its masks."""
     items = [(answer, row) for row, answer in answers.items()]
     masks, failed, late = process.gather_masks(items, len(tokens))
     assert (failed, late) == ([], [])
@@ -72,24 +73,27 @@ def step(
 
 
 @pytest.mark.parametrize("send_now", [True, False])
-def test_rows_have_the_masks_of_their_answers(process: MaskWorkerClient, send_now: bool):
-    """They may move, and others come in between."""
+def test_each_row_gets_the_mask_of_its_answer(process: MaskWorkerClient, send_now: bool):
+    """Answers move between rows and new answers join."""
     form = StructuredOutputs(regex="(a[ab]|b[x])+")
-    first, second, third = begun(process, form, 3)
+    first, second, third = begin_answers(process, form, 3)
     start, everything = mask_of(form), [-1] * -(-VOCAB_SIZE // 32)
     masks = step(process, {0: first, 1: second, 2: third}, [A, B, A], send_now=send_now)
     assert masks.tolist() == [start] * 3
     masks = step(process, {3: first, 0: second}, [X, 5, 5, B], send_now=send_now)
     assert masks.tolist() == [mask_of(form, B), everything, everything, mask_of(form, A)]
-    (fourth,) = begun(process)
+    (fourth,) = begin_answers(process)
     masks = step(process, {1: second, 0: third, 2: fourth}, [B, A, A], send_now=send_now)
     assert masks.tolist() == [mask_of(form, A), mask_of(form, B, X), mask_of(WORDS)]
     masks = step(process, {0: first, 1: fourth, 2: third}, [A, A, A], send_now=send_now)
     assert masks.tolist() == [mask_of(form, A, B), mask_of(WORDS, A), mask_of(form, A, B)]
 
 
-def test_what_a_token_ends_is_told_when_it_is_read(process: MaskWorkerClient):
-    stopped, failed, other = (*begun(process, StructuredOutputs(choice=["a"]), 2), *begun(process))
+def test_completed_and_failed_answers_are_reported_with_their_token(process: MaskWorkerClient):
+    stopped, failed, other = (
+        *begin_answers(process, StructuredOutputs(choice=["a"]), 2),
+        *begin_answers(process),
+    )
     process.gather_masks([(stopped, 2), (failed, 0), (other, 1)], 3)
     process.request_masks((), lambda: np.array([B, A, A], np.int32), send_now=True)
     assert process.await_tokens_received() == {stopped, failed}
@@ -102,8 +106,8 @@ def test_what_a_token_ends_is_told_when_it_is_read(process: MaskWorkerClient):
     assert masks[0].tolist() == mask_of(WORDS, A)
 
 
-def test_those_that_were_left_take_no_token(process: MaskWorkerClient):
-    one, other = begun(process, WORDS, 2)
+def test_skipped_rows_receive_no_token(process: MaskWorkerClient):
+    one, other = begin_answers(process, WORDS, 2)
     process.gather_masks([(one, 0), (other, 1)], 2)
     process.request_masks({0}, lambda: np.array([A, B], np.int32), send_now=True)
     process.await_tokens_received()
@@ -111,8 +115,8 @@ def test_those_that_were_left_take_no_token(process: MaskWorkerClient):
     assert masks.tolist() == [mask_of(WORDS), mask_of(WORDS, B)]
 
 
-def test_late_ones_are_left_when_the_step_would(process: MaskWorkerClient):
-    (quick,) = begun(process)
+def test_step_skips_late_answers_when_it_stops_waiting(process: MaskWorkerClient):
+    (quick,) = begin_answers(process)
     pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -134,8 +138,8 @@ def test_late_ones_are_left_when_the_step_would(process: MaskWorkerClient):
 
 
 @pytest.mark.parametrize("left", [set(), {0}])
-def test_a_step_that_fails_gives_no_tokens(process: MaskWorkerClient, left: set[int]):
-    (answer,) = begun(process)
+def test_failed_step_sends_no_tokens(process: MaskWorkerClient, left: set[int]):
+    (answer,) = begin_answers(process)
 
     def fail() -> np.ndarray:
         raise RuntimeError("the device is lost")
@@ -147,8 +151,8 @@ def test_a_step_that_fails_gives_no_tokens(process: MaskWorkerClient, left: set[
     assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(WORDS)
 
 
-def test_a_step_s_arrays_are_not_kept(process: MaskWorkerClient):
-    (answer,) = begun(process)
+def test_client_releases_the_arrays_of_a_step(process: MaskWorkerClient):
+    (answer,) = begin_answers(process)
     process.gather_masks([(answer, 0)], 1)
     tokens = partial(np.array, [A], np.int32)
     kept = weakref.ref(tokens), weakref.ref(answer)
@@ -158,25 +162,25 @@ def test_a_step_s_arrays_are_not_kept(process: MaskWorkerClient):
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_places_are_used_again(process: MaskWorkerClient):
-    kept = begun(process, WORDS, 2)
+def test_mask_memory_rows_are_reused(process: MaskWorkerClient):
+    kept = begin_answers(process, WORDS, 2)
     for _ in range(20):
-        answers = begun(process, WORDS, 5)
+        answers = begin_answers(process, WORDS, 5)
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    assert max(places) <= 2 + 2 * 5  # the process may not have said yet that some are free
+    assert max(places) <= 2 + 2 * 5  # the worker may not have reported every free row yet
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
 
 
-def test_more_answers_than_there_are_places_are_refused():
+def test_answers_above_the_capacity_are_rejected():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
-    kept = begun(process, WORDS, 2)
-    with pytest.raises(RuntimeError, match="structured_outputs: there are 3 answers at most"):
+    kept = begin_answers(process, WORDS, 2)
+    with pytest.raises(RuntimeError, match="structured_outputs: at most 3 answers"):
         process.submit(WORDS, ENDING, 2)
-    kept += begun(process)
+    kept += begin_answers(process)
     del kept
     deadline = time.monotonic() + 20
     while True:
@@ -188,7 +192,7 @@ def test_more_answers_than_there_are_places_are_refused():
             time.sleep(0.01)
 
 
-def test_forms_come_through_as_they_are(process: MaskWorkerClient):
+def test_every_spec_kind_reaches_the_worker_unchanged(process: MaskWorkerClient):
     forms = [
         StructuredOutputs(choice=["ä", 'b"\n']),
         StructuredOutputs(json={"type": "integer"}),
@@ -196,15 +200,15 @@ def test_forms_come_through_as_they_are(process: MaskWorkerClient):
         StructuredOutputs(grammar='start: "a"+').behind("</think>", "<think>"),
     ]
     for form in forms:
-        (answer,) = begun(process, form)
+        (answer,) = begin_answers(process, form)
         assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(form)
 
 
-# Its life
+# Lifetime of the worker process
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, waited for or not."""
+    """Return whether a process has ended, including a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -218,11 +222,11 @@ def wait_until(is_done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_none_is_started_before_the_first_grammar_and_it_ends_with_its_owner():
+def test_worker_starts_with_the_first_grammar_and_ends_with_its_client():
     made = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     assert made.pid is None
     assert made.await_tokens_received() == set()
-    begun(made)
+    begin_answers(made)
     pid = made.pid
     assert pid is not None
     assert not is_gone(pid)
@@ -245,7 +249,7 @@ print(made.pid, flush=True)
 
 
 @pytest.mark.parametrize("end", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(1)"])
-def test_it_ends_with_a_parent_that_is_killed_or_exits(end: str):
+def test_worker_ends_when_its_parent_is_killed_or_exits(end: str):
     code = PARENT.format(size=VOCAB_SIZE, eos=EOS, end=end)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as own:
         assert own.stdout is not None
@@ -258,10 +262,10 @@ def test_it_ends_with_a_parent_that_is_killed_or_exits(end: str):
 
 
 @pytest.mark.parametrize("when", ["waiting", "between", "compiling"])
-def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
+def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
     process: MaskWorkerClient, when: str
 ):
-    answers = begun(process, WORDS, 2)
+    answers = begin_answers(process, WORDS, 2)
     items = [(it, i) for i, it in enumerate(answers)]
     step(process, dict(enumerate(answers)), [A, B])
     pid = process.pid
@@ -280,10 +284,10 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
         with pytest.raises(GrammarError, match=r"structured_outputs: the process .* retry"):
             asked.check()
     else:
-        time.sleep(0.1)  # what it said last is not read
+        time.sleep(0.1)  # its last report is still unread
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    after = begun(process)
+    after = begin_answers(process)
     assert process.pid != pid
     _, failed, late = process.gather_masks([*items, (after[0], 2)], 3)
     assert ([i for i, _ in failed], late) == ([0, 1], [])
@@ -291,14 +295,14 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
     process.request_masks({0, 1}, lambda: np.array([A, A, B], np.int32), send_now=True)
     assert process.await_tokens_received() == set()
     del answers, items, failed
-    places = {it.memory_index for it in begun(process, WORDS, 2)}
+    places = {it.memory_index for it in begin_answers(process, WORDS, 2)}
     assert len(places) == 2
     assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
-def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
+def test_rows_released_while_the_worker_was_stopped_are_reused():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
-    answers = begun(process, WORDS, 3)
+    answers = begin_answers(process, WORDS, 3)
     pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -307,13 +311,13 @@ def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
         process.submit(WORDS, ENDING)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert len({it.memory_index for it in begun(process, WORDS, 3)}) == 3
+    assert len({it.memory_index for it in begin_answers(process, WORDS, 3)}) == 3
 
 
-def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
-    """Rows wait `max_wait_s` in all, and have their right masks when it has gone on."""
+def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
+    """All rows together wait at most `max_wait_s`."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=0.1)
-    first, second = begun(process, WORDS, 2)
+    first, second = begin_answers(process, WORDS, 2)
     items = [(first, 0), (second, 1)]
     pid = process.pid
     assert pid is not None
@@ -326,7 +330,7 @@ def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
     process.request_masks({1}, lambda: np.array([A, A], np.int32), send_now=True)
     assert process.await_tokens_received() == set()
     assert process.seconds_waited >= 0.1
-    for _ in range(3):  # not with the mask that it had
+    for _ in range(3):  # the outdated mask is not used
         masks, over, late = process.gather_masks(items, 2, no_time)
         assert (over, late) == ([], [0])
         assert masks[1].tolist() == mask_of(WORDS)
@@ -340,9 +344,9 @@ def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
     assert process.seconds_left > 0
 
 
-def test_an_answer_may_be_found_to_be_over_with_its_masks(process: MaskWorkerClient):
-    """Where its token took longer than `await_tokens_received` waits."""
-    complete, failed = begun(process, StructuredOutputs(choice=["a"]), 2)
+def test_gather_masks_reports_answers_that_ended_late(process: MaskWorkerClient):
+    """Matching the token took longer than `await_tokens_received` waits."""
+    complete, failed = begin_answers(process, StructuredOutputs(choice=["a"]), 2)
     items = [(complete, 0), (failed, 1)]
     process.gather_masks(items, 2)
     process.request_masks((), lambda: np.array([A, B], np.int32), send_now=True)
@@ -353,14 +357,14 @@ def test_an_answer_may_be_found_to_be_over_with_its_masks(process: MaskWorkerCli
     assert isinstance(error, GrammarError)
 
 
-def test_one_that_hangs_is_ended():
+def test_hanging_worker_is_killed():
     process = MaskWorkerClient(
         FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=0.05, silence_timeout_s=20.0
     )
-    (answer,) = begun(process)
+    (answer,) = begin_answers(process)
     pid = process.pid
     assert pid is not None
-    process.silence_timeout_s = 1.2  # it was started without hurry
+    process.silence_timeout_s = 1.2  # the start had a longer timeout
     process.gather_masks([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
     process.request_masks((), lambda: np.array([A], np.int32), send_now=True)
@@ -370,7 +374,7 @@ def test_one_that_hangs_is_ended():
     assert is_gone(pid)
 
 
-def test_one_that_hangs_while_a_grammar_is_compiled_is_ended():
+def test_worker_that_hangs_while_compiling_is_killed():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), silence_timeout_s=1.5)
     constraint = process.submit(WORDS, ENDING)
     pid = process.pid
@@ -383,12 +387,12 @@ def test_one_that_hangs_while_a_grammar_is_compiled_is_ended():
     assert is_gone(pid)
 
 
-def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
+def test_worker_that_answered_late_is_not_killed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As where this process was stopped meanwhile."""
+    """The engine process itself was stopped meanwhile, so the answer only looks late."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
-    (answer,) = begun(process)
+    (answer,) = begin_answers(process)
     process.gather_masks([(answer, 0)], 1)
     process.silence_timeout_s = 1.1
     pid, wait = process.pid, select.select
@@ -404,27 +408,29 @@ def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
     assert process.pid == pid
 
 
-def test_a_fork_that_ends_leaves_the_process_to_its_parent():
-    """Its finalizers run there, too."""
+def test_exit_of_a_forked_child_keeps_the_worker_running():
+    """Finalizers run in the forked child too."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
-    begun(process)
+    begin_answers(process)
     pid = process.pid
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which the fork has no use for
+        warnings.simplefilter("ignore")  # the warning about threads does not apply here
         fork = os.fork()
     if fork == 0:
         del process
         os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0
-    begun(process)
+    begin_answers(process)
     assert process.pid == pid
 
 
-def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_request_fails_when_the_worker_cannot_start(monkeypatch: pytest.MonkeyPatch):
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
-        with pytest.raises(RuntimeError, match="structured_outputs: no process could be started"):
+        with pytest.raises(
+            RuntimeError, match="structured_outputs: the mask worker could not be started"
+        ):
             process.submit(WORDS, ENDING)
         patch.setattr(sys, "executable", "")
         with pytest.raises(RuntimeError, match="structured_outputs needs a Python"):
@@ -433,10 +439,10 @@ def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.M
         patch.setattr(mask_client, "MAX_OPEN_FILES", 3)
         with pytest.raises(RuntimeError, match=r"started: .*3 files are open"):
             process.submit(WORDS, ENDING)
-    begun(process)
+    begin_answers(process)
 
 
-def test_where_the_tokenizer_is_gone_a_request_is_told(tmp_path: Path):
+def test_request_fails_when_the_worker_finds_no_tokenizer(tmp_path: Path):
     made = MaskWorkerClient(tmp_path / "none", VOCAB_SIZE, frozenset({EOS}))
     with pytest.raises(GrammarError, match="no tokenizer could be loaded from"):
         made.submit(WORDS, ENDING).check()

@@ -1,4 +1,4 @@
-"""Masks made in the process, seen in its memory: they are those that are made when asked for."""
+"""Test the masks that the mask worker writes to its memory, without a second process."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMe
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""What may follow differs after each token."""
+"""The allowed tokens differ after each token."""
 FORMS = [
     WORDS,
     StructuredOutputs(choice=["b"]).behind("x"),
@@ -31,7 +31,7 @@ WIDTH = -(-VOCAB_SIZE // 32)
 
 
 class Made:
-    """A maker and its memory; places are given in a row."""
+    """A mask maker and its memory; answers get consecutive rows."""
 
     def __init__(self, grammars: GrammarCompiler = GRAMMARS, width: int = WIDTH):
         self.memory = MaskMemory(20, width)
@@ -40,7 +40,7 @@ class Made:
         self._num_places = 0
 
     def begin(self, form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
-        """A new answer's place."""
+        """Start an answer and return its row in the mask memory."""
         self._num_places += 1
         self.memory.states[self._num_places] = AnswerState.PENDING
         self.maker.add_answers([self._num_places], self._grammars.submit(form, ending))
@@ -51,7 +51,7 @@ class Made:
         return self._num_places
 
     def take(self, tokens: dict[int, int]) -> None:
-        """Tokens of answers, by places."""
+        """Send one token to each answer, by row."""
         self.maker.match_tokens(
             np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32)
         )
@@ -60,7 +60,7 @@ class Made:
         self.maker.remove_answers(np.array([place], np.int32))
 
     def settled(self, place: int) -> AnswerState:
-        """What an answer is, as soon as nothing of it is pending."""
+        """Wait until the answer has no pending work and return its state."""
         self.wait(lambda: not AnswerState(self.memory.states[place]).is_pending)
         return AnswerState(self.memory.states[place])
 
@@ -94,7 +94,7 @@ def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
 
 @pytest.fixture(params=["together", "suspect", "heavy"])
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are served together, or after their first token by threads."""
+    """Serve the answers together, or in threads after their first token."""
     late = 60.0 if request.param == "together" else -1.0
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", late)
     if request.param == "heavy":
@@ -103,7 +103,7 @@ def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("lane")
-def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
+def test_worker_masks_equal_masks_computed_directly(made: Made, form: StructuredOutputs):
     place, other = made.begin(form), made.begin(WORDS)
     assert made.mask(place) == mask_of(form)
     seen: list[int] = []
@@ -120,12 +120,12 @@ def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
 
 @pytest.mark.parametrize("ending", [frozenset(), frozenset({5})])
 @pytest.mark.usefixtures("lane")
-def test_an_answer_is_ended_by_its_own_tokens(made: Made, ending: frozenset[int]):
+def test_mask_allows_the_end_tokens_of_its_answer(made: Made, ending: frozenset[int]):
     place = made.begin(WORDS, A, B, ending=ending)
     assert made.mask(place) == mask_of(WORDS, A, B, ending=ending)
 
 
-def test_all_answers_of_a_step_have_their_own(made: Made):
+def test_each_answer_of_a_step_gets_its_mask(made: Made):
     form = StructuredOutputs(regex="(a[ab]|b[x])+")
     places = [made.begin(form) for _ in range(5)]
     steps = made.memory.counts[0]
@@ -133,34 +133,34 @@ def test_all_answers_of_a_step_have_their_own(made: Made):
     assert made.memory.counts[0] == steps + 1
     behind = {A: mask_of(form, A), B: mask_of(form, B)}
     assert [made.mask(it) for it in places] == [behind[it] for it in (A, B, A, B, B)]
-    made.take({places[3]: X, places[0]: B})  # in another order, and not all
+    made.take({places[3]: X, places[0]: B})  # a subset in another order
     assert made.mask(places[3]) == mask_of(form, B, X)
     assert made.mask(places[0]) == mask_of(form, A, B)
     assert made.mask(places[1]) == behind[B]
 
 
-def test_the_end_is_taken_in_too(made: Made):
+def test_end_token_leaves_the_mask_unchanged(made: Made):
     place = made.begin(WORDS, A, A, A)
     made.take({place: min(ENDING)})
     assert made.mask(place) == mask_of(WORDS, A, A, A)
 
 
-def test_where_no_token_could_be_sampled_none_is_taken_in(made: Made):
+def test_negative_token_id_leaves_the_mask_unchanged(made: Made):
     place = made.begin(WORDS)
-    made.memory.states[place] = AnswerState.PENDING  # as the engine has it
+    made.memory.states[place] = AnswerState.PENDING  # the engine sets this state before a step
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
 
-def test_answers_that_a_process_before_lost_are_not_known(made: Made):
+def test_tokens_of_unknown_answers_are_ignored(made: Made):
     place = made.begin(WORDS)
     made.take({place + 1: A, place: A})
     assert made.mask(place) == mask_of(WORDS, A)
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
-    """Matchers whose tokens and masks wait for the event, wherever they are made."""
+def held_matchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
+    """Return a list of matchers and the event that their tokens and masks wait for."""
     fill, note_consumed, goes_on, slow = (
         Matcher.try_fill_mask,
         Matcher.note_consumed,
@@ -184,7 +184,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Even
 
 
 def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
-    """The place of an answer that a thread serves next, and that waits there."""
+    """Start an answer that a thread serves next and that waits there; return its row."""
     place = made.begin(WORDS)
     answer = made.maker.answers[place]
     setattr(answer, why, True)
@@ -193,11 +193,11 @@ def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
 
 
 @pytest.mark.parametrize("why", ["is_suspect", "is_heavy"])
-def test_one_that_is_slow_holds_no_other_up(
-    made: Made, held: tuple[list[Matcher], threading.Event], why: str
+def test_slow_answer_does_not_delay_other_answers(
+    made: Made, held_matchers: tuple[list[Matcher], threading.Event], why: str
 ):
-    """Neither while its token is matched nor while its mask is made."""
-    slow, goes_on = held
+    """Both matching its token and computing its mask are slow."""
+    slow, goes_on = held_matchers
     late, quick = begin_slow(made, slow, why), made.begin(WORDS)
     made.take({late: A, quick: B})
     assert made.mask(quick) == mask_of(WORDS, B)
@@ -213,10 +213,11 @@ TEXT = StructuredOutputs(json={"type": "string"})
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, int, int]:
-    """Grammars for 4,096 tokens, nearly all of which may follow in a string; two of these tokens,
-    a quote and a letter."""
-    folder = tmp_path_factory.mktemp("words")
+def string_grammars(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, int, int]:
+    """Return grammars for 4,096 tokens, nearly all allowed in a string, and the ids of a quote
+    and a letter.
+    """
+    folder = tmp_path_factory.mktemp("string_grammars")
     write_tokenizer(folder, 4096)
     tokenizer = Tokenizer.from_folder(folder)
     quote, letter = (tokenizer.encode(it, add_special_tokens=False)[0] for it in '"a')
@@ -224,8 +225,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, in
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
-    """Matchers whose masks were made one by one, each as often as that happened."""
+def filled_alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
+    """Return a list that receives a matcher each time its mask is computed alone."""
     fill, found = Matcher.try_fill_mask, list[Matcher]()
 
     def noted(self: Matcher, rows: np.ndarray, row: int) -> Any:
@@ -236,29 +237,33 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     return found
 
 
-def test_masks_with_many_tokens_are_made_together(
-    words: tuple[GrammarCompiler, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+def test_masks_with_many_allowed_tokens_are_computed_together(
+    string_grammars: tuple[GrammarCompiler, int, int],
+    filled_alone: list[Matcher],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", 60.0, raising=False)
-    grammars, quote, letter = words
+    grammars, quote, letter = string_grammars
     made = Made(grammars, 4096 // 32)
     places = [made.begin(TEXT, quote) for _ in range(3)]
-    alone.clear()
+    filled_alone.clear()
     for _ in range(5):
         made.take(dict.fromkeys(places, letter))
         assert [made.settled(it) for it in places] == [AnswerState.READY] * 3
-    assert alone == []
+    assert filled_alone == []
 
 
-def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
-    words: tuple[GrammarCompiler, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+def test_slow_masks_are_computed_alone_until_they_are_fast_again(
+    string_grammars: tuple[GrammarCompiler, int, int],
+    filled_alone: list[Matcher],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Made together they are seen to take long, made alone it is seen whose they are."""
+    """A slow batch shows that some mask is slow. Computing masks alone shows which one."""
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", 0.3)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._SLOW_MASK_S", 0.005)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_MASK_S", 60.0)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._NUM_TIMED_MASKS", 16)
-    grammars, quote, letter = words
+    grammars, quote, letter = string_grammars
     made = Made(grammars, 4096 // 32)
     place, is_slow = made.begin(TEXT, quote), True
     together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.try_fill_mask
@@ -277,10 +282,10 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
     monkeypatch.setattr(Matcher, "try_fill_mask", fill_alone)
 
     def is_made_alone() -> bool:
-        alone.clear()
+        filled_alone.clear()
         made.take({place: letter})
         assert made.settled(place) == AnswerState.READY
-        return alone != []
+        return filled_alone != []
 
     assert [is_made_alone() for _ in range(3)] == [False, True, True]
     is_slow = False
@@ -288,8 +293,7 @@ def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
     assert not all(is_made_alone() for _ in range(64))
 
 
-def test_an_ambiguous_grammar_makes_its_answers_heavy(made: Made):
-    """And no others that were served with them."""
+def test_ambiguous_grammar_makes_only_its_own_answers_heavy(made: Made):
     ambiguous = made.begin(StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"'))
     plain = StructuredOutputs(regex="a*")
     others = [made.begin(plain) for _ in range(3)]
@@ -302,10 +306,10 @@ def test_an_ambiguous_grammar_makes_its_answers_heavy(made: Made):
     assert not any(answers[it].is_heavy for it in others)
 
 
-def test_a_place_is_free_when_no_thread_writes_to_it(
-    made: Made, held: tuple[list[Matcher], threading.Event]
+def test_mask_row_is_freed_when_no_thread_writes_to_it(
+    made: Made, held_matchers: tuple[list[Matcher], threading.Event]
 ):
-    slow, goes_on = held
+    slow, goes_on = held_matchers
     place, other = begin_slow(made, slow), made.begin(WORDS)
     made.take({place: A})
     made.end(place)
@@ -316,7 +320,7 @@ def test_a_place_is_free_when_no_thread_writes_to_it(
     assert made.settled(place) == AnswerState.FREE
 
 
-def test_an_answer_may_be_over_before_its_grammar_is_compiled(made: Made):
+def test_answer_removed_while_compiling_frees_its_row_afterwards(made: Made):
     compiled: Future[list[Matcher]] = Future()
     made.memory.states[7] = AnswerState.PENDING
     made.maker.add_answers([7], compiled)
@@ -326,7 +330,7 @@ def test_an_answer_may_be_over_before_its_grammar_is_compiled(made: Made):
     assert made.settled(7) == AnswerState.FREE
 
 
-def test_an_answer_leaves_its_lexer_when_it_is_over(made: Made):
+def test_removed_answer_releases_its_lexer(made: Made):
     place = made.begin(WORDS)
     grammar = GRAMMARS.compile(WORDS)
     num_spare = grammar.lexers.num_spare
@@ -335,7 +339,7 @@ def test_an_answer_leaves_its_lexer_when_it_is_over(made: Made):
 
 
 @pytest.mark.parametrize("form", [WORDS, FORMS[2]])
-def test_a_token_that_may_not_follow_ends_its_answer(made: Made, form: StructuredOutputs):
+def test_disallowed_token_fails_only_its_answer(made: Made, form: StructuredOutputs):
     place, other = made.begin(form), made.begin(WORDS)
     made.take({place: X, other: A})
     assert f"structured_outputs.{form.kind} cannot be enforced" in made.error(place)
@@ -343,12 +347,12 @@ def test_a_token_that_may_not_follow_ends_its_answer(made: Made, form: Structure
 
 
 class Panic(BaseException):
-    """As what Rust raises."""
+    """An exception like the ones that Rust code raises."""
 
 
 @pytest.mark.parametrize("kind", [OSError, Panic])
-@pytest.mark.parametrize("where", ["tokens", "heavy", "together", "alone"])
-def test_what_goes_wrong_ends_the_answers_that_it_concerns(
+@pytest.mark.parametrize("where", ["tokens", "heavy", "together", "filled_alone"])
+def test_exception_fails_only_the_affected_answers(
     made: Made, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
 ):
     def fail(*args: Any) -> Any:
@@ -371,12 +375,14 @@ def test_what_goes_wrong_ends_the_answers_that_it_concerns(
             assert f"structured_outputs.regex cannot be enforced: {kind.__name__}: odd" in (
                 made.error(place)
             )
-    other = made.begin(WORDS)  # those to come are no worse for it
+    other = made.begin(WORDS)  # later answers work
     made.take({other: A})
     assert made.mask(other) == mask_of(WORDS, A)
 
 
-def test_one_answer_s_fault_is_its_own(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_failure_in_one_answer_leaves_others_unaffected(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+):
     ill, well = made.begin(FORMS[1]), made.begin(WORDS)
 
     def fail(token: int) -> bytes:
@@ -388,17 +394,15 @@ def test_one_answer_s_fault_is_its_own(made: Made, monkeypatch: pytest.MonkeyPat
     assert made.mask(well) == mask_of(WORDS, A)
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_answers(made: Made):
+def test_grammar_that_cannot_be_compiled_fails_its_answers(made: Made):
     made.memory.states[[3, 4]] = AnswerState.PENDING
     made.maker.add_answers([3, 4], GRAMMARS.submit(StructuredOutputs(regex="(a"), ENDING, 2))
     assert all("structured_outputs.regex cannot be enforced" in made.error(it) for it in (3, 4))
 
 
-def test_answer_ends_whose_masks_are_slow_one_after_another(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-):
-    """The first mask of an answer counts for nothing, and one slow mask is forgiven."""
-    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # each mask is a second too slow, and more
+def test_answer_with_repeatedly_slow_masks_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
+    """The first mask of an answer is not counted, and one slow mask is tolerated."""
+    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # each mask is at least a second too slow
     monkeypatch.setattr(bounds, "MAX_MASK_EXCESS_S", 1.9)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", -1.0)
     place = made.begin(WORDS)
@@ -409,10 +413,10 @@ def test_answer_ends_whose_masks_are_slow_one_after_another(
             break
         num_masks += 1
     assert num_masks >= 2
-    assert "regex cannot be enforced: its masks took more than" in made.error(place)
+    assert "regex cannot be enforced: its token masks took more than" in made.error(place)
 
 
-def test_an_error_of_any_length_is_told(made: Made):
+def test_error_text_is_truncated_to_the_shared_memory(made: Made):
     for text in ("é" * 5000, "", "two\nlines", "\0" * 3000):
         made.memory.write_error(9, GrammarError("structured_outputs.json", text))
         whole, told = f"structured_outputs.json {text}", str(made.memory.read_error(9))
@@ -420,14 +424,14 @@ def test_an_error_of_any_length_is_told(made: Made):
         assert len(told) >= min(len(text), 250)
 
 
-def test_an_unforeseen_error_is_no_clients_fault(made: Made):
+def test_unexpected_error_is_reported_as_internal(made: Made):
     made.memory.write_error(9, MemoryError("no more"))
     read_error = made.memory.read_error(9)
     assert read_error.info.kind is ErrorKind.INTERNAL
     assert str(read_error) == "structured_outputs: MemoryError: no more"
 
 
-def test_answers_that_wait_for_a_new_lexer_hold_no_other_up(
+def test_answers_waiting_for_a_new_lexer_do_not_delay_others(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ):
     renewed, goes_on = GrammarCompiler.rebuild_lexer_inline, threading.Event()

@@ -1,4 +1,4 @@
-"""Whatever a grammar's masks allow is an answer that an independent validator accepts."""
+"""Test that an independent validator accepts every answer that the masks allow."""
 
 import json
 import re
@@ -138,7 +138,7 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_masks_allow_is_valid(name: str):
+def test_masked_answers_conform_to_the_schema(name: str):
     form = StructuredOutputs(json=SCHEMAS[name])
     validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=FORMATS)
     texts = [walk(form, seed) for seed in range(12)]
@@ -156,7 +156,7 @@ def test_what_masks_allow_is_valid(name: str):
         ({"grammar": 'start: "(" start? ")" | /[a-z]/'}, r"\(*[a-z]?\)*"),
     ],
 )
-def test_other_forms(form: dict[str, Any], pattern: str | None):
+def test_masked_answers_match_regex_choice_and_grammar(form: dict[str, Any], pattern: str | None):
     texts = {walk(StructuredOutputs(**form), seed) for seed in range(160)} - {None}
     assert texts
     if pattern is None:
@@ -165,7 +165,7 @@ def test_other_forms(form: dict[str, Any], pattern: str | None):
         assert all(re.fullmatch(pattern, text or "") for text in texts)
 
 
-def test_any_object():
+def test_json_object_accepts_any_object_only():
     form = StructuredOutputs(json_object=True)
     assert accepts(form, '{"a": [1, {"b": null}]}')
     assert not accepts(form, "[1]")
@@ -178,7 +178,7 @@ def test_any_object():
         ('{"a":1}', True),
         ('{ "a" : 1 }', True),
         ('{"a":1,"b":"é\\n"}', True),
-        ('{  "a":1}', False),  # blanks without end
+        ('{  "a":1}', False),  # unbounded whitespace
         ('{"\\u0061":1}', False),  # another spelling of the name
         ('{"a":1,"\\u0061":"x"}', False),
         ('{"a":1,"a":"x"}', False),
@@ -188,7 +188,7 @@ def test_any_object():
         ("{}", False),
     ],
 )
-def test_json_has_one_spelling(text: str, is_answer: bool):
+def test_json_is_accepted_in_one_spelling_only(text: str, is_answer: bool):
     assert accepts(StructuredOutputs(json=SCHEMAS["open"]), text) is is_answer
 
 
@@ -212,7 +212,7 @@ def test_json_has_one_spelling(text: str, is_answer: bool):
         ("date-time", "2016-12-31T23:59:60Z", False),
     ],
 )
-def test_dates_and_times_are_those_that_there_are(format: str, text: str, is_answer: bool):
+def test_only_dates_and_times_that_exist_are_accepted(format: str, text: str, is_answer: bool):
     for schema in ({"format": format}, {"type": "string", "format": format, "maxLength": 40}):
         assert accepts(StructuredOutputs(json=schema), json.dumps(text)) is is_answer
     grammar = StructuredOutputs(grammar=f'start: "<" %json {{"format": "{format}"}} ">"')
@@ -221,14 +221,14 @@ def test_dates_and_times_are_those_that_there_are(format: str, text: str, is_ans
     assert accepts(StructuredOutputs(json={"format": format}), "3")
 
 
-def test_a_date_may_have_a_pattern_too():
+def test_date_format_and_pattern_are_both_enforced():
     form = StructuredOutputs(json={"type": "string", "format": "date", "pattern": "^20[01]"})
     assert accepts(form, '"2016-02-29"')
     assert not accepts(form, '"2024-02-29"')
     assert not accepts(form, '"2015-02-29"')
 
 
-def test_a_schema_within_a_grammar_is_written_as_one_alone():
+def test_schema_inside_a_grammar_is_enforced_like_a_json_schema():
     grammar = 'start: "<" %json {"properties": {"a": true}, "required": ["a"]} ">" tail\ntail: "!"'
     form = StructuredOutputs(grammar=grammar)
     assert accepts(form, '<{"a": "é"}>!')
@@ -251,7 +251,7 @@ PATTERNS = st.sampled_from(["^[ab]{1,3}$", "^x", "^(é|ü)+$", r"^\d{2}$", r"^[^
 
 
 RANGES = [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")]
-OF_TIME = ["date", "date-time", "time", "ipv4"]
+FORMAT_NAMES = ["date", "date-time", "time", "ipv4"]
 
 
 @st.composite
@@ -269,7 +269,7 @@ def strings() -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(
         st.builds(lambda low, more: {"minLength": low, "maxLength": low + more}, LOW, LOW),
         st.builds(lambda it: {"pattern": it}, PATTERNS),
-        st.builds(lambda it: {"format": it}, st.sampled_from(OF_TIME)),
+        st.builds(lambda it: {"format": it}, st.sampled_from(FORMAT_NAMES)),
     ).map(lambda it: {"type": "string", **it})
 
 
@@ -325,7 +325,7 @@ SMALL = st.recursive(
 
 
 def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """References within lead to definitions at the top."""
+    """Move the definitions inside a schema to the top and point the references there."""
     definitions: dict[str, Any] = {}
 
     def moved(it: Any) -> Any:
@@ -345,10 +345,12 @@ def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 @given(schema=SMALL.map(without_definitions), seed=st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None)
-def test_what_masks_allow_of_random_schemas_is_valid(schema: dict[str, Any], seed: int):
+def test_masked_answers_conform_to_random_schemas(schema: dict[str, Any], seed: int):
     try:
         text = walk(StructuredOutputs(json=schema), seed)
-    except ValueError:  # a bound; or llguidance cannot tell whether a pattern leaves anything
+    except (
+        ValueError
+    ):  # over a bound, or llguidance cannot decide whether a pattern matches anything
         reject()
     if text is not None:
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
@@ -365,7 +367,7 @@ def test_what_masks_allow_of_random_schemas_is_valid(schema: dict[str, Any], see
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
     ],
 )
-def test_what_no_grammar_can_be_is_refused_by_its_field(form: dict[str, Any], message: str):
+def test_invalid_grammar_error_names_the_field(form: dict[str, Any], message: str):
     asked = StructuredOutputs(**form)
     with pytest.raises(GrammarError, match=message):
         GRAMMARS.compile(asked)
@@ -373,7 +375,7 @@ def test_what_no_grammar_can_be_is_refused_by_its_field(form: dict[str, Any], me
         GRAMMARS.submit(asked, ENDING).result(10)
 
 
-def test_what_costs_too_much_is_refused_before_a_step_has_it():
+def test_too_expensive_grammars_are_rejected_at_compilation():
     names = [f"p{i}" for i in range(1200)]
     many = {"anyOf": [{"required": [name], "type": "object"} for name in names[:200]]}
     many = {"allOf": [many, {"properties": {name: {} for name in names}, "required": names}]}
@@ -385,14 +387,14 @@ def test_what_costs_too_much_is_refused_before_a_step_has_it():
 # Tokens
 
 
-def test_the_end_is_allowed_where_the_grammar_may_end():
+def test_end_token_is_allowed_where_the_grammar_may_end():
     matcher = matcher_of(StructuredOutputs(regex="a|ab"), frozenset({EOS, 5}))
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     assert allowed(matcher) == {a}
     matcher.accept(a)
     assert allowed(matcher) == {b, EOS, 5}
     assert not matcher.is_stopped
-    matcher.accept(EOS)  # it is not matched
+    matcher.accept(EOS)  # the end token does not advance the matcher
     matcher.accept(b)
     assert matcher.is_stopped
     ignoring = matcher_of(StructuredOutputs(regex="a|ab"), frozenset())
@@ -400,7 +402,7 @@ def test_the_end_is_allowed_where_the_grammar_may_end():
     assert allowed(ignoring) == {b}
 
 
-def test_special_tokens_and_ids_beyond_the_tokenizer_are_no_text():
+def test_special_tokens_and_ids_beyond_the_tokenizer_are_never_allowed():
     matcher = matcher_of(StructuredOutputs(regex="(?s:.)*"))
     special = set(TOKENIZER.special_token_ids) - {EOS}
     assert special
@@ -408,7 +410,7 @@ def test_special_tokens_and_ids_beyond_the_tokenizer_are_no_text():
     assert max(allowed(matcher)) < len(TOKENIZER) < VOCAB_SIZE
 
 
-def test_a_token_that_may_not_follow_is_an_error():
+def test_disallowed_token_raises_a_grammar_error():
     matcher = matcher_of(StructuredOutputs(choice=["a"]))
     with pytest.raises(GrammarError, match=r"structured_outputs\.choice"):
         matcher.accept(TOKENIZER.encode("b", add_special_tokens=False)[0])
@@ -417,8 +419,8 @@ def test_a_token_that_may_not_follow_is_an_error():
 
 
 @pytest.mark.parametrize("more", range(33))
-def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
-    """Masks have a word more than llguidance's own, or one less."""
+def test_answers_work_with_any_vocabulary_padding(more: int):
+    """The mask may be one word longer or shorter than the mask of llguidance."""
     grammars = GrammarCompiler(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
     grammars.try_random_answer(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
     with pytest.raises(GrammarError, match="regex cannot be enforced"):
@@ -426,7 +428,7 @@ def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
 
 
 def sentencepiece_like() -> Tokenizer:
-    """As Llama 2's: blanks are ▁, unknown characters bytes."""
+    """Return a tokenizer like Llama 2's: spaces are ▁, unknown characters are byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     pieces += ["▁", "▁a", "ab", "a", "b", "c", '"', "{", "}", ":", "1", "▁1"]
     model = models.BPE(
@@ -442,7 +444,7 @@ def sentencepiece_like() -> Tokenizer:
     return Tokenizer(fast)
 
 
-def test_a_tokenizer_with_byte_tokens():
+def test_masks_handle_byte_tokens_and_replaced_spaces():
     tokenizer = sentencepiece_like()
     size = len(tokenizer)
     grammars = GrammarCompiler(tokenizer, size, frozenset({2}))
@@ -455,10 +457,10 @@ def test_a_tokenizer_with_byte_tokens():
     assert matcher.is_stopped
 
 
-# A free passage before the grammar
+# Reasoning before the grammar
 
 
-def free(text: str, form: StructuredOutputs) -> Any:
+def matcher_after(text: str, form: StructuredOutputs) -> Any:
     matcher = matcher_of(form)
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         assert token in allowed(matcher), text
@@ -466,35 +468,35 @@ def free(text: str, form: StructuredOutputs) -> Any:
     return matcher
 
 
-def test_a_grammar_begins_behind_a_free_passage():
+def test_grammar_applies_after_the_reasoning_end_tag():
     form = StructuredOutputs(choice=["ab"]).behind("</think>")
     digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
     for text in ("", "7 <think> x", "7 </thi", "x</think"):
-        assert digit in allowed(free(text, form))
-        assert EOS not in allowed(free(text, form))
+        assert digit in allowed(matcher_after(text, form))
+        assert EOS not in allowed(matcher_after(text, form))
     for text in ("7</think>", "</think>", "x</think>\n", "x</think>\n\n"):
-        matcher = free(text, form)
+        matcher = matcher_after(text, form)
         assert digit not in allowed(matcher)
         assert EOS not in allowed(matcher)
         left = 2 - text.count("\n")
         breaks = TOKENIZER.encode("\n", add_special_tokens=False)
         assert (breaks[0] in allowed(matcher)) == (left > 0)
-    assert free("x</think>\nab", form).is_stopped
+    assert matcher_after("x</think>\nab", form).is_stopped
 
 
-def test_an_answer_that_does_not_open_the_passage_obeys_from_its_first_token():
+def test_grammar_applies_immediately_when_reasoning_does_not_start():
     form = StructuredOutputs(choice=["ab"]).behind("</think>", "<think>")
     first = TOKENIZER.encode("<think>", add_special_tokens=False)[0]
     a = TOKENIZER.encode("a", add_special_tokens=False)[0]
     assert allowed(matcher_of(form)) == {first, a}
-    assert free("ab", form).is_stopped
-    assert free("<think>7 7</think>\n\nab", form).is_stopped
+    assert matcher_after("ab", form).is_stopped
+    assert matcher_after("<think>7 7</think>\n\nab", form).is_stopped
 
 
-# Compiled once
+# Cached grammars and their lexers
 
 
-def test_grammars_are_kept_up_to_a_bound():
+def test_grammar_cache_is_bounded():
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED_GRAMMARS + 1)]
     first = grammars.compile(forms[0])
@@ -505,7 +507,7 @@ def test_grammars_are_kept_up_to_a_bound():
     assert grammars.compile(forms[0]).lexers is not first.lexers
 
 
-def test_matchers_of_one_grammar_go_their_own_ways():
+def test_matchers_of_one_grammar_are_independent():
     one, other = (matcher_of(StructuredOutputs(regex="[ab]{2}")) for _ in range(2))
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     for token in (a, b):
@@ -514,10 +516,10 @@ def test_matchers_of_one_grammar_go_their_own_ways():
     assert allowed(other) == {a, b}
 
 
-def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
+def test_each_answer_gets_an_exclusive_lexer_that_is_reused_later(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """llguidance's copies of a matcher share a lock, with which one mask is made at a time."""
+    """llguidance's copies of a matcher share a lock, so they compute one mask at a time."""
     monkeypatch.setattr(bounds, "MAX_GRAMMAR_LEXERS", 4)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
@@ -528,7 +530,7 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
         assert (lexers.num_spare, lexers.num_lexers) == (0, 3)
         del matchers
         assert lexers.num_spare == 3
-    matchers = grammars.submit(form, ENDING, 6).result(10)  # the last ones share some
+    matchers = grammars.submit(form, ENDING, 6).result(10)  # the last answers share lexers
     assert (lexers.num_spare, lexers.num_lexers) == (0, 4)
     matchers += grammars.submit(form, ENDING).result(10)
     assert [lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
@@ -536,7 +538,7 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
     assert lexers.num_spare == 4
 
 
-def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
+def test_total_number_of_lexers_is_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounds, "MAX_TOTAL_LEXERS", 10)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[name]) for name in "abcd"]
@@ -550,7 +552,7 @@ def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
     assert len(matchers) + len(last) == 11
 
 
-def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
+def test_cached_grammar_does_not_wait_for_compilations(
     monkeypatch: pytest.MonkeyPatch,
 ):
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
@@ -572,7 +574,7 @@ def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
     assert matcher.inner is not None
 
 
-def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
+def test_grammar_with_a_slow_compilation_has_one_shared_lexer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
@@ -583,7 +585,7 @@ def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.Mon
     assert [grammars.compile(form).lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
 
 
-def test_threads_may_compile_at_once():
+def test_grammars_compile_concurrently():
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[f"a{i % 3}", f"b{i % 3}"]) for i in range(12)]
     futures = [grammars.submit(form, ENDING) for form in forms]
@@ -592,7 +594,7 @@ def test_threads_may_compile_at_once():
     assert sum(it.name.startswith("jpaged-grammars") for it in threading.enumerate()) >= 1
 
 
-def test_a_model_without_an_end_token_obeys_no_grammar():
+def test_grammars_are_rejected_for_a_model_without_an_end_token():
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset())
     with pytest.raises(GrammarError, match="structured_outputs needs an end token"):
         grammars.compile(StructuredOutputs(choice=["a"]))

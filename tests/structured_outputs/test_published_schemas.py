@@ -1,4 +1,4 @@
-"""Schemas that others publish are enforced: what masks allow of them is valid."""
+"""Test that masked answers conform to schemas published by other projects."""
 
 import json
 
@@ -12,7 +12,7 @@ from jpaged import StructuredOutputs
 PUBLISHED = published()
 
 
-def test_there_are_fifty():
+def test_fifty_published_schemas_are_valid():
     assert len(PUBLISHED) == 50
     assert all(
         jsonschema.Draft202012Validator.check_schema(it) is None for it in PUBLISHED.values()
@@ -20,7 +20,7 @@ def test_there_are_fifty():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_masks_allow_is_valid(name: str):
+def test_masked_answers_conform_to_published_schemas(name: str):
     form = StructuredOutputs(json=PUBLISHED[name])
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     validator = jsonschema.Draft202012Validator(PUBLISHED[name], format_checker=checker)

@@ -1,4 +1,4 @@
-"""Schemas that llguidance enforces only when they are written in other words."""
+"""Test schemas that are rewritten before llguidance can enforce them."""
 
 import json
 from itertools import combinations
@@ -34,9 +34,7 @@ BY_PATTERN: dict[str, Any] = {"patternProperties": {"^x[0-9]$": NULL}, **CLOSED}
         ({"maxProperties": 2, "required": ["a"]}, BY_PATTERN),
     ],
 )
-def test_objects_have_as_many_properties_as_a_schema_allows(
-    counts: dict[str, Any], others: dict[str, Any]
-):
+def test_number_of_properties_is_enforced(counts: dict[str, Any], others: dict[str, Any]):
     schema = {"properties": dict.fromkeys("abc", NULL), **counts, **others}
     form = StructuredOutputs(json=schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -79,7 +77,7 @@ def record(name: str, value: Any, *, required: bool = True) -> dict[str, Any]:
         ([{**record("a", 1), **CLOSED}, {**record("b", 1), **CLOSED}], '{"b":1}'),
     ],
 )
-def test_cases_of_one_of_that_exclude_each_other_are_enforced(cases: list[Any], text: str):
+def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
     definitions = {f"d{i}": {"const": i} for i in range(50)}
     schema = {"oneOf": cases, "$defs": definitions}
     form = StructuredOutputs(json=schema)
@@ -99,19 +97,19 @@ def test_cases_of_one_of_that_exclude_each_other_are_enforced(cases: list[Any], 
         [record("a", 1) | {"type": ["object", "null"]}, record("a", 2) | {"type": "null"}],
     ],
 )
-def test_cases_of_one_of_that_overlap_are_refused_with_advice_for_clients(cases: list[Any]):
+def test_overlapping_one_of_cases_are_rejected_with_advice(cases: list[Any]):
     with pytest.raises(GrammarError, match=r"two cases of oneOf may allow the same value: use"):
         GRAMMARS.compile(StructuredOutputs(json={"oneOf": cases}))
 
 
-def test_as_many_choices_work_as_are_allowed():
+def test_maximum_number_of_choices_works():
     form = StructuredOutputs(choice=[f"choice {i}" for i in range(1024)])
     assert accepts(form, "choice 1023")
     assert accepts(form, "choice 102")
     assert not accepts(form, "choice 1024")
 
 
-def test_facts_of_a_schema_that_many_references_reach_are_looked_for_once():
+def test_schema_reached_by_exponentially_many_references_compiles():
     chain: dict[str, Any] = {
         f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)
     }
@@ -125,7 +123,7 @@ def test_facts_of_a_schema_that_many_references_reach_are_looked_for_once():
     assert not accepts(form, "null")
 
 
-def test_one_of_behind_a_long_chain_of_references_is_refused_in_words():
+def test_one_of_behind_a_long_reference_chain_is_rejected_with_a_message():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
     schema = {
         "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],

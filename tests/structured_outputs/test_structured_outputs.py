@@ -1,4 +1,4 @@
-"""What an answer is asked to obey is checked when it is made, and refused by its place."""
+"""Test that an invalid structured-output spec is rejected with the path of the field."""
 
 import time
 from contextlib import suppress
@@ -25,7 +25,7 @@ def nested(depth: int) -> dict[str, Any]:
 NAMES = [f"p{i}" for i in range(500)]
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({}, "structured_outputs must have just one of .* it has none"),
+    ({}, "structured_outputs must have exactly one of .* it has none"),
     ({"regex": "a", "choice": ["a"]}, "it has regex and choice"),
     ({"regex": ""}, r"structured_outputs\.regex is empty"),
     ({"regex": 1}, r"structured_outputs\.regex=1 must be a string"),
@@ -39,9 +39,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["a" * (MAX_SOURCE // 2), "b" * MAX_SOURCE]}, "at most 65536"),
     ({"choice": ["a" * 40_000, "b" * 40_000]}, "choice has 80000 characters"),
     ({"json_object": False}, "json_object=False must be True"),
-    ({"json": "{"}, r"json is no JSON text"),
+    ({"json": "{"}, r"json is not valid JSON"),
     ({"json": "[" * 100_000}, "characters"),
-    ({"json": "[" * 50_000}, "json is no JSON text"),
+    ({"json": "[" * 50_000}, "json is not valid JSON"),
     ({"json": '{"a": 1, "type": {}, "a": 2}'}, "json has the name 'a' twice in an object"),
     ({"json": {"const": "\ud800"}}, "json has a lone surrogate"),
     ({"choice": ["a", "\ud800"]}, r"choice\[1\] has a lone surrogate at position 0"),
@@ -54,8 +54,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"enum": ["a" * MAX_SOURCE]}}, "json has .* characters"),
     ({"json": {"enum": [float("nan")]}}, r"json\.enum=nan must be a number of at most"),
     ({"json": {"enum": [{1}]}}, "json cannot be written as JSON"),
-    ({"json": nested(MAX_DEPTH + 1)}, f"has {MAX_DEPTH + 1} schemas around it"),
-    ({"regex": "a", "after": ""}, r"structured_outputs\.after='' must be some text"),
+    ({"json": nested(MAX_DEPTH + 1)}, f"has {MAX_DEPTH + 1} enclosing schemas"),
+    ({"regex": "a", "after": ""}, r"structured_outputs\.after='' must be a non-empty string"),
     ({"regex": "a", "opening": "<"}, "opening='<' needs after"),
 ]
 BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
@@ -84,9 +84,9 @@ BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
     ({"format": ["date"]}, r"format=\['date'\] must be one of"),
     ({"multipleOf": 0.1}, r"multipleOf=0\.1 must be a whole number"),
     ({"multipleOf": 0}, r"multipleOf=0 must be a whole number"),
-    ({"$ref": "other.json"}, r"\$ref='other\.json' must be a place in this schema"),
-    ({"$ref": "#/$defs/a"}, r"\$ref='#/\$defs/a' leads nowhere: there is no '\$defs'"),
-    ({"$ref": 3}, r"\$ref=3 must be a place"),
+    ({"$ref": "other.json"}, r"\$ref='other\.json' must be a reference within this schema"),
+    ({"$ref": "#/$defs/a"}, r"\$ref='#/\$defs/a' cannot be resolved: '\$defs' does not exist"),
+    ({"$ref": 3}, r"\$ref=3 must be a reference"),
     ({"properties": []}, r"properties=\[\] must be an object of schemas"),
     ({"properties": {1: {}}}, r"properties=1 must be an object whose names are strings"),
     ({"properties": {"a": 1}}, r"properties\.a=1 must be a schema"),
@@ -141,7 +141,7 @@ BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
     ({"multipleOf": 10_001}, r"multipleOf=10001 must be at most 10000"),
     ({"enum": list(range(2049))}, r"enum has 2049 values"),
     ({"const": list(range(2049))}, r"const has 2049 values"),
-    ({"properties": {f"p{i}": {} for i in range(129)}}, "properties has 129 properties that may"),
+    ({"properties": {f"p{i}": {} for i in range(129)}}, "properties has 129 optional properties"),
     ({"anyOf": [{}] * 257}, r"anyOf has 257 cases"),
     ({"allOf": [{"pattern": "a"}] * 5}, r"has 5 patterns and formats for one value"),
     (
@@ -149,16 +149,16 @@ BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
         r"has 5 patterns and formats for one value",
     ),
     ({"multipleOf": 3, "anyOf": [{"multipleOf": 5}]}, r"has 2 multipleOf for one value"),
-    ({"properties": {"a": {"$id": "b"}}}, r"properties\.a\.\$id makes another document"),
-    ({"type": "string", "enum": [1]}, r"is obeyed by no finite value"),
-    ({"type": "object", "required": ["a"], "additionalProperties": False}, r"is obeyed by no fin"),
-    ({"type": "array", "minItems": 2, "prefixItems": [{}, False]}, r"is obeyed by no finite value"),
+    ({"properties": {"a": {"$id": "b"}}}, r"properties\.a\.\$id is allowed only at the root"),
+    ({"type": "string", "enum": [1]}, r"matches no finite value"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, r"matches no fin"),
+    ({"type": "array", "minItems": 2, "prefixItems": [{}, False]}, r"matches no finite value"),
     (dict(enumerate([2], 1)), "1=1 must be a schema whose keywords are strings"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_what_cannot_be_asked_is_refused(fields: dict[str, Any], message: str):
+def test_invalid_spec_is_rejected(fields: dict[str, Any], message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         StructuredOutputs(**fields)
 
@@ -178,15 +178,15 @@ SEVERAL: dict[str, Any] = {"type": "object", "maxProperties": 2}
         {"allOf": [{"anyOf": [{}, SEVERAL]}, {"oneOf": [{"type": "null"}, BY_PATTERN]}]},
     ],
 )
-def test_pattern_properties_and_a_maximum_are_refused_wherever_they_meet(schema: dict[str, Any]):
+def test_pattern_properties_with_max_properties_above_one_are_rejected_in_combined_schemas(
+    schema: dict[str, Any],
+):
     with pytest.raises(ValueError, match="combines patternProperties with a maxProperties above 1"):
         StructuredOutputs(json=schema)
 
 
 @pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
-def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
-    schema: dict[str, Any], message: str
-):
+def test_schema_error_names_the_keyword_path(schema: dict[str, Any], message: str):
     with pytest.raises((TypeError, ValueError), match=r"^structured_outputs\.json[. ]?" + message):
         StructuredOutputs(json=schema)
     outer = {"type": "object", "properties": {"deep": {"items": schema}}}
@@ -230,14 +230,14 @@ def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
         nested(MAX_DEPTH),
     ],
 )
-def test_what_asks_nothing_else_is_taken(schema: dict[str, Any]):
+def test_enforceable_schema_is_accepted(schema: dict[str, Any]):
     form = StructuredOutputs(json=schema)
     assert form.kind == "json"
     assert StructuredOutputs(json=form.json) == form
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_costs_too_much_is_refused_by_its_bound(name: str):
+def test_too_expensive_spec_is_rejected_by_a_bound(name: str):
     form, _, message = HOSTILE[name]
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}"):
         StructuredOutputs(**form)
@@ -254,22 +254,22 @@ RING = {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({**NODE, "required": ["next"]}, r"json is obeyed by no finite value"),
+        ({**NODE, "required": ["next"]}, r"json matches no finite value"),
         ({"allOf": [{"type": "object"}, {**NODE, "required": ["next"]}]}, "no finite value"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
         ({"additionalProperties": {"$ref": "#"}, "type": "object", "required": ["a"]}, "no finite"),
-        ({"$defs": RING, "$ref": "#/$defs/a"}, r"defined by nothing but itself"),
-        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, r"defined by nothing but itself"),
+        ({"$defs": RING, "$ref": "#/$defs/a"}, r"refers to itself without a property"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, r"refers to itself without a property"),
     ],
 )
-def test_a_schema_that_no_finite_answer_obeys_is_refused(schema: dict[str, Any], message: str):
+def test_schema_without_a_finite_value_is_rejected(schema: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         StructuredOutputs(json=schema)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_an_object_that_needs_many_is_checked_in_a_short_time(backwards: bool):
-    """Each may be known to be obeyable at another moment: looked at anew then, it took a second."""
+def test_object_with_many_required_properties_is_checked_quickly(backwards: bool):
+    """Checking the object again after each property took a second."""
     names = [f"b{i}" for i in range(600)]
     within = {name: {"$ref": f"#/$defs/{name}"} for name in names}
     hub = {"required": ["a"] * 8000 + names, "properties": {"a": True, **within}}
@@ -290,11 +290,11 @@ def test_an_object_that_needs_many_is_checked_in_a_short_time(backwards: bool):
         {"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1},
     ],
 )
-def test_recursion_that_may_end_is_taken(schema: dict[str, Any]):
+def test_recursive_schema_with_a_finite_value_is_accepted(schema: dict[str, Any]):
     assert StructuredOutputs(json=schema).json
 
 
-def test_a_reference_may_lead_to_any_place_that_is_a_schema():
+def test_reference_may_point_to_any_schema_in_the_document():
     schema = {
         "type": "object",
         "default": {"a/b": {"type": "array", "items": {"type": "string"}}},
@@ -324,8 +324,8 @@ def test_a_reference_may_lead_to_any_place_that_is_a_schema():
         ("json", {"type": "string", "pattern": "a{" * 500_000}),
     ],
 )
-def test_whatever_is_sent_is_looked_at_in_a_moment(form: str, text: Any):
-    """The server can do nothing else meanwhile."""
+def test_hostile_spec_is_checked_in_half_a_second(form: str, text: Any):
+    """The check blocks the server."""
     start = time.process_time()
     with suppress(ValueError):
         StructuredOutputs(**{form: text})
@@ -342,16 +342,18 @@ def test_whatever_is_sent_is_looked_at_in_a_moment(form: str, text: Any):
         ({"regex": "(?P<x>(a{200}){200})"}, "regex has 40000 repetitions within repetitions"),
     ],
 )
-def test_what_is_not_closed_and_huge_counts_are_refused(form: dict[str, Any], words: str):
+def test_unclosed_groups_and_huge_repetitions_are_rejected(form: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         StructuredOutputs(**form)
 
 
-def test_a_schema_that_only_a_reference_reaches_is_looked_at():
+def test_schema_reached_only_by_a_reference_is_checked():
     for place in ("x-hidden", "default"):
         with pytest.raises(ValueError, match=rf"json\.{place}\.not is not enforced"):
             StructuredOutputs(json={place: {"not": {}}, "$ref": f"#/{place}"})
-    with pytest.raises(ValueError, match=r"\$ref='#/\$defs/%41' must be a place in this schema"):
+    with pytest.raises(
+        ValueError, match=r"\$ref='#/\$defs/%41' must be a reference within this schema"
+    ):
         StructuredOutputs(json={"$defs": {"%41": {}, "A": {}}, "$ref": "#/$defs/%41"})
 
 
@@ -367,7 +369,7 @@ def test_a_schema_that_only_a_reference_reaches_is_looked_at():
             'start: %json {} | %json\n{"const": "\\u0001"}',
             r"%json\[1\]\.const has the control",
         ),
-        ("start: %json", r"%json\[0\] is no JSON text"),
+        ("start: %json", r"%json\[0\] is not valid JSON"),
         ("start: %json [1]", r"%json\[0\]=\[1\] must be a JSON schema"),
         ('start: "a" # %json {}', r" has %json within '# %json \{\}'"),
         ('start: "%json {}"', r" has %json within"),
@@ -375,16 +377,15 @@ def test_a_schema_that_only_a_reference_reaches_is_looked_at():
         ("start: /a{200}(b{200}){200}/", r"/a.* has 40000 repetitions within"),
         ('start: (("a"~200) ~ 3..200)', r" has 40000 repetitions within"),
         ('start: ("a"{2,200}){200}', r" has 40000 repetitions within"),
-        ("start: " + "(" * 101, r" has 101 groups around a group"),
+        ("start: " + "(" * 101, r" has 101 levels of nested groups"),
     ],
 )
-def test_a_grammar_is_looked_at_with_its_schemas(grammar: str, message: str):
+def test_schemas_and_repetitions_inside_a_grammar_are_checked(grammar: str, message: str):
     with pytest.raises((TypeError, ValueError), match=rf"^structured_outputs\.grammar\.?{message}"):
         StructuredOutputs(grammar=grammar)
 
 
-def test_it_is_a_value():
-    """Known by what it asks; sent between processes as it is, and not checked anew there."""
+def test_spec_compares_by_value_and_survives_encoding():
     form = StructuredOutputs(choice=["a", "b", "a"])
     assert form.choice == ("a", "b")
     assert {form: 1}[StructuredOutputs(choice=("a", "b"))] == 1

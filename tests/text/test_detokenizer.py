@@ -68,7 +68,7 @@ def test_deltas_join_to_the_decoded_text(make: Any, text: str, cuts: list[int], 
 @FAMILIES
 @QUICK
 @given(before=texts, after=texts)
-def test_output_reads_as_the_continuation_of_the_prompt(make: Any, before: str, after: str):
+def test_prompt_and_output_join_to_the_decoded_text(make: Any, before: str, after: str):
     tokenizer = make()
     before = "." + before + "."
     ids = tokenizer.encode(before + " " + after)
@@ -86,7 +86,9 @@ def test_output_reads_as_the_continuation_of_the_prompt(make: Any, before: str, 
     cuts=st.lists(st.integers(0, 30), max_size=30),
     skip=st.booleans(),
 )
-def test_any_ids_with_specials_and_broken_bytes(ids: list[int], cuts: list[int], skip: bool):
+def test_special_tokens_and_broken_bytes_decode_like_the_tokenizer(
+    ids: list[int], cuts: list[int], skip: bool
+):
     tokenizer = byte_level()
     ids = [i for i in ids if i < tokenizer.vocab_size]
     _, detokenizer = stream(tokenizer, [], split(ids, cuts), skip_special_tokens=skip)
@@ -94,7 +96,7 @@ def test_any_ids_with_specials_and_broken_bytes(ids: list[int], cuts: list[int],
 
 
 @FAMILIES
-def test_a_character_of_several_tokens_comes_whole(make: Any):
+def test_character_of_several_tokens_is_emitted_whole(make: Any):
     tokenizer = make()
     ids = tokenizer.encode("a🦜b")
     assert len(ids) > 4
@@ -102,7 +104,7 @@ def test_a_character_of_several_tokens_comes_whole(make: Any):
     assert [delta.strip() for delta in deltas if delta.strip()] == ["a", "🦜", "b"]
 
 
-def test_an_incomplete_character_is_shown_at_the_end_only():
+def test_incomplete_character_is_emitted_only_at_the_end():
     tokenizer = byte_level()
     ids = tokenizer.encode("ok🦜")[:-1]
     deltas, detokenizer = stream(tokenizer, [], [ids])
@@ -111,15 +113,15 @@ def test_an_incomplete_character_is_shown_at_the_end_only():
     assert detokenizer.text == "ok\ufffd"
 
 
-def test_the_output_completes_a_character_that_the_prompt_began():
+def test_output_completes_a_character_that_the_prompt_started():
     tokenizer = byte_level()
     ids = tokenizer.encode("ok🦜!")
     cut = len(ids) - 2
     assert stream(tokenizer, ids[:cut], [[i] for i in ids[cut:]])[1].text == "🦜!"
 
 
-def test_a_long_run_of_bytes_cut_anywhere():
-    """A window that began within a character would turn all the bytes after it to nonsense."""
+def test_long_run_of_byte_tokens_decodes_from_any_prompt_cut():
+    """A window that started inside a character would corrupt all bytes after it."""
     tokenizer, text = metaspace(), "x" + "🦜你" * 12
     ids = tokenizer.encode(text)
     for cut in range(1, len(ids)):
@@ -128,7 +130,7 @@ def test_a_long_run_of_bytes_cut_anywhere():
         assert detokenizer.text == text[num_whole:]
 
 
-def test_leading_space_of_a_word():
+def test_leading_space_is_kept_only_after_text():
     tokenizer = metaspace()
     ids = tokenizer.encode("hello world")
     cut = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]) == "hello")
@@ -153,7 +155,7 @@ class CountingDecoder:
 
 @FAMILIES
 @pytest.mark.parametrize("kind", ["text", "garbage", "special"])
-def test_cost_of_a_token_does_not_grow(make: Any, kind: str):
+def test_decoding_cost_per_token_is_bounded(make: Any, kind: str):
     tokenizer = make()
     counting: Any = CountingDecoder(tokenizer)
     ids = {
@@ -171,7 +173,7 @@ def test_cost_of_a_token_does_not_grow(make: Any, kind: str):
 
 @functools.cache
 def with_added_tokens() -> Tokenizer:
-    """Byte-level, with tokens whose characters are no bytes, and one whose characters are."""
+    """Return a byte-level tokenizer with added tokens, some with characters outside its byte alphabet."""
     backend = Backend.from_str(byte_level_backend().to_str())
     backend.add_tokens([AddedToken("<a b>"), AddedToken("你好"), AddedToken("é")])
     backend.add_special_tokens([AddedToken("<| sp ecial |>", special=True)])
@@ -184,8 +186,8 @@ def with_added_tokens() -> Tokenizer:
     ids=st.lists(st.integers(0, 410), max_size=30),
     skip=st.booleans(),
 )
-def test_bytes_of_tokens_are_the_tokenizers_text(prompt: list[int], ids: list[int], skip: bool):
-    """Any tokens, also such as are no characters, or unknown."""
+def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], skip: bool):
+    """The token ids may be unknown or form no valid characters."""
     tokenizer = with_added_tokens()
     decoder = make_decoder(tokenizer, [], skip_special_tokens=skip)
     assert isinstance(decoder, ByteDecoder)
@@ -196,12 +198,12 @@ def test_bytes_of_tokens_are_the_tokenizers_text(prompt: list[int], ids: list[in
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    if text:  # else what the prompt began may be what all ends with
+    if text:  # without text, an incomplete character of the prompt may be last
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 
 
-def test_a_token_of_a_byte_level_tokenizer_costs_its_own_bytes(monkeypatch: pytest.MonkeyPatch):
+def test_byte_level_tokens_are_decoded_without_a_window(monkeypatch: pytest.MonkeyPatch):
     tokenizer = byte_level()
     ids = tokenizer.encode("hello 世界, the end of 😀 the world. " * 20)
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded a window"))
@@ -209,7 +211,7 @@ def test_a_token_of_a_byte_level_tokenizer_costs_its_own_bytes(monkeypatch: pyte
     assert len(detokenizer.text) > 500
 
 
-def test_nothing_is_decoded_until_text_is_asked_for():
+def test_text_is_decoded_only_when_it_is_read():
     counting: Any = CountingDecoder(byte_level())
     ids = byte_level().encode(CORPUS[0])
     detokenizer = Detokenizer(counting, ids)
@@ -224,8 +226,8 @@ def test_nothing_is_decoded_until_text_is_asked_for():
 
 
 @FAMILIES
-def test_without_output_there_is_no_text(make: Any, monkeypatch: pytest.MonkeyPatch):
-    """Not even that of a character which the prompt only began, and nothing is decoded for it."""
+def test_detokenizer_without_output_returns_no_text(make: Any, monkeypatch: pytest.MonkeyPatch):
+    """An incomplete character of the prompt is not decoded either."""
     tokenizer = make()
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("ok🦜")[:-1])
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded"))
@@ -254,7 +256,7 @@ def char_by_char(text: str, stops: list[str], include: bool) -> tuple[str, str |
     cuts=st.lists(st.integers(0, 20), max_size=20),
     include=st.booleans(),
 )
-def test_stop_strings_do_not_depend_on_the_split(
+def test_stop_strings_match_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int], include: bool
 ):
     checker = StopChecker(stops, include_stop=include)
@@ -271,7 +273,7 @@ def test_stop_strings_do_not_depend_on_the_split(
     text=st.text("ab", max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_no_more_is_held_back_than_a_stop_string_could_need(text: str, stops: list[str]):
+def test_only_a_possible_start_of_a_stop_string_is_held_back(text: str, stops: list[str]):
     checker = StopChecker(stops)
     released = "".join(checker.push(char) for char in text)
     if checker.matched is None:
@@ -281,7 +283,7 @@ def test_no_more_is_held_back_than_a_stop_string_could_need(text: str, stops: li
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_across_every_pair_of_borders(include: bool):
+def test_stop_string_matches_across_any_two_cuts(include: bool):
     text, stop = "say STOP now", "STOP"
     for a in range(len(text) + 1):
         for b in range(a, len(text) + 1):
@@ -311,7 +313,7 @@ def test_stop_string_across_tokens_is_held_back_and_cut(make: Any):
     assert detokenizer.take_delta() == ""
 
 
-def test_stop_string_left_in():
+def test_included_stop_string_stays_in_the_text():
     tokenizer = byte_level()
     _, detokenizer = stream(
         tokenizer,
@@ -323,14 +325,14 @@ def test_stop_string_left_in():
     assert detokenizer.text == "the world en"
 
 
-def test_the_start_of_a_stop_string_is_released_when_nothing_follows():
+def test_start_of_a_stop_string_is_released_at_the_end():
     tokenizer = byte_level()
     deltas, detokenizer = stream(tokenizer, [], [tokenizer.encode("say STO")], stop=["STOP"])
     assert deltas == ["say ", "STO"]
     assert detokenizer.text == "say STO"
 
 
-def test_what_was_released_is_not_released_again():
+def test_second_finish_releases_no_text_twice():
     detokenizer = Detokenizer(byte_level(), [], stop=["STOP"])
     detokenizer.append(byte_level().encode("say STO"))
     detokenizer.finish()
@@ -338,8 +340,8 @@ def test_what_was_released_is_not_released_again():
     assert detokenizer.text == "say STO"
 
 
-def test_a_prompt_of_broken_bytes_and_text_is_not_repeated():
-    """A byte of a character that was never completed, and then a letter."""
+def test_prompt_that_ends_in_broken_bytes_is_not_repeated():
+    """The prompt has one byte of an incomplete character and then a letter."""
     tokenizer = metaspace()
     broken, letter = tokenizer.encode("🦜")[-1], tokenizer.encode("d")[-1]
     prompt = [*tokenizer.encode("hello world"), broken, letter]
@@ -355,10 +357,10 @@ def test_stop_strings_wait_for_min_tokens():
         assert detokenizer.text == text
 
 
-# What has no text
+# Output without text
 
 
-def test_without_a_tokenizer_there_is_no_text():
+def test_detokenizer_without_a_tokenizer_returns_no_text():
     detokenizer = Detokenizer(None, [1])
     assert detokenizer.append([3, 4]) is None
     assert detokenizer.take_delta() == detokenizer.text == ""
@@ -367,7 +369,7 @@ def test_without_a_tokenizer_there_is_no_text():
 
 
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
-def test_a_stop_token_has_no_text(stop: list[str]):
+def test_stop_token_adds_no_text(stop: list[str]):
     tokenizer = byte_level()
     ids = [*tokenizer.encode("hello"), tokenizer.eos_token_id]
     assert stream(tokenizer, [], [ids], stop=stop)[1].text == "hello"
@@ -377,7 +379,7 @@ def test_a_stop_token_has_no_text(stop: list[str]):
     assert detokenizer.text == "hello"
 
 
-def test_a_stop_token_can_be_included():
+def test_included_stop_token_stays_in_the_text():
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer, [], include_stop=True)
     detokenizer.append(tokenizer.encode("a!"), ended_by_token=True)

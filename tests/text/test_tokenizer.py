@@ -27,14 +27,14 @@ USER = {"role": "user", "content": "hello"}
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(text: str):
+def test_encoded_text_decodes_unchanged(text: str):
     ids = byte_level().encode(text)
     assert byte_level().decode(ids) == text
 
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
 @pytest.mark.parametrize("declared", ["TokenizersBackend", "PreTrainedTokenizerFast"])
-def test_a_plain_folder_loads_as_autotokenizer_would(make, declared: str, tmp_path: Path):
+def test_folder_loads_like_autotokenizer(make, declared: str, tmp_path: Path):
     folder = save(make(), tmp_path)
     edit(folder / "tokenizer_config.json", tokenizer_class=declared)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
@@ -53,7 +53,7 @@ def test_a_plain_folder_loads_as_autotokenizer_would(make, declared: str, tmp_pa
             )
 
 
-def test_the_start_token_is_added_as_the_tokenizer_says(tmp_path: Path):
+def test_start_token_is_added_by_the_post_processor(tmp_path: Path):
     folder = save(metaspace(), tmp_path)
     start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     single = [start, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -71,8 +71,8 @@ def test_the_start_token_is_added_as_the_tokenizer_says(tmp_path: Path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hello"
 
 
-def test_vocabulary_and_merges_without_tokenizer_json(tmp_path: Path):
-    """As OPT's checkpoint: GPT-2's two files, and a token to add before the text."""
+def test_vocabulary_and_merges_load_without_tokenizer_json(tmp_path: Path):
+    """OPT's checkpoint has GPT-2's two files and adds a token before the text."""
     byte_level_backend().model.save(str(tmp_path))
     config = {
         "tokenizer_class": "GPT2Tokenizer",
@@ -100,17 +100,17 @@ def test_special_tokens_are_known_and_skipped():
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
 
 
-def test_ids_beyond_the_vocabulary_are_no_text():
+def test_ids_beyond_the_vocabulary_decode_to_empty_text():
     tokenizer = byte_level()
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
 
 
-def test_a_lone_surrogate_is_named():
+def test_lone_surrogate_error_names_its_position():
     with pytest.raises(ValueError, match=r"prompt has a lone surrogate \(U\+D83D\) at character 2"):
         byte_level().encode("ab\ud83d")
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path):
+def test_folder_without_a_tokenizer_is_rejected(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no tokenizer could be .*skip_tokenizer_init"):
         Tokenizer.from_folder(tmp_path)
 
@@ -141,7 +141,7 @@ def prose(num_words: int, seed: int = 0) -> str:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("special", [True, False])
-def test_the_last_tokens_are_those_of_the_whole(make, special: bool):
+def test_last_tokens_equal_the_end_of_all_tokens(make, special: bool):
     tokenizer = make()
     for seed, length in enumerate([0, 1, 10, 2000, 4000, 6000]):
         text = prose(length, seed) + f"{EOS} and the end of the world"
@@ -152,8 +152,8 @@ def test_the_last_tokens_are_those_of_the_whole(make, special: bool):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_last_tokens_where_there_is_no_place_to_cut(make):
-    """As many as are asked for, and together the end of the text."""
+def test_last_tokens_work_for_texts_without_word_boundaries(make):
+    """The requested number of tokens is returned, and they decode to the end of the text."""
     tokenizer = make()
     for text in ("你好世界" * 20_000, "7" * 60_000, " " * 60_000, "hello" * 12_000):
         ids = tokenizer.encode(text, add_special_tokens=False, last=50)
@@ -161,7 +161,7 @@ def test_the_last_tokens_where_there_is_no_place_to_cut(make):
         assert text.endswith(tokenizer.decode(ids).lstrip("�"))
 
 
-def test_of_a_long_text_little_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+def test_only_a_part_of_a_long_text_is_tokenized(monkeypatch: pytest.MonkeyPatch):
     tokenizer, text = byte_level(), prose(200_000)
     looked_at = watch_encode(tokenizer, monkeypatch)
     ids = tokenizer.encode(text, last=20)
@@ -170,11 +170,11 @@ def test_of_a_long_text_little_is_looked_at(monkeypatch: pytest.MonkeyPatch):
     looked_at.clear()
     assert tokenizer.is_longer(text, 1000)
     assert sum(looked_at) < 50_000
-    assert not tokenizer.is_longer("a" * 5000, 1000)  # it can as well be tokenised
+    assert not tokenizer.is_longer("a" * 5000, 1000)  # short enough to tokenize
     assert tokenizer.is_longer("\n" * 50_000, 1000) == (len(tokenizer.encode("\n" * 50_000)) > 1000)
 
 
-def test_what_is_not_longer():
+def test_is_longer_compares_with_the_number_of_tokens():
     tokenizer = byte_level()
     for text in (prose(20_000), "hello world " * 5000, "你" * 20_000):
         num = len(tokenizer.encode(text))
@@ -183,7 +183,7 @@ def test_what_is_not_longer():
 
 
 def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are tokenised from now on."""
+    """Return a list that receives the length of each text tokenized from now on."""
     lengths, encode = list[int](), tokenizer.hf_tokenizer.encode
 
     def watched(text: str, **options: object) -> list[int]:
@@ -197,7 +197,7 @@ def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[
 # Chat
 
 
-def test_chat_template():
+def test_chat_template_renders_turns():
     tokenizer = byte_level()
     messages = [USER, {"role": "assistant", "content": "hi"}]
     opened = tokenizer.apply_chat_template(messages)
@@ -211,18 +211,18 @@ def test_chat_template():
     )
 
 
-def test_chat_template_of_the_callers(tmp_path: Path):
+def test_chat_template_argument_is_used(tmp_path: Path):
     ids = metaspace().apply_chat_template([USER], chat_template="{{ messages[0].content }}")
     assert metaspace().decode(ids, skip_special_tokens=True) == "hello"
 
 
-def test_no_chat_template():
+def test_tokenizer_without_a_chat_template_is_rejected():
     assert not metaspace().has_chat_template
     with pytest.raises(ValueError, match="no chat template: pass chat_template="):
         metaspace().apply_chat_template([USER])
 
 
-def test_a_template_that_refuses_or_fails():
+def test_failing_chat_template_is_a_value_error():
     with pytest.raises(ValueError, match="template refused the messages: no such role"):
         byte_level().apply_chat_template([{"role": "forbidden", "content": "x"}])
     with pytest.raises(ValueError, match="template refused the messages"):
@@ -246,7 +246,7 @@ def test_a_template_that_refuses_or_fails():
         ([{"role": "user", "content": "\udc00"}], ValueError, r"\['content'\] has a lone surr"),
     ],
 )
-def test_malformed_messages(messages: object, error: type[Exception], message: str):
+def test_malformed_messages_are_rejected(messages: object, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         check_messages(messages)
 
@@ -256,13 +256,13 @@ def test_a_tool_call_needs_no_content():
     check_messages([{"role": "assistant", "tool_calls": [{}]}])
 
 
-def test_a_saved_template_is_found(tmp_path: Path):
+def test_saved_chat_template_is_loaded(tmp_path: Path):
     tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path))
     assert tokenizer.hf_tokenizer.chat_template == CHAT_TEMPLATE
     assert type(tokenizer.hf_tokenizer) is PreTrainedTokenizerFast
 
 
-def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
+def test_loading_imports_neither_jax_nor_torch_and_prints_nothing(tmp_path: Path):
     folder = save(byte_level(), tmp_path)
     code = (
         "import importlib.util as u, sys\n"
@@ -283,7 +283,7 @@ def edit(path: Path, **entries: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def test_what_a_vocabulary_is_looked_through_for_is_found_once(monkeypatch: pytest.MonkeyPatch):
+def test_vocabulary_is_scanned_once(monkeypatch: pytest.MonkeyPatch):
     tokenizer = Tokenizer(byte_level().hf_tokenizer)
     tokenizer.prepare()
     looks: list[object] = []
