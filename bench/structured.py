@@ -15,9 +15,8 @@
 Random weights with a tokenizer of made-up words (`--shape`), or the embedded model. All rows are
 sampled with seeds, at temperature 1. `--quick` is for CPUs: fewer rows and answers.
 
-The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_tokens_received`,
-until the
-process that makes masks has taken them in; `update`, what they change; `masks`, the wait for masks
+The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_taken`, until the
+mask worker has received them; `update`, what they change; `masks`, the wait for masks
 and their copying; `sampling`, their upload and its launch; `start`, of the thread that sends the
 tokens; `other`. At the same time: `thread_tokens`, that thread's wait for them; `process_accept`
 and `process_masks`, the process's time to take them in and to make most masks together. `sat_out`

@@ -75,7 +75,7 @@ class LoopMode(StrEnum):
 class EngineConfig(Options):
     """Options of an `Engine`, with the names and meanings of vLLM's engine arguments.
 
-    For an option that is None, the engine chooses a value from the model and the device.
+    Unless stated otherwise, None lets the engine choose a value from the model and the device.
 
     Attributes:
         model: Local folder or Hugging Face hub id of the model; None for the embedded model.
@@ -87,7 +87,7 @@ class EngineConfig(Options):
         kv_cache_dtype: Dtype of the KV cache. "auto" uses the dtype of the weights. "fp8" and
             "fp8_e4m3" store 8-bit keys and values, so that the pool holds twice as many blocks as
             with bfloat16. Each layer divides its keys and its values by a scale from the
-            checkpoint, or by 1. FP8 needs a GPU of compute capability 8.9 or higher.
+            checkpoint, or by 1. A GPU needs compute capability 8.9 or higher for FP8.
         block_size: Number of slots in a KV block, 1 to 256. Prefill attention is fastest with a
             power of two from 8 on.
         num_blocks: Number of KV blocks in the pool, including the null block. None: the engine
@@ -129,7 +129,7 @@ class EngineConfig(Options):
             process. The folder is also JAX's persistent compilation cache, unless JAX's
             configuration or an earlier engine has set another folder.
         num_compile_workers: Number of processes that compile concurrently with the engine's process
-            if a startup has many programs to compile; 0 for none. They need
+            if a startup has many programs to compile; 0 for none. The processes need
             `compilation_cache_dir`. None is 0 on a CPU. On a GPU, None is half the number of
             processors, at most 16, and at most one process per GiB of free device memory (1.75 GiB
             if jpaged ships no XLA measurements for the model).

@@ -295,7 +295,8 @@ def _choose_few_rows_config(
 def _splits_by_cores(programs, depth, num_cores):
     """Return the largest power of two of splits that needs at most one program per SM.
 
-    A second program on an SM would have to wait. The depth of a split is a multiple of `MIN_SPLIT_DEPTH`.
+    A second program on an SM would have to wait. The depth of a split is a multiple of
+    `MIN_SPLIT_DEPTH`.
     """
     splits = 1
     while 2 * splits * programs <= num_cores and depth % (2 * splits * MIN_SPLIT_DEPTH) == 0:

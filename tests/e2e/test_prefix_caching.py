@@ -213,7 +213,9 @@ def test_pins_and_requests_leave_each_other_room(engines: Engines):
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     request_id = engine.add_request([7] * 50, room)  # 249 tokens in 16 of 23 blocks
-    with pytest.raises(ValueError, match=r"pinning 10 blocks leaves 13, but request .* may need 16"):
+    with pytest.raises(
+        ValueError, match=r"pinning 10 blocks leaves 13, but request .* may need 16"
+    ):
         engine.pin_prefix([8] * 160)
     engine.abort(request_id)
     pin = engine.pin_prefix([8] * 160)

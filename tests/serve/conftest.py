@@ -25,7 +25,7 @@ def engine(engines: Callable[..., Engine]) -> Engine:
 
 @pytest.fixture
 def serve(engine: Engine) -> Callable[..., None]:
-    """Return a function that runs a scenario to its end and then checks that all blocks are free."""
+    """Return a function that runs a scenario and then checks that all blocks are free."""
 
     def run(scenario: Scenario, own_engine: Engine | None = None, **config: Any) -> None:
         async def whole() -> None:

@@ -1,4 +1,4 @@
-"""Build Hypothesis strategies from the published JSON schemas, for valid and for arbitrary values."""
+"""Build Hypothesis strategies for valid and arbitrary values of the published JSON schemas."""
 
 from typing import Any
 

@@ -173,7 +173,7 @@ def test_decoding_cost_per_token_is_bounded(make: Any, kind: str):
 
 @functools.cache
 def with_added_tokens() -> Tokenizer:
-    """Return a byte-level tokenizer with added tokens, some with characters outside its byte alphabet."""
+    """Return a byte-level tokenizer with added tokens, some outside its byte alphabet."""
     backend = Backend.from_str(byte_level_backend().to_str())
     backend.add_tokens([AddedToken("<a b>"), AddedToken("你好"), AddedToken("é")])
     backend.add_special_tokens([AddedToken("<| sp ecial |>", special=True)])

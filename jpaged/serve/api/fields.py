@@ -138,8 +138,8 @@ _EXCLUDED_PARAMETERS = {"max_tokens", "logprobs", "detokenize", "structured_outp
 
 _DESCRIPTIONS = {
     "n": "number of answers per prompt",
-    "best_of": "number of samples, of which the n likeliest are returned",
-    "temperature": "0: always take the likeliest token",
+    "best_of": "number of samples, of which the n most likely are returned",
+    "temperature": "0: always take the most likely token",
     "top_k": "0 or -1: keep all tokens",
     "ignore_eos": "continue after the model's end token",
     "length_penalty": "for beam search",
