@@ -17,7 +17,7 @@ ParsedParts = list[tuple[str, ...]]
 
 
 def parse_pieces(pieces: Iterable[str], **options: Any) -> ParsedParts:
-    """Parse the pieces of a text and return its parts, with the events of each part join_events."""
+    """Parse the pieces of a text and return its parts, with adjacent events merged."""
     parser = AnswerParser(**options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return join_events(events + parser.end())

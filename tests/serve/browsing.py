@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 @contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
-    """Yield the address of a server with these flags; check that it drains and exits cleanly."""
+    """Yield the address of a server with these flags, and check that it drains and exits."""
     server = ServerProcess(cache, "--no-log-requests", *flags)
     try:
         yield server.url

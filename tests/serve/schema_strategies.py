@@ -1,4 +1,4 @@
-"""Build Hypothesis strategies for valid and arbitrary values of the published JSON schemas."""
+"""Build Hypothesis strategies from the published JSON schemas, for valid and arbitrary values."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     def say(self, *answers: str, size: int = 0, reason: str = "stop") -> None:
-        """Give the next request these answers, in chunks of `size` characters; 0: in one chunk."""
+        """Give the next request these answers, in pieces of `size` characters; 0 means whole."""
         cut = [
             [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
             for text in answers

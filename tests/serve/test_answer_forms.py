@@ -1,4 +1,4 @@
-"""Answers in the form that a request asks for, over HTTP, as OpenAI's client asks."""
+"""Structured outputs over HTTP: schemas, grammars, forced tool calls and reasoning."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 
 
 class Box(pydantic.BaseModel):
-    """What `.parse()` is given."""
+    """A response format for the `.parse()` method of OpenAI's client."""
 
     colour: Literal["red", "green"]
     nullable: bool | None = None
@@ -59,7 +59,7 @@ def client_of(server: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
 
 
-def test_json_schemas(serve: Run):
+def test_answers_and_streams_match_their_json_schema(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"response_format": FORMAT, "max_tokens": 100, "n": 3, "seed": 1}
         for choice in (await ask(server, **asked))["choices"]:
@@ -73,7 +73,7 @@ def test_json_schemas(serve: Run):
     serve(scenario)
 
 
-def test_openais_client_parses_answers(serve: Run):
+def test_openai_client_parses_answers_into_pydantic_models(serve: Run):
     async def scenario(server: Server) -> None:
         made = await client_of(server).chat.completions.parse(
             model="jpaged-tiny", messages=[{"role": "user", "content": "a"}], response_format=Box
@@ -94,7 +94,9 @@ def test_openais_client_parses_answers(serve: Run):
         ({"json": json.dumps({"const": {"a": 1}})}, r'\{ ?"a" ?: ?1 ?\}'),
     ],
 )
-def test_vllms_forms(serve: Run, form: dict[str, Any], pattern: str):
+def test_vllm_structured_outputs_field_constrains_answers(
+    serve: Run, form: dict[str, Any], pattern: str
+):
     async def scenario(server: Server) -> None:
         asked = {"prompt": ["a", "b"], "structured_outputs": form, "max_tokens": 60}
         answer = await server.http.post("/v1/completions", json=asked)
@@ -107,7 +109,7 @@ def test_vllms_forms(serve: Run, form: dict[str, Any], pattern: str):
     serve(scenario)
 
 
-def test_any_object(serve: Run):
+def test_json_object_format_starts_with_a_brace(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"response_format": {"type": "json_object"}, "max_tokens": 40, "logprobs": True}
         (choice,) = (await ask(server, **asked, top_logprobs=3))["choices"]
@@ -120,8 +122,8 @@ def test_any_object(serve: Run):
     serve(scenario)
 
 
-async def _refused(server: Server, form: dict[str, Any]) -> str:
-    """What is said of a form; a neighbour has its answer right after."""
+async def _refusal_message(server: Server, form: dict[str, Any]) -> str:
+    """Return the message that refuses a spec; check that the next request is answered."""
     body = {"structured_outputs": form, "max_tokens": 4, "stream": True}
     answer = await server.http.post("/v1/completions", json={"prompt": "a", **body})
     assert answer.status_code == 400, answer.text
@@ -132,21 +134,21 @@ async def _refused(server: Server, form: dict[str, Any]) -> str:
     return error["message"]
 
 
-def test_forms_that_cost_too_much_are_refused_by_their_bound(serve: Run):
+def test_spec_over_a_cost_bound_is_refused(serve: Run):
     async def scenario(server: Server) -> None:
         for form, _, message in HOSTILE.values():
-            assert re.search(message, await _refused(server, form))
+            assert re.search(message, await _refusal_message(server, form))
             if "json" in form:
-                await _refused(server, with_schema(form))
+                await _refusal_message(server, with_schema(form))
 
     serve(scenario)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
+def test_costly_spec_without_bounds_fails_only_its_own_request(
     serve: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Without a bound it takes all time or memory, or overruns the stack."""
+    """Without its bound, each spec exhausts the time limit, the memory or the stack."""
     form, bound, _ = HOSTILE[name]
     monkeypatch.setattr(bounds, "SOURCE_LENGTH", bounds.SOURCE_LENGTH._replace(limit=10**9))
     monkeypatch.setattr(bounds, "MAX_MULTIPLE_OF", 10**9)
@@ -162,12 +164,12 @@ def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
     }.get(name, form)
 
     async def scenario(server: Server) -> None:
-        assert "cannot be enforced" in await _refused(server, form)
+        assert "cannot be enforced" in await _refusal_message(server, form)
 
     serve(scenario)
 
 
-def test_a_grammar_that_turns_out_too_ambiguous_ends_its_answer_alone(serve: Run):
+def test_too_ambiguous_grammar_ends_its_answer_with_an_error(serve: Run):
     async def scenario(server: Server) -> None:
         form = {"grammar": 'start: s\ns: s s s | s s | "a" | "b"'}
         body = {"prompt": "a", "structured_outputs": form, "max_tokens": 200, "ignore_eos": True}
@@ -196,7 +198,7 @@ def test_a_grammar_that_turns_out_too_ambiguous_ends_its_answer_alone(serve: Run
         ),
     ],
 )
-def test_grammar_and_parameters_that_leave_no_token_are_named(
+def test_error_names_parameters_that_conflict_with_the_grammar(
     serve: Run, regex: str, fields: dict[str, Any], names: str, num_tokens: int
 ):
     async def scenario(server: Server) -> None:
@@ -217,7 +219,9 @@ def test_grammar_and_parameters_that_leave_no_token_are_named(
 
 
 @pytest.mark.parametrize("choice", [pytest.param("required", marks=pytest.mark.full), NAMED])
-def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: Any):
+def test_tool_choice_forces_a_valid_tool_call(
+    serve: Run, engines: Callable[..., Engine], choice: Any
+):
     async def scenario(server: Server) -> None:
         tools = [TOOL, NOW] if choice == NAMED else [TOOL]
         for parallel in (False, True):
@@ -238,7 +242,7 @@ def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: An
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
-def test_calls_are_held_to_a_strict_schema_where_the_model_chooses(
+def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
     serve: Run, scripted: ScriptedEngine
 ):
     def with_strict(strict: bool | None) -> Any:
@@ -255,12 +259,14 @@ def test_calls_are_held_to_a_strict_schema_where_the_model_chooses(
         assert form is not None
         assert '"enum":["Paris","Rome"]' in (form.grammar or "")
         (choice,) = (await ask(server, tools=[with_strict(True)], temperature=0))["choices"]
-        assert choice["message"]["content"]  # the model's own
+        assert choice["message"]["content"]  # generated by the model, not scripted
 
     serve(scenario, scripted, **HERMES)
 
 
-def test_an_answer_is_calls_or_has_the_form(serve: Run, engines: Callable[..., Engine]):
+def test_answer_with_tools_and_format_is_tool_calls_or_valid_json(
+    serve: Run, engines: Callable[..., Engine]
+):
     async def scenario(server: Server) -> None:
         tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
         asked = {"response_format": FORMAT, "tools": [tool], "max_tokens": 150, "seed": 1, "n": 8}
@@ -273,7 +279,7 @@ def test_an_answer_is_calls_or_has_the_form(serve: Run, engines: Callable[..., E
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(message["content"]), SCHEMA)
         assert kinds & {"stop", "tool_calls"}
-        named = {**asked, "tool_choice": NAMED, "n": 2}  # a form of a text that there is not
+        named = {**asked, "tool_choice": NAMED, "n": 2}  # a forced call leaves no text
         for choice in (await ask(server, **named))["choices"]:
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "weather"
@@ -281,7 +287,7 @@ def test_an_answer_is_calls_or_has_the_form(serve: Run, engines: Callable[..., E
     serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
 
 
-def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_is_forced(
+def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:
@@ -297,7 +303,7 @@ def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_is_force
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
-def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may_take(
+def test_search_for_the_failing_tool_schema_stops_at_the_trial_timeout(
     serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[str] = []
@@ -327,7 +333,7 @@ def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may
         (None, None, None, None),
     ],
 )
-def test_a_grammar_begins_behind_the_reasoning(
+def test_grammar_starts_after_the_reasoning_end_tag(
     serve: Run,
     scripted: ScriptedEngine,
     parser: str | None,
@@ -352,7 +358,9 @@ def test_a_grammar_begins_behind_the_reasoning(
     serve(scenario, scripted, **HERMES, **more)
 
 
-def test_a_closed_thought_leaves_nothing_free(serve: Run, scripted: ScriptedEngine):
+def test_grammar_starts_immediately_when_the_template_closes_the_reasoning(
+    serve: Run, scripted: ScriptedEngine
+):
     template = TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
 
     async def scenario(server: Server) -> None:

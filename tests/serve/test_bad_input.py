@@ -1,4 +1,4 @@
-"""Whatever is sent: an error in OpenAI's shape that names the field, and nothing else happens."""
+"""Invalid requests get an error in OpenAI's format that names the field."""
 
 import json
 from collections.abc import Callable
@@ -349,7 +349,7 @@ async def check_refused(server: Server, path: str, content: bytes, param: str | 
     await server.idle()
 
 
-def test_bodies_that_are_no_request(serve: Run):
+def test_malformed_bodies_are_refused(serve: Run):
     async def scenario(server: Server) -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             for content in BODIES.values():
@@ -360,7 +360,7 @@ def test_bodies_that_are_no_request(serve: Run):
     serve(scenario)
 
 
-def test_fields_that_completions_refuse(serve: Run):
+def test_completions_error_names_the_invalid_field(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, param in COMPLETIONS:
             content = json.dumps({"prompt": "a", **fields}).encode()
@@ -370,7 +370,7 @@ def test_fields_that_completions_refuse(serve: Run):
     serve(scenario)
 
 
-def test_fields_that_chats_refuse(serve: Run):
+def test_chat_error_names_the_invalid_field(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, param in CHATS:
             content = json.dumps({"messages": [USER], **fields}).encode()
@@ -380,7 +380,7 @@ def test_fields_that_chats_refuse(serve: Run):
     serve(scenario)
 
 
-def test_what_tokenising_refuses(serve: Run):
+def test_tokenize_and_detokenize_errors_name_the_invalid_field(serve: Run):
     async def scenario(server: Server) -> None:
         for path, fields, param in TOKENS:
             await check_refused(server, path, json.dumps(fields).encode(), param)
@@ -403,7 +403,7 @@ ODD_TEXTS = [
 ]
 
 
-def test_odd_texts_are_texts(serve: Run):
+def test_special_tokens_and_control_characters_in_prompts_are_accepted(serve: Run):
     async def scenario(server: Server) -> None:
         for text in ODD_TEXTS:
             await server.complete(prompt=text, max_tokens=4)
@@ -427,7 +427,7 @@ IGNORED = {
 }
 
 
-def test_what_has_no_effect_here_is_accepted(serve: Run):
+def test_fields_without_effect_are_accepted(serve: Run):
     nulls = dict.fromkeys(("n", "stop", "seed", "logit_bias", "stream", "suffix", "echo"))
 
     async def scenario(server: Server) -> None:
@@ -441,7 +441,7 @@ def test_what_has_no_effect_here_is_accepted(serve: Run):
     serve(scenario)
 
 
-def test_the_body_must_be_said_to_be_json(serve: Run):
+def test_body_without_a_json_content_type_returns_415(serve: Run):
     async def scenario(server: Server) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             answer = await server.http.post(
@@ -453,7 +453,7 @@ def test_the_body_must_be_said_to_be_json(serve: Run):
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
-def test_a_body_is_bounded_while_it_comes(serve: Run, declared: bool):
+def test_body_over_the_size_limit_is_refused_before_it_is_read(serve: Run, declared: bool):
     read = 0
 
     async def endless():

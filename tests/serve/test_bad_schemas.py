@@ -1,5 +1,4 @@
-"""Schemas and tools that are malformed, contradictory, hostile or huge, over all three chat APIs:
-each is refused by its field or answered, and the next request is answered as ever."""
+"""Malformed, contradictory, hostile and huge schemas and tools, sent to all three chat APIs."""
 
 import re
 import socket
@@ -31,7 +30,7 @@ def field(own: Any) -> Fields:
     return obj("a", own)
 
 
-# Each with what the error says; tools' parameters are objects, and so are these.
+# Pairs of a schema and words of its error. All are object schemas, as tool parameters must be.
 NOTHING = ("cannot be enforced", "matches no finite value")
 BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
@@ -52,7 +51,7 @@ BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"enum": [f"value {i}" for i in range(20_000)]}), "are allowed"),
     (field({"pattern": "("}), NOTHING),
 ]
-# What is refused or not, the server outlives it.
+# The server may answer or refuse these schemas, but must keep running.
 ODD: list[Fields] = [
     field({"pattern": "(a{1000}){1000}"}),
     field(deep(12)),
@@ -79,7 +78,7 @@ def chat_form(schema: Any, **how: Any) -> Fields:
 
 
 def chat_tools(tools: list[Fields], choice: str) -> Fields:
-    """`choice` is OpenAI's, as of the others."""
+    """Return the tool fields of a chat; `choice` uses OpenAI's values in every API."""
     names = {"parameters": "parameters", "name": "name", "strict": "strict"}
     told = [{names[key]: it for key, it in tool.items()} for tool in tools]
     return {
@@ -107,7 +106,7 @@ def messages_tools(tools: list[Fields], choice: str) -> Fields:
 
 SHORT = "{{ tools | length if tools else '' }}{{ messages[0].content }}"
 USER = {"role": "user", "content": "a"}
-# By path: what else is asked, a form, tools, and where a schema lies in both.
+# For each path: other fields, the format builder, the tools builder, and the schema's path in each.
 APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
     "/v1/chat/completions": (
         {"messages": [USER], "max_tokens": 2},
@@ -140,7 +139,7 @@ def with_tools(serve: Run, engines: Callable[..., Engine]) -> Run:
 
 
 async def refusal(server: Server, path: str, fields: Fields) -> str:
-    """What the error says; nothing is left of it."""
+    """Return the message of the 400 error; wait until the engine is idle again."""
     answer = await server.http.post(path, json=fields)
     assert answer.status_code == 400, (str(fields)[:300], answer.text[:300])
     message = answer.json()["error"]["message"]
@@ -151,7 +150,7 @@ async def refusal(server: Server, path: str, fields: Fields) -> str:
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_schemas_that_nothing_obeys(with_tools: Run, path: str):
+def test_unsatisfiable_schema_error_names_the_schema_field(with_tools: Run, path: str):
     plain, form, tools, at_form, at_tool = APIS[path]
 
     async def scenario(server: Server) -> None:
@@ -177,7 +176,7 @@ def test_schemas_that_nothing_obeys(with_tools: Run, path: str):
     "path",
     [it if "chat" in it else pytest.param(it, marks=pytest.mark.full) for it in APIS],
 )
-def test_odd_schemas_do_no_harm(with_tools: Run, path: str):
+def test_server_survives_deep_recursive_and_huge_schemas(with_tools: Run, path: str):
     plain, form, tools, at_form, at_tool = APIS[path]
 
     async def scenario(server: Server) -> None:
@@ -198,7 +197,7 @@ def test_odd_schemas_do_no_harm(with_tools: Run, path: str):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_no_schema_has_anything_fetched(with_tools: Run, path: str):
+def test_server_never_fetches_urls_in_schemas(with_tools: Run, path: str):
     plain, form, tools, *_ = APIS[path]
 
     async def scenario(server: Server) -> None:
@@ -225,7 +224,7 @@ def test_no_schema_has_anything_fetched(with_tools: Run, path: str):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_tools_that_are_too_many_or_too_large_or_misnamed(with_tools: Run, path: str):
+def test_too_many_too_large_or_misnamed_tools_are_refused(with_tools: Run, path: str):
     plain, form, tools, *_ = APIS[path]
     small, large = field({"type": "null"}), field({"enum": [f"value {i}" for i in range(100)]})
 
@@ -264,7 +263,7 @@ def test_tools_that_are_too_many_or_too_large_or_misnamed(with_tools: Run, path:
         (rb'{"tools":[{"a":{"const":"\ud83d\ud83d"}}]}', "tools[0].a.const"),
     ],
 )
-def test_lone_surrogate_in_a_body_is_refused_by_its_field(body: bytes, path: str):
+def test_lone_surrogate_error_names_the_field(body: bytes, path: str):
     with pytest.raises(ApiError, match=f"^{re.escape(path)} has a lone surrogate") as found:
         parse_json(body, 1000)
     assert (found.value.status, found.value.param) == (400, path)

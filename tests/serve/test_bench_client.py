@@ -1,4 +1,4 @@
-"""The open-loop client of `bench.serving` against the real server."""
+"""The open-loop client of `bench.serving`, run against a real server."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from server_process import ServerProcess
 from bench import records, serving
 
 
-def test_it_measures_the_real_server(
+def test_serving_bench_measures_a_real_server(
     tmp_path: Path,
     real_server: ServerProcess,
     monkeypatch: pytest.MonkeyPatch,
@@ -34,7 +34,7 @@ def test_it_measures_the_real_server(
 
 
 @pytest.mark.full
-def test_it_starts_a_server_of_a_shape_and_then_the_engine_alone(
+def test_serving_bench_measures_a_shape_over_http_and_engine_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

@@ -1,4 +1,4 @@
-"""The picture in a real browser: what it shows, and how it is used."""
+"""The dashboard page in a real browser: what it displays and how users operate it."""
 
 import re
 import socket
@@ -27,7 +27,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Continuous integration is root in a container, where Chromium has no sandbox.
+        # Continuous integration runs as root in a container, where Chromium's sandbox fails.
         options = {"executable_path": path, "args": ["--no-sandbox"]}
         with playwright.chromium.launch(**options) as launched:
             yield launched
@@ -40,7 +40,7 @@ def server(browser: Any, real_server: ServerProcess) -> str:
 
 @pytest.fixture
 def pages(browser: Any, server: str) -> Iterator[Pages]:
-    """Opens the page; fails at the end if anything went wrong in it."""
+    """Return a function that opens the page; fail at teardown if its console logged a problem."""
     contexts, problems = [], []
 
     def note(message: Any) -> None:
@@ -64,7 +64,7 @@ def pages(browser: Any, server: str) -> Iterator[Pages]:
     assert problems == []
 
 
-def opened(pages: Pages, pace: str = "live", **options: Any) -> Any:
+def open_live(pages: Pages, pace: str = "live", **options: Any) -> Any:
     page = pages(**options)
     page.wait_for_selector("#line.live")
     page.select_option("#pace", pace)
@@ -82,16 +82,19 @@ def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float
     until(page, "!jpaged.prompts.running.size")
 
 
-def first_step(page: Any) -> None:
-    """Show a stopped picture's first step in which a request holds blocks. Frames come on a line of
-    their own, perhaps after the answers, and one may have been taken while it still waited."""
+def show_first_used_step(page: Any) -> None:
+    """Step a paused page to the first step in which a request holds blocks.
+
+    Pool diffs use a separate connection, so they may arrive after the answers. Diffs of a waiting
+    request show no blocks.
+    """
     while not any(count > 0 for count in counts(page)):
         until(page, "jpaged.player.waiting.length > 0")
         page.click("#step")
 
 
 def until(page: Any, condition: str) -> None:
-    """Wait for a JavaScript condition (the page's policy keeps Playwright's own way out)."""
+    """Wait for a JavaScript condition; the page's policy blocks Playwright's way to do it."""
     end = time.monotonic() + WAIT / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < end, f"never came: {condition}"
@@ -102,7 +105,7 @@ def counts(page: Any) -> list[int]:
     return page.evaluate("[...jpaged.state.pool.counts]")
 
 
-def test_it_loads_with_nothing_from_elsewhere(pages: Pages, server: str):
+def test_page_loads_only_from_its_own_server(pages: Pages, server: str):
     asked = []
     page = pages(address="about:blank")
     page.on("request", lambda request: asked.append(request.url))
@@ -120,8 +123,8 @@ def test_it_loads_with_nothing_from_elsewhere(pages: Pages, server: str):
     assert page.evaluate(f"{unlabelled}.length") == 0
 
 
-def test_a_request_is_seen_from_its_first_block_to_the_last(pages: Pages):
-    page = opened(pages, pace="0")
+def test_page_shows_a_request_from_first_block_to_free(pages: Pages):
+    page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
     assert "1, 2, 3" in page.inner_text("article pre")
     until(page, "jpaged.player.waiting.length > 10")
@@ -132,7 +135,7 @@ def test_a_request_is_seen_from_its_first_block_to_the_last(pages: Pages):
         used.append(sum(count > 0 for count in counts(page)))
         page.keyboard.press("n")
         said.add(re.sub(r"\d+", "N", page.inner_text("#said")))
-    assert max(used) == 4  # 18 tokens asked, 40 answered
+    assert max(used) == 4  # 18 prompt tokens and 40 generated ones
     assert set(used) == {0, 2, 3, 4}
     assert used[-1] == 0
     assert any("used, held by cmpl-" in text and "of N slots filled" in text for text in said)
@@ -140,8 +143,8 @@ def test_a_request_is_seen_from_its_first_block_to_the_last(pages: Pages):
     assert page.evaluate("jpaged.player.waiting.length") == 0
 
 
-def test_samples_share_their_prompt_and_copy_its_last_block(pages: Pages):
-    page = opened(pages, pace="0")
+def test_page_shows_samples_sharing_prompt_blocks_and_copying_the_last(pages: Pages):
+    page = open_live(pages, pace="0")
     before = page.evaluate("jpaged.state.stats.num_block_copies")
     send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
     until(page, "jpaged.player.waiting.length > 3")
@@ -165,9 +168,9 @@ def test_samples_share_their_prompt_and_copy_its_last_block(pages: Pages):
     until(page, "document.querySelector('article .asked').style.borderLeftColor")
 
 
-def test_prompts_that_go_out_together_are_one_request(pages: Pages):
-    """A browser has six lines to a server: of sixteen requests ten would wait for the others."""
-    page = opened(pages, pace="0")
+def test_page_sends_several_prompts_as_one_request(pages: Pages):
+    """A browser opens at most six connections to a server, so separate requests would queue."""
+    page = open_live(pages, pace="0")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     send(page, "\n---\n".join(f"Count from {i} to {i + 30}" for i in range(1, 9)))
@@ -186,8 +189,8 @@ def test_prompts_that_go_out_together_are_one_request(pages: Pages):
     until(page, f"new Set({colours}.filter(Boolean)).size == 8")
 
 
-def test_what_happened_is_told(pages: Pages):
-    page = opened(pages, pace="0")
+def test_step_summary_counts_block_events(pages: Pages):
+    page = open_live(pages, pace="0")
     assert page.inner_text("#happened").startswith("No step yet")
     send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
     until(page, "jpaged.player.waiting.length > 3")
@@ -202,13 +205,13 @@ def test_what_happened_is_told(pages: Pages):
     assert count("taken") >= 2
     assert count("given back") == count("taken") + count("copied") + count("found in the cache")
     assert count("shared") >= 1
-    page.emulate_media(color_scheme="dark")  # painted again, nothing happened
+    page.emulate_media(color_scheme="dark")  # repaints the page without a new step
     page.wait_for_timeout(400)
     assert page.inner_text("#happened") == told[-1]
 
 
-def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):
-    page = opened(pages, pace="0")
+def test_charts_match_the_displayed_step(pages: Pages):
+    page = open_live(pages, pace="0")
     until(page, "jpaged.charts.before")
     tokens = "jpaged.charts.before.stats.num_generated_tokens"
     before = page.evaluate(tokens)
@@ -228,10 +231,10 @@ def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):
 
 
 @pytest.mark.full
-def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
-    page = opened(pages, pace="0")
+def test_block_details_update_with_each_step(pages: Pages):
+    page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
-    first_step(page)
+    show_first_used_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     first = page.inner_text("#block .holder")
@@ -246,8 +249,8 @@ def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
 
 
 @pytest.mark.full
-def test_space_goes_on_at_the_pace_before(pages: Pages):
-    page = opened(pages, pace="5")
+def test_space_key_pauses_and_resumes_at_the_previous_pace(pages: Pages):
+    page = open_live(pages, pace="5")
     page.focus("#grid")
     for pace in ("0", "5"):
         page.keyboard.press(" ")
@@ -255,8 +258,8 @@ def test_space_goes_on_at_the_pace_before(pages: Pages):
 
 
 @pytest.mark.full
-def test_a_page_out_of_sight_rests(pages: Pages):
-    page = opened(pages)
+def test_hidden_page_disconnects_unless_paused(pages: Pages):
+    page = open_live(pages)
     page.evaluate("jpaged.disconnectHidden()")
     until(page, "document.getElementById('line').innerText.startsWith('disconnected')")
     assert page.get_attribute("body", "class") == "old"
@@ -265,13 +268,13 @@ def test_a_page_out_of_sight_rests(pages: Pages):
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_selector("#line.live")
     page.select_option("#pace", "0")
-    page.evaluate("jpaged.disconnectHidden()")  # somebody may come back to what waits
+    page.evaluate("jpaged.disconnectHidden()")  # a paused page keeps its steps for its user
     page.wait_for_timeout(100)
     assert page.inner_text("#line") == "live"
 
 
-def test_why_the_stream_ended_is_told(pages: Pages):
-    page = opened(pages)
+def test_page_shows_the_stream_error_and_reconnects(pages: Pages):
+    page = open_live(pages)
     error = 'data: {"error": {"message": "the engine is not running"}}\n\ndata: [DONE]\n\n'
     page.route("**/picture/events", lambda route: route.fulfill(body=error))
     page.evaluate("jpaged.state.listening.abort()")
@@ -280,8 +283,8 @@ def test_why_the_stream_ended_is_told(pages: Pages):
     page.wait_for_selector("#line.live")
 
 
-def test_a_line_on_which_nothing_comes_is_given_up(pages: Pages):
-    page = opened(pages)
+def test_event_reader_times_out_on_a_silent_stream(pages: Pages):
+    page = open_live(pages)
     assert page.evaluate(SILENT) == ["ping", "nothing arrived for 0 seconds"]
 
 
@@ -302,9 +305,9 @@ SILENT = """async () => {
 }"""
 
 
-def test_an_event_ends_only_at_a_newline(pages: Pages):
-    """JSON has the other ends of lines as they are, and JavaScript's patterns know them."""
-    page = opened(pages)
+def test_event_reader_splits_events_only_at_newlines(pages: Pages):
+    """JSON leaves U+2028, U+2029 and U+0085 unescaped, and JavaScript treats some as line ends."""
+    page = open_live(pages)
     assert page.evaluate(LINE_ENDS) == [["frames", "a\u2028b"], ["message", "\u2029\u0085\n"]]
 
 
@@ -320,7 +323,7 @@ LINE_ENDS = r"""async () => {
 
 
 @pytest.mark.full
-def test_a_server_that_comes_again_is_shown_anew(pages: Pages, compilation_cache: Path):
+def test_page_reconnects_to_a_restarted_server(pages: Pages, compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with serving(compilation_cache, "--port", port) as address:
@@ -348,9 +351,9 @@ def test_a_server_that_comes_again_is_shown_anew(pages: Pages, compilation_cache
     pages.problems.clear()  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_it_is_walked_by_keyboard(pages: Pages):
-    page = opened(pages)
-    page.keyboard.press("Tab")  # the skip link
+def test_keyboard_moves_the_block_selection(pages: Pages):
+    page = open_live(pages)
+    page.keyboard.press("Tab")  # focuses the skip link
     page.keyboard.press("Enter")
     page.focus("#grid")
     where = lambda: page.evaluate("jpaged.grid.selected")  # noqa: E731
@@ -380,22 +383,22 @@ def test_it_is_walked_by_keyboard(pages: Pages):
     page.keyboard.press("p")
     last = where()
     assert counts(page)[last] == 1
-    page.keyboard.press("t")  # around the block table
+    page.keyboard.press("t")  # moves along the block table
     page.wait_for_selector("#block .chip.here")
     assert page.inner_text("#block .chip.here") == str(where())
 
 
-def test_what_is_pointed_at_is_described(pages: Pages):
-    page = opened(pages)
+def test_hovering_a_block_describes_it(pages: Pages):
+    page = open_live(pages)
     size = page.evaluate("jpaged.grid.size")
-    # Once the grid stays where it is: what is above it may still grow.
+    # `hover` waits until the grid stops moving: the elements above it may still grow.
     page.locator("#grid").hover(position={"x": 2.5 * size, "y": 0.5 * size})
     assert page.inner_text("#said").startswith("Block 3: ")
 
 
 @pytest.mark.full
-def test_light_and_dark(pages: Pages):
-    page = opened(pages, color_scheme="light")
+def test_page_follows_the_light_or_dark_color_scheme(pages: Pages):
+    page = open_live(pages, color_scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
     cells = page.locator("#grid").screenshot()
     assert page.evaluate(background) == "rgb(246, 246, 243)"
@@ -409,27 +412,27 @@ def test_light_and_dark(pages: Pages):
     "width",
     [360, pytest.param(800, marks=pytest.mark.full), pytest.param(1600, marks=pytest.mark.full)],
 )
-def test_it_fits_the_window(pages: Pages, width: int):
-    page = opened(pages, viewport={"width": width, "height": 800})
+def test_page_fits_the_window_width(pages: Pages, width: int):
+    page = open_live(pages, viewport={"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= width
 
 
 @pytest.mark.full
-def test_nothing_flashes_for_those_who_want_it_calm(pages: Pages):
-    calm = opened(pages, reduced_motion="reduce")
-    lively = opened(pages)
+def test_reduced_motion_disables_flashes(pages: Pages):
+    calm = open_live(pages, reduced_motion="reduce")
+    lively = open_live(pages)
     for page in (calm, lively):
         page.evaluate("jpaged.grid.flash([1, 2, 3], 'take')")
     assert calm.evaluate("jpaged.grid.flashes.size") == 0
     assert lively.evaluate("jpaged.grid.flashes.size") == 3
 
 
-def test_markup_in_prompts_is_text(pages: Pages):
-    page = opened(pages, pace="0")
+def test_markup_in_prompts_is_shown_as_text(pages: Pages):
+    page = open_live(pages, pace="0")
     markup = "<img src=x onerror=alert(1)><b>bold</b>"
     send(page, markup, tokens=8)
-    first_step(page)
+    show_first_used_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.inner_text(".question") == markup
@@ -438,10 +441,10 @@ def test_markup_in_prompts_is_text(pages: Pages):
 
 
 @pytest.mark.full
-def test_text_does_not_turn_a_sentence_around(pages: Pages):
-    page = opened(pages, pace="0")
+def test_bidi_control_characters_are_removed_from_block_text(pages: Pages):
+    page = open_live(pages, pace="0")
     send(page, "up\u202edown\nlast", tokens=8)
-    first_step(page)
+    show_first_used_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     said = page.inner_text("#said")
@@ -449,8 +452,8 @@ def test_text_does_not_turn_a_sentence_around(pages: Pages):
     assert "\u202e" not in said
 
 
-def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
-    page = opened(pages)
+def test_page_recovers_from_an_invalid_pool_diff_with_a_snapshot(pages: Pages):
+    page = open_live(pages)
     first = page.evaluate_handle("jpaged.state.pool")
     changes = {"blocks": [[1], [1], [0]], "copies": {}, "gone": []}
     page.evaluate("frame => jpaged.player.push([frame])", {"step": 1, "changes": changes})
@@ -462,12 +465,11 @@ def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
 
 
 @pytest.mark.full
-def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
-    """Not each token of a block that happens to be in view."""
-    page = opened(pages, pace="0")
+def test_screen_reader_announces_selection_but_not_later_steps(pages: Pages):
+    page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
-    first_step(page)
-    until(page, "!jpaged.state.panels")  # the step's own sentence, drawn a moment after it
+    show_first_used_step(page)
+    until(page, "!jpaged.state.panels")  # the step's summary is drawn after the step
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.get_attribute("#said", "aria-live") == "polite"
@@ -478,10 +480,9 @@ def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
 
 
 @pytest.mark.full
-def test_a_calculator_is_called(pages: Pages, compilation_cache: Path):
-    """The page runs it, and the model answers with what it computed."""
+def test_page_runs_the_calculator_tool_call(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--max-model-len", "1024") as address:
-        page = opened(pages, address=address)
+        page = open_live(pages, address=address)
         options = page.locator("#preset option")
         label = next(text for text in options.all_inner_texts() if "calculator" in text)
         page.select_option("#preset", label=label)
@@ -504,27 +505,29 @@ def test_a_calculator_is_called(pages: Pages, compilation_cache: Path):
         page.goto("about:blank")
 
 
-def test_an_error_of_the_server_is_shown(pages: Pages):
-    page = opened(pages)
+def test_page_shows_a_server_error(pages: Pages):
+    page = open_live(pages)
     send(page, "x" * 600)
-    assert "256" in page.inner_text(".foot")  # the longest sequence
+    assert "256" in page.inner_text(".foot")  # the maximum sequence length
     assert pages.problems.pop().startswith("Failed to load resource")  # pyright: ignore
 
 
 @pytest.mark.full
-def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
-    page = opened(pages)
+def test_page_draws_a_hundred_thousand_blocks_in_time(pages: Pages, record_property: Callable):
+    page = open_live(pages)
     times = page.evaluate(LARGE_POOL)
     print(times)
     for name, milliseconds in times.items():
         record_property(name, milliseconds)
-    assert times["whole"] < 1500  # two slow cores without a graphics card
+    assert times["whole"] < 1500  # allows for two slow cores without a GPU
     assert times["change"] < 100
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 
 
-def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..., Engine]):
-    """Samples, beams, ends and swaps in a pool that is too small for them."""
+def test_page_pool_matches_the_engine_pool_at_each_step(
+    pages: Pages, engines: Callable[..., Engine]
+):
+    """Cover samples, beams, an abort and swapping in a pool that is too small for the requests."""
     engine, replica = (
         engines(num_blocks=21, preemption_mode="swap", swap_space=0.002),
         PoolReplica(),
@@ -546,7 +549,7 @@ def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..
         diffs += sampler.fetch().diffs
         held += [engine.block_map()] * (len(diffs) - len(held))
     assert engine.stats().num_swapped_out_blocks > 0
-    page = opened(pages)
+    page = open_live(pages)
     seen = page.evaluate(REPLAY, [msgspec.to_builtins(frame, str_keys=True) for frame in diffs])
     assert len(seen) == len(diffs) > 40
     for frame, infos, shown in zip(diffs, held, seen, strict=True):
@@ -560,7 +563,7 @@ def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..
         used = [i for i, info in infos.items() if info.ref_cnt]
         assert shown["numUsed"] == len(used)
         assert shown["numWasted"] == sum(16 - infos[i].num_filled_slots for i in used)
-        for block in used:  # in the colour of one who holds it
+        for block in used:  # the block has the colour of a request that holds it
             assert shown["owners"][block] in infos[block].request_ids
 
 
@@ -610,23 +613,23 @@ LARGE_POOL = """async () => {
 
 
 @pytest.mark.full
-def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
+def test_page_of_a_server_with_an_api_key_requires_it(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--api-key", KEY) as address:
-        with pytest.raises(Exception, match="INVALID_AUTH"):  # there is no user to ask
+        with pytest.raises(Exception, match="INVALID_AUTH"):  # no user to prompt
             pages(address=address)
         known = {"username": "anybody", "password": KEY}
-        page = opened(pages, "0", address=address, http_credentials=known)
+        page = open_live(pages, "0", address=address, http_credentials=known)
         send(page, "Count from 1 to 9")
         assert "1, 2, 3" in page.inner_text("article pre")
-        first_step(page)
+        show_first_used_step(page)
         page.focus("#grid")
         page.keyboard.press("n")
         assert "used, held by" in page.inner_text("#said")
-        assert "text" not in page.inner_text("#said")  # unless told to show it
+        assert "text" not in page.inner_text("#said")  # needs --dashboard-show-text
         kept = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
         assert KEY not in page.evaluate(kept)
         ending = time.monotonic()
-    assert time.monotonic() - ending < 4  # an open page does not keep the server from ending
+    assert time.monotonic() - ending < 4  # an open page does not delay the shutdown
     page.wait_for_selector("#line.down")
     page.close()
     pages.problems.clear()  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/tokenize` and `/detokenize` through the application."""
+"""`/v1/chat/completions`, `/tokenize`, `/detokenize` and status routes of the application."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ async def ask(server: Server, **fields: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def test_an_answer(serve: Run):
+def test_chat_completion_returns_message_and_usage(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server)
         assert body["object"] == "chat.completion"
@@ -30,7 +30,7 @@ def test_an_answer(serve: Run):
     serve(scenario)
 
 
-def test_a_stream_begins_with_the_role(serve: Run):
+def test_chat_stream_begins_with_the_role(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"messages": MESSAGES, **GREEDY, "stream_options": {"include_usage": True}}
         *chunks, last = await stream(server, CHAT, **fields)
@@ -44,7 +44,7 @@ def test_a_stream_begins_with_the_role(serve: Run):
     serve(scenario)
 
 
-def test_a_conversation_and_its_parts(serve: Run):
+def test_chat_accepts_earlier_turns_and_joins_text_parts(serve: Run):
     parts = [{"type": "text", "text": "Reverse"}, {"type": "text", "text": "stone"}]
     question = {"role": "user", "content": "What is 17 + 25?"}
     talk = [*MESSAGES, {"role": "assistant", "content": "enots"}, question]
@@ -61,7 +61,7 @@ def test_a_conversation_and_its_parts(serve: Run):
     serve(scenario)
 
 
-def test_logprobs(serve: Run):
+def test_chat_logprobs_list_tokens_bytes_and_top_logprobs(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server, logprobs=True, top_logprobs=2)
         content = body["choices"][0]["logprobs"]["content"]
@@ -71,25 +71,25 @@ def test_logprobs(serve: Run):
         assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]
         body = await ask(server, logprobs=True)
         assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
-        # The first of two bytes of a character.
+        # 0xC3 is the first byte of a two-byte character.
         body = await ask(server, logprobs=True, allowed_token_ids=[0xC3], max_tokens=1)
         assert body["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xC3]
 
     serve(scenario)
 
 
-def test_several_answers_and_lengths(serve: Run):
+def test_chat_honours_n_and_token_limits(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server, n=3, temperature=1.0, seed=4, max_completion_tokens=5)
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
         assert body["usage"]["completion_tokens"] <= 15
         body = await ask(server, max_tokens=None, ignore_eos=True)
-        assert body["usage"]["total_tokens"] == 256  # as many as fit
+        assert body["usage"]["total_tokens"] == 256  # max_model_len
 
     serve(scenario)
 
 
-def test_an_answer_can_be_begun(serve: Run):
+def test_chat_continues_the_final_assistant_message(serve: Run):
     begun = [*MESSAGES, {"role": "assistant", "content": "en"}]
 
     async def scenario(server: Server) -> None:
@@ -101,7 +101,7 @@ def test_an_answer_can_be_begun(serve: Run):
     serve(scenario)
 
 
-def test_token_ids_and_prompt_scores(serve: Run):
+def test_chat_returns_token_ids_and_prompt_logprobs(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server, return_token_ids=True, prompt_logprobs=0)
         assert len(body["prompt_token_ids"]) == body["usage"]["prompt_tokens"]
@@ -111,7 +111,7 @@ def test_token_ids_and_prompt_scores(serve: Run):
     serve(scenario)
 
 
-def test_the_servers_own_template(serve: Run):
+def test_tokenize_uses_the_configured_chat_template(serve: Run):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if loud %}!{% endif %}"
 
     async def scenario(server: Server) -> None:
@@ -126,7 +126,7 @@ def test_the_servers_own_template(serve: Run):
     serve(scenario, chat_template=template, template_variables=frozenset({"loud"}))
 
 
-def test_tokens_and_back(serve: Run):
+def test_tokenize_and_detokenize_round_trip(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"prompt": "héllo", "return_token_strs": True}
         body = (await server.http.post("/tokenize", json=fields)).json()
@@ -141,7 +141,7 @@ def test_tokens_and_back(serve: Run):
     serve(scenario)
 
 
-def test_what_the_model_is_called(serve: Run):
+def test_model_names_are_listed_and_checked(serve: Run):
     async def scenario(server: Server) -> None:
         listed = (await server.http.get("/v1/models")).json()
         assert [card["id"] for card in listed["data"]] == ["a", "b/c"]
@@ -157,7 +157,7 @@ def test_what_the_model_is_called(serve: Run):
     serve(scenario, model_names=("a", "b/c"))
 
 
-def test_small_talk(serve: Run):
+def test_status_routes_answer_and_unknown_routes_return_errors(serve: Run):
     async def scenario(server: Server) -> None:
         for path in ("/health", "/ready", "/ping"):
             assert (await server.http.get(path)).status_code == 200
@@ -177,7 +177,7 @@ def test_small_talk(serve: Run):
     serve(scenario)
 
 
-def test_an_error_in_a_stream_is_an_answer_before_it_begins(serve: Run):
+def test_invalid_streaming_request_returns_400_without_events(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"messages": MESSAGES, "max_tokens": 10**6, "stream": True}
         async with server.http.stream("POST", CHAT, json=fields) as answer:

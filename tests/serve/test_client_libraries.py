@@ -1,8 +1,7 @@
-"""Libraries that people use, unmodified, with a server in a process of its own: the examples of
-docs/clients.md and, right behind each, what else the library does.
+"""Run the examples of docs/clients.md and the programs in `clients/` with unmodified libraries.
 
-Each runs in a process of its own, as a user's program does: what these libraries leave open and
-warn of is theirs. The model knows no tools; calls and forms are the grammars' doing.
+Each program runs in a separate process, so the libraries' unclosed resources and warnings do not
+fail the tests. The model was not trained on tools: grammars force the tool calls and schemas.
 """
 
 import importlib.util
@@ -27,12 +26,12 @@ FLAGS = (
     *("--chat-template", str(PROGRAMS / "hermes.jinja")),
     *("--max-model-len", "1024", "--num-blocks", "520"),
 )
-# A library whose models' prices are looked up somewhere is to look nowhere.
+# Keep litellm from downloading its table of model prices.
 ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
-def examples(page: str) -> dict[str, str]:
-    """The Python of a page, by the heading above it."""
+def python_examples(page: str) -> dict[str, str]:
+    """Return the Python code of a docs page by heading."""
     found = re.findall(
         r"^(#+) ([^\n]+)|^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
     )
@@ -44,10 +43,10 @@ def examples(page: str) -> dict[str, str]:
     return made
 
 
-EXAMPLES = examples("clients.md")
+EXAMPLES = python_examples("clients.md")
 
 
-def program_of(library: str) -> Path:
+def program_path(library: str) -> Path:
     return PROGRAMS / f"with_{library.replace('-', '_')}.py"
 
 
@@ -60,12 +59,12 @@ def server(compilation_cache: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def url(server: ServerProcess) -> Iterator[str]:
-    """The server's address; after the test it answers as ever, and nothing is left in its pool."""
+    """Yield the server's URL; afterwards check that it answers and that its pool is empty."""
     yield server.url
     body = {"model": "jpaged-tiny", "prompt": QUESTION, "max_tokens": 64, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == ANSWER
-    for _ in range(100):  # the last answer is told of before its blocks are back
+    for _ in range(100):  # blocks are freed after the last delta is sent
         metrics = httpx.get(f"{server.url}/metrics").text
         (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
         if float(used) == 0:
@@ -74,7 +73,7 @@ def url(server: ServerProcess) -> Iterator[str]:
 
 
 def run(code: str, url: str, folder: Path) -> str:
-    """What a program prints."""
+    """Run a program and return its standard output."""
     file = folder / "program.py"
     file.write_text(code.replace(ADDRESS, url))
     command = [sys.executable, str(file), url]
@@ -92,21 +91,21 @@ def run(code: str, url: str, folder: Path) -> str:
         for name in EXAMPLES
     ],
 )
-def test_a_library(library: str, url: str, tmp_path: Path):
+def test_library_example_and_program_run(library: str, url: str, tmp_path: Path):
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         pytest.skip(f"{library} is not installed: it is in the extra `clients`")
-    said = run(EXAMPLES[library] + "\n\n" + program_of(library).read_text(), url, tmp_path)
+    said = run(EXAMPLES[library] + "\n\n" + program_path(library).read_text(), url, tmp_path)
     assert re.search(r"city='(Paris|Rome)' sunny=(True|False)", said)
 
 
 @pytest.mark.parametrize("page", ["tools.md", "apis.md"])
-def test_examples_of_other_pages(page: str, url: str, tmp_path: Path):
-    # The calculator needs the model's own template: `test_embedded_tools.py` has that round trip.
-    codes = [code for code in examples(page).values() if "tools_demo" not in code]
+def test_docs_examples_of_tools_and_apis_run(page: str, url: str, tmp_path: Path):
+    # The calculator needs the embedded template: see `test_embedded_tools.py`.
+    codes = [code for code in python_examples(page).values() if "tools_demo" not in code]
     assert codes
     for code in codes:
         assert run(code, url, tmp_path).strip()
 
 
-def test_every_program_has_its_example():
-    assert {program_of(library) for library in EXAMPLES} == {*PROGRAMS.glob("with_*.py")}
+def test_every_client_program_has_a_docs_example():
+    assert {program_path(library) for library in EXAMPLES} == {*PROGRAMS.glob("with_*.py")}

@@ -1,4 +1,4 @@
-"""Clients that people use, unmodified, against a real server."""
+"""OpenAI's client, lm-eval's requests and vLLM's benchmark requests against a real server."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ def client(real_server: ServerProcess):
         yield client
 
 
-def test_models(client: openai.OpenAI):
+def test_openai_client_lists_models(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "jpaged"
 
 
-def test_completions(client: openai.OpenAI):
+def test_openai_client_completes_several_prompts(client: openai.OpenAI):
     made = client.completions.create(
         model=MODEL, prompt=[QUESTION, "Reverse stone"], temperature=0, max_tokens=64, logprobs=1
     )
@@ -38,7 +38,7 @@ def test_completions(client: openai.OpenAI):
     assert "".join(logprobs.tokens or []).startswith(ANSWER)
 
 
-def test_a_stream_of_completions(client: openai.OpenAI):
+def test_openai_client_streams_a_completion_with_usage(client: openai.OpenAI):
     options: Any = {"include_usage": True}
     chunks = list(
         client.completions.create(
@@ -55,7 +55,7 @@ def test_a_stream_of_completions(client: openai.OpenAI):
     assert chunks[-1].usage.completion_tokens == 15
 
 
-def test_chats(client: openai.OpenAI):
+def test_openai_client_chats_with_logprobs(client: openai.OpenAI):
     made = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, logprobs=True, top_logprobs=1
     )
@@ -66,7 +66,7 @@ def test_chats(client: openai.OpenAI):
     assert [entry.token for entry in logprobs.content or []][:5] == list("enots")
 
 
-def test_a_conversation_goes_on_with_the_answer_as_it_came(client: openai.OpenAI):
+def test_returned_message_is_accepted_in_the_next_request(client: openai.OpenAI):
     made = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4)
     answer = made.choices[0].message
     dumped = answer.model_dump()
@@ -78,7 +78,7 @@ def test_a_conversation_goes_on_with_the_answer_as_it_came(client: openai.OpenAI
         assert again.choices[0].message.role == "assistant"
 
 
-def test_a_stream_of_a_chat(client: openai.OpenAI):
+def test_openai_client_streams_a_chat(client: openai.OpenAI):
     with client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, stream=True
     ) as chunks:
@@ -86,13 +86,13 @@ def test_a_stream_of_a_chat(client: openai.OpenAI):
     assert text == "enots"
 
 
-def test_the_helper_that_puts_a_stream_together(client: openai.OpenAI):
+def test_openai_stream_helper_assembles_the_final_completion(client: openai.OpenAI):
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, temperature=0) as chunks:
         made = chunks.get_final_completion()
     assert made.choices[0].message.content == "enots"
 
 
-def test_what_only_this_server_takes(client: openai.OpenAI):
+def test_extra_body_fields_reach_the_sampler(client: openai.OpenAI):
     made = client.completions.create(
         model=MODEL,
         prompt=QUESTION,
@@ -103,7 +103,7 @@ def test_what_only_this_server_takes(client: openai.OpenAI):
     assert made.choices[0].text == "AAAA"
 
 
-def test_errors(client: openai.OpenAI):
+def test_openai_client_raises_matching_error_classes(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=MODEL, prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
@@ -117,7 +117,7 @@ def test_errors(client: openai.OpenAI):
         assert too_long.value.code == "context_length_exceeded"
 
 
-def test_many_at_once(real_server: ServerProcess):
+def test_twenty_concurrent_streams_return_correct_text(real_server: ServerProcess):
     async def ask(client: openai.AsyncOpenAI, last: int) -> str:
         chunks = await client.completions.create(
             model=MODEL,
@@ -137,7 +137,9 @@ def test_many_at_once(real_server: ServerProcess):
     asyncio.run(scenario())
 
 
-def test_a_stream_that_is_closed_early(client: openai.OpenAI, real_server: ServerProcess):
+def test_server_serves_on_after_streams_are_closed_early(
+    client: openai.OpenAI, real_server: ServerProcess
+):
     for _ in range(5):
         chunks = client.completions.create(
             model=MODEL,
@@ -155,7 +157,7 @@ def test_a_stream_that_is_closed_early(client: openai.OpenAI, real_server: Serve
 
 
 def lm_eval_scores(url: str, inputs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """What lm-eval's `local-completions` asks for log-likelihoods, and how it reads the answer."""
+    """Return each input's log-likelihood and greediness as lm-eval computes them."""
     asked = {
         "model": MODEL,
         "prompt": [context + continuation for context, continuation in inputs],
@@ -178,7 +180,7 @@ def lm_eval_scores(url: str, inputs: list[tuple[list[int], list[int]]]) -> list[
     return scores
 
 
-def test_lm_evals_scores_are_those_of_transformers(real_server: ServerProcess):
+def test_lm_eval_scores_match_transformers(real_server: ServerProcess):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from jpaged.config import EMBEDDED_MODEL
@@ -194,7 +196,7 @@ def test_lm_evals_scores_are_those_of_transformers(real_server: ServerProcess):
         ("é", "ü"),
     ]
     inputs = [(list(a.encode()), list(b.encode())) for a, b in pairs]
-    for _ in range(2):  # a prefix that is cached is scored all the same
+    for _ in range(2):  # the second round hits the prefix cache
         scores = lm_eval_scores(real_server.url, inputs)
         for (context, continuation), (score, is_greedy) in zip(inputs, scores, strict=True):
             ids = torch.tensor([context + continuation])
@@ -206,9 +208,12 @@ def test_lm_evals_scores_are_those_of_transformers(real_server: ServerProcess):
             assert is_greedy == (rows.argmax(-1) == ids[0, len(context) :]).all().item()
 
 
-async def benchmark(url: str, prompt: str, output_len: int) -> tuple[str, int, int]:
-    """What vLLM's serving benchmark does with a request; the text, and tokens as the last chunk
-    counts them."""
+async def benchmark_request(url: str, prompt: str, output_len: int) -> tuple[str, int, int]:
+    """Send a request as vLLM's serving benchmark does.
+
+    Returns:
+        The text, and the numbers of prompt and completion tokens in the last chunk.
+    """
     asked = {
         "model": MODEL,
         "prompt": prompt,
@@ -238,14 +243,14 @@ async def benchmark(url: str, prompt: str, output_len: int) -> tuple[str, int, i
     return text, counted["prompt_tokens"], counted["completion_tokens"]
 
 
-def test_a_serving_benchmark(real_server: ServerProcess):
+def test_vllm_benchmark_requests_get_exact_token_counts(real_server: ServerProcess):
     url = real_server.url
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
     counted = httpx.post(f"{url}/tokenize", json={"model": MODEL, "prompt": "a" * 30}).json()
     assert counted["count"] == 30
 
     async def scenario() -> None:
-        runs = (benchmark(url, "a" * (20 + i), 10 + i) for i in range(16))
+        runs = (benchmark_request(url, "a" * (20 + i), 10 + i) for i in range(16))
         for i, (text, num_prompt, num_output) in enumerate(await asyncio.gather(*runs)):
             assert text
             assert (num_prompt, num_output) == (20 + i, 10 + i)

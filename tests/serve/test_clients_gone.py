@@ -1,4 +1,4 @@
-"""A client that goes, in whatever state its request is, takes the request along."""
+"""Requests are aborted when their client disconnects, and unread streams stay bounded."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Engine]:
-    """Makes an engine's steps last, so that there is time to be in each state."""
+    """Return a function that slows an engine's steps, so that a test can observe each state."""
 
     def slow_down(engine: Engine) -> Engine:
         advance = engine.advance
@@ -37,24 +37,24 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Engine]:
     return slow_down
 
 
-async def until(happened: Callable[[], Any], seconds: float = 10.0) -> None:
+async def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
             if happened():
                 return
-        except RuntimeError:  # the engine's thread changed what was being counted
+        except RuntimeError:  # the engine's thread changed a container during iteration
             pass
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.002)
 
 
 async def leave_and_check(server: Server, requests: list[RawRequest]) -> None:
-    """All clients go; a few steps later nothing is left of their requests."""
+    """Disconnect all clients; check that their requests are gone within three steps."""
     for request in requests:
         request.leave()
     await asyncio.gather(*(request.task for request in requests))
-    await asyncio.sleep(0.03)  # the step that runs at this moment ends
+    await asyncio.sleep(0.03)  # let the current step end
     before = server.engine.stats().num_steps
     await server.idle()
     assert server.engine.stats().num_steps - before <= 3
@@ -62,8 +62,8 @@ async def leave_and_check(server: Server, requests: list[RawRequest]) -> None:
     await server.canary()
 
 
-def run_of(engine: Engine, *states: str) -> bool:
-    """Whether the sequences are in these states, in order of arrival."""
+def has_states(engine: Engine, *states: str) -> bool:
+    """Return whether the sequences have these states, in order of arrival."""
     return tuple(sequence.status for sequence in engine.block_tables()) == states
 
 
@@ -73,62 +73,68 @@ def run_of(engine: Engine, *states: str) -> bool:
     [{}, {"n": 4}, {"n": 2, "best_of": 4}, {"beam_width": 4, "temperature": 0}],
     ids=["one", "n", "best_of", "beams"],
 )
-def test_while_decoding(serve: Run, slow: Any, engine: Engine, stream: bool, fields: dict):
+def test_disconnect_while_decoding_frees_the_request(
+    serve: Run, slow: Any, engine: Engine, stream: bool, fields: dict
+):
     slow(engine)
 
     async def scenario(server: Server) -> None:
         asked = {"prompt": "Hello", **LONG, **fields, "stream": stream}
         request = RawRequest(server.app, PATH, asked)
-        await until(lambda: engine.stats().num_generated_tokens or engine.stats().num_steps > 3)
-        await until(lambda: any(s.num_computed_tokens > 6 for s in engine.block_tables()))
+        await wait_until(
+            lambda: engine.stats().num_generated_tokens or engine.stats().num_steps > 3
+        )
+        await wait_until(lambda: any(s.num_computed_tokens > 6 for s in engine.block_tables()))
         await leave_and_check(server, [request])
 
     serve(scenario)
 
 
-def test_while_the_prompt_is_computed(serve: Run, slow: Any, engine: Engine):
+def test_disconnect_during_prefill_frees_the_request(serve: Run, slow: Any, engine: Engine):
     slow(engine)
 
     async def scenario(server: Server) -> None:
         request = RawRequest(server.app, PATH, {"prompt": "x" * 250, "max_tokens": 2})
-        await until(lambda: any(0 < s.num_computed_tokens < 200 for s in engine.block_tables()))
+        await wait_until(
+            lambda: any(0 < s.num_computed_tokens < 200 for s in engine.block_tables())
+        )
         await leave_and_check(server, [request])
 
     engine.reset_prefix_cache()
     serve(scenario)
 
 
-def test_while_queued(serve: Run, slow: Any, engine: Engine):
+def test_disconnect_while_queued_removes_the_request(serve: Run, slow: Any, engine: Engine):
     slow(engine)
 
     async def scenario(server: Server) -> None:
         full = [RawRequest(server.app, PATH, {"prompt": "Hello", **LONG, "n": 8})]
-        await until(lambda: engine.stats().num_running == 1)
+        await wait_until(lambda: engine.stats().num_running == 1)
         queued = RawRequest(server.app, PATH, {"prompt": QUESTION, **LONG})
-        await until(lambda: engine.stats().num_waiting == 1)
+        await wait_until(lambda: engine.stats().num_waiting == 1)
         queued.leave()
-        await until(lambda: engine.stats().num_waiting == 0)
+        await wait_until(lambda: engine.stats().num_waiting == 0)
         assert queued.status == 0
         await leave_and_check(server, full)
 
     serve(scenario)
 
 
-def test_while_swapped_out(serve: Run, slow: Any, engines: Any):
+def test_disconnect_while_swapped_out_frees_host_blocks(serve: Run, slow: Any, engines: Any):
     engine = slow(engines(num_blocks=21, preemption_mode="swap", swap_space=0.002))
 
     async def scenario(server: Server) -> None:
         requests = [
             RawRequest(server.app, PATH, {"prompt": f"{i} Hello", **LONG}) for i in range(3)
         ]
-        await until(lambda: engine.stats().num_swapped >= 1, 30)
+        await wait_until(lambda: engine.stats().num_swapped >= 1, 30)
         await leave_and_check(server, requests)
         assert engine.stats().num_used_host_blocks == 0
 
     serve(scenario, engine)
 
 
-def test_before_anything_reaches_the_engine(serve: Run):
+def test_disconnect_before_the_engine_gets_the_request_is_harmless(serve: Run):
     async def scenario(server: Server) -> None:
         request = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG})
         request.leave()
@@ -139,7 +145,9 @@ def test_before_anything_reaches_the_engine(serve: Run):
     serve(scenario)
 
 
-def test_one_of_many_goes(serve: Run, slow: Any, engine: Engine):
+def test_disconnect_of_one_client_leaves_other_answers_correct(
+    serve: Run, slow: Any, engine: Engine
+):
     slow(engine)
 
     async def scenario(server: Server) -> None:
@@ -154,7 +162,7 @@ def test_one_of_many_goes(serve: Run, slow: Any, engine: Engine):
     serve(scenario)
 
 
-def test_a_slow_reader_stalls_nobody_and_gets_all(serve: Run):
+def test_slow_reader_stalls_no_other_request_and_gets_every_token(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"prompt": "Count from 1 to 30", "max_tokens": 130, "temperature": 0}
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
@@ -162,7 +170,7 @@ def test_a_slow_reader_stalls_nobody_and_gets_all(serve: Run):
         reader.reading.clear()
         for _ in range(3):
             await server.canary()
-        await until(lambda: not server.engine.has_unfinished_requests)
+        await wait_until(lambda: not server.engine.has_unfinished_requests)
         assert server.engine.stats().num_free_blocks == server.engine.stats().num_blocks
         reader.reading.set()
         await reader.task
@@ -173,7 +181,7 @@ def test_a_slow_reader_stalls_nobody_and_gets_all(serve: Run):
     serve(scenario)
 
 
-def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Engine):
+def test_stalled_reader_is_dropped_after_the_stall_timeout(serve: Run, slow: Any, engine: Engine):
     slow(engine)
 
     async def scenario(server: Server) -> None:
@@ -188,7 +196,9 @@ def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Eng
     serve(scenario, limits={"stall_timeout": 0.3})
 
 
-def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyPatch):
+def test_request_with_too_many_unread_tokens_is_aborted(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD_TOKENS", 20)
 
     async def scenario(server: Server) -> None:
@@ -196,7 +206,7 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
         reader = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await until(lambda: not server.engine.has_unfinished_requests)
+        await wait_until(lambda: not server.engine.has_unfinished_requests)
         assert server.engine.stats().num_generated_tokens < before + 100
         reader.reading.set()
         await reader.task
@@ -206,8 +216,10 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
     serve(scenario)
 
 
-def test_answers_that_come_whole_are_no_unread_ones(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    """Of a `best_of` or of beams nobody can have read anything before."""
+def test_best_of_and_beam_answers_do_not_count_as_unread(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """A client cannot read `best_of` or beam answers before they are complete."""
     monkeypatch.setattr("jpaged.serve.engine.client.MAX_UNREAD_TOKENS", 20)
 
     async def scenario(server: Server) -> None:
@@ -219,10 +231,10 @@ def test_answers_that_come_whole_are_no_unread_ones(serve: Run, monkeypatch: pyt
     serve(scenario)
 
 
-def test_each_answer_ends_where_an_unread_stream_is_cut_short(
+def test_aborted_unread_stream_keeps_each_answers_finish_reason(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """One that ended by itself before, too: what was not read of both is one piece of news."""
+    """The unread deltas of a stopped answer and an aborted answer are merged into one update."""
     monkeypatch.setattr("jpaged.serve.engine.client._MIN_SEPARATE_UPDATES", 5)
     scripted = ScriptedEngine(engine)
     scripted.say("a" * 2000, "b" * 100_000, size=1)
@@ -239,9 +251,9 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await until(lambda: 1 in sizes)  # of one answer alone
+        await wait_until(lambda: 1 in sizes)  # wait for a delta with one answer only
         (run,) = set(server.serving.engine.runs.values())
-        monkeypatch.setattr(run, "max_separate_updates", 0)  # the cut is merged with what is unread
+        monkeypatch.setattr(run, "max_separate_updates", 0)  # merge the abort with unread deltas
         run.abort()
         reader.reading.set()
         await reader.task
@@ -255,8 +267,10 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
     serve(scenario, scripted)
 
 
-def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    """As fewer events, of many tokens in a thread; of each answer nothing is lost."""
+def test_unread_deltas_are_merged_into_fewer_events_without_loss(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """Large events are encoded in a thread."""
     monkeypatch.setattr("jpaged.serve.engine.client._MIN_SEPARATE_UPDATES", 5)
     monkeypatch.setattr(generation, "MAX_INLINE_LOGPROBS", 1)
     in_thread, encode = list[Any](), generation.encode_large_json
@@ -274,7 +288,7 @@ def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: 
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await until(lambda: not server.engine.has_unfinished_requests)
+        await wait_until(lambda: not server.engine.has_unfinished_requests)
         reader.reading.set()
         await reader.task
         events = [line[6:] for line in reader.body.split(b"\n") if line.startswith(b"data: {")]

@@ -1,4 +1,4 @@
-"""`/v1/completions` through the application."""
+"""The `/v1/completions` route of the application."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 
 
 async def stream(server: Server, path: str = "/v1/completions", **fields: Any) -> list[Any]:
-    """The events of a stream, which ends as it should."""
+    """Return the decoded events of a stream; check its headers and its `[DONE]` event."""
     async with server.http.stream("POST", path, json={**fields, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -27,7 +27,7 @@ async def stream(server: Server, path: str = "/v1/completions", **fields: Any) -
     return [json.loads(data) for data in events[:-1]]
 
 
-def test_a_text(serve: Run):
+def test_completion_returns_text_and_usage(serve: Run):
     async def scenario(server: Server) -> None:
         body = await server.complete(prompt=QUESTION, **GREEDY)
         assert body["object"] == "text_completion"
@@ -47,7 +47,7 @@ def test_a_text(serve: Run):
     serve(scenario)
 
 
-def test_every_form_of_prompt(serve: Run):
+def test_prompt_can_be_text_token_ids_or_a_list(serve: Run):
     ids = list(QUESTION.encode())
 
     async def scenario(server: Server) -> None:
@@ -60,7 +60,7 @@ def test_every_form_of_prompt(serve: Run):
     serve(scenario)
 
 
-def test_a_stream(serve: Run):
+def test_stream_returns_the_same_text_and_finish_reason(serve: Run):
     async def scenario(server: Server) -> None:
         chunks = await stream(server, prompt=QUESTION, **GREEDY)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
@@ -72,7 +72,7 @@ def test_a_stream(serve: Run):
     serve(scenario)
 
 
-def test_usage_in_a_stream(serve: Run):
+def test_stream_options_control_usage_chunks(serve: Run):
     async def scenario(server: Server) -> None:
         options = {"include_usage": True}
         *chunks, last = await stream(server, prompt=QUESTION, stream_options=options, **GREEDY)
@@ -88,7 +88,7 @@ def test_usage_in_a_stream(serve: Run):
     serve(scenario)
 
 
-def test_several_answers_are_the_seeds_that_follow(serve: Run):
+def test_sample_i_equals_a_request_with_seed_plus_i(serve: Run):
     fields = {"prompt": "Hello", "max_tokens": 12, "temperature": 1.5, "ignore_eos": True}
 
     async def scenario(server: Server) -> None:
@@ -108,7 +108,7 @@ def test_several_answers_are_the_seeds_that_follow(serve: Run):
     serve(scenario)
 
 
-def test_beams_come_best_first_and_also_in_a_stream(serve: Run, engine: Any):
+def test_beams_are_returned_best_first_also_in_a_stream(serve: Run, engine: Any):
     found = engine.beam_search(QUESTION, beam_width=3, max_tokens=20)[0]
     expected = [answer.text for answer in found.outputs]
 
@@ -124,7 +124,7 @@ def test_beams_come_best_first_and_also_in_a_stream(serve: Run, engine: Any):
     serve(scenario)
 
 
-def test_best_of_comes_whole(serve: Run):
+def test_best_of_stream_sends_each_answer_in_one_chunk(serve: Run):
     fields = {"prompt": "Hello", "max_tokens": 8, "temperature": 1.5, "seed": 3, "best_of": 4}
 
     async def scenario(server: Server) -> None:
@@ -136,7 +136,7 @@ def test_best_of_comes_whole(serve: Run):
     serve(scenario)
 
 
-def test_stop_strings_and_tokens(serve: Run):
+def test_stop_strings_and_tokens_end_the_answer(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, text, why in (
             ({"stop": ", 5"}, "\n3, 4", ", 5"),
@@ -152,10 +152,10 @@ def test_stop_strings_and_tokens(serve: Run):
     serve(scenario)
 
 
-def test_lengths(serve: Run):
+def test_max_tokens_min_tokens_and_ignore_eos_set_the_length(serve: Run):
     async def scenario(server: Server) -> None:
         body = await server.complete(prompt=QUESTION, temperature=0)
-        assert body["usage"]["completion_tokens"] == 15  # of 16, the default
+        assert body["usage"]["completion_tokens"] == 15  # the default limit is 16
         body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=4)
         assert body["choices"][0]["finish_reason"] == "length"
         body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=30, ignore_eos=True)
@@ -166,7 +166,7 @@ def test_lengths(serve: Run):
     serve(scenario)
 
 
-def test_logprobs_and_echo(serve: Run):
+def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "logprobs": 2}
         body = await server.complete(**fields, echo=True)
@@ -193,8 +193,8 @@ def test_logprobs_and_echo(serve: Run):
     serve(scenario)
 
 
-def test_places_in_a_text_are_counted_in_characters(serve: Run):
-    """Of which a token may have a part."""
+def test_text_offset_counts_characters_not_tokens(serve: Run):
+    """A token may be only part of a character."""
 
     async def scenario(server: Server) -> None:
         fields = {"prompt": "aéb", "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -204,9 +204,7 @@ def test_places_in_a_text_are_counted_in_characters(serve: Run):
     serve(scenario)
 
 
-def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
-    serve: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_echo_omits_tokens_that_the_tokenizer_prepends(serve: Run, monkeypatch: pytest.MonkeyPatch):
     prompt_ids = TokenizingService.prompt_ids
 
     async def begun(self: TokenizingService, *about: Any) -> list[int]:
@@ -224,8 +222,10 @@ def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
     serve(scenario)
 
 
-def test_an_answer_begins_where_its_prompt_ends(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    """Also where the tokenizer does not tell how long each token is."""
+def test_text_offset_of_the_answer_starts_at_the_prompt_length(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """The tokenizer may report no length for a token."""
     monkeypatch.setattr(TokenizingService, "num_characters", lambda self, token_id: 0)
 
     async def scenario(server: Server) -> None:
@@ -236,10 +236,9 @@ def test_an_answer_begins_where_its_prompt_ends(serve: Run, monkeypatch: pytest.
     serve(scenario)
 
 
-def test_an_answer_that_is_cut_before_its_prompt_is_scored(
+def test_abort_during_prompt_scoring_returns_the_abort_reason(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is told as one that was cut short, as others are."""
     monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 2)
     put = engine_client.UpdateStream.put
 
@@ -259,7 +258,7 @@ def test_an_answer_that_is_cut_before_its_prompt_is_scored(
     serve(scenario)
 
 
-def test_large_answers_are_the_same_written_beside_the_event_loop(
+def test_answers_encoded_in_a_thread_equal_inline_answers(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     prompt = "".join(f"{i}, " for i in range(50))
@@ -269,9 +268,7 @@ def test_large_answers_are_the_same_written_beside_the_event_loop(
         made = []
         for bound, part in ((generation.MAX_INLINE_LOGPROBS, 7), (10**9, 10**9)):
             monkeypatch.setattr(generation, "MAX_INLINE_LOGPROBS", bound)
-            monkeypatch.setattr(
-                worker, "LOGPROBS_CHUNK_SIZE", part
-            )  # prompt tokens that are told of at a time
+            monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", part)  # prompt tokens per delta
             whole = await server.complete(**asked, prompt_logprobs=2, return_token_ids=True)
             chunks = await stream(server, **asked, return_token_ids=True)
             assert len(whole["choices"][0]["logprobs"]["tokens"]) > 150
@@ -291,7 +288,7 @@ def text_of(chunk: Any) -> str:
     return "".join(choice["text"] for choice in chunk["choices"])
 
 
-def test_a_prompt_can_be_scored_alone(serve: Run):
+def test_zero_max_tokens_with_echo_scores_the_prompt_only(serve: Run):
     async def scenario(server: Server) -> None:
         body = await server.complete(prompt=["ab", "c"], max_tokens=0, echo=True, logprobs=0)
         assert [choice["text"] for choice in body["choices"]] == ["ab", "c"]
@@ -301,7 +298,7 @@ def test_a_prompt_can_be_scored_alone(serve: Run):
     serve(scenario)
 
 
-def test_prompt_logprobs_as_vllm_writes_them(serve: Run):
+def test_prompt_logprobs_use_the_vllm_format(serve: Run):
     async def scenario(server: Server) -> None:
         body = await server.complete(prompt="ab", max_tokens=1, temperature=0, prompt_logprobs=1)
         first, second = body["choices"][0]["prompt_logprobs"]
@@ -312,7 +309,7 @@ def test_prompt_logprobs_as_vllm_writes_them(serve: Run):
     serve(scenario)
 
 
-def test_token_ids_are_told_of_if_asked(serve: Run):
+def test_token_ids_are_returned_on_request(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "return_token_ids": True}
         (choice,) = (await server.complete(**fields))["choices"]
@@ -326,7 +323,7 @@ def test_token_ids_are_told_of_if_asked(serve: Run):
     serve(scenario)
 
 
-def test_prompts_can_be_cut_to_their_ends(serve: Run):
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(serve: Run):
     async def scenario(server: Server) -> None:
         long = "x" * 4000 + QUESTION
         body = await server.complete(prompt=long, **GREEDY, truncate_prompt_tokens=17)
@@ -337,7 +334,7 @@ def test_prompts_can_be_cut_to_their_ends(serve: Run):
     serve(scenario)
 
 
-def test_who_shares_cached_prefixes(serve: Run, engine: Any):
+def test_cache_salt_separates_cached_prefixes(serve: Run, engine: Any):
     engine.reset_prefix_cache()
 
     async def cached(server: Server, **fields: Any) -> int:
@@ -353,7 +350,7 @@ def test_who_shares_cached_prefixes(serve: Run, engine: Any):
     serve(scenario)
 
 
-def test_what_the_sampler_is_asked(serve: Run):
+def test_sampling_parameters_reach_the_sampler(serve: Run):
     async def scenario(server: Server) -> None:
         fields = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}
         body = await server.complete(**fields, allowed_token_ids=[65])

@@ -1,4 +1,4 @@
-"""Connections of clients that send too much, too slowly, or nothing."""
+"""HTTP connections: limits and timeouts for clients that send too much, too slowly, or nothing."""
 
 import asyncio
 import errno
@@ -35,7 +35,7 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n"
 async def server(
     app: Any = None, limits: Limits = STANDARD, num_spare: int = 64, **options: Any
 ) -> AsyncIterator[int]:
-    """The port of a server that says yes."""
+    """Yield the port of a server that runs `app`; the default app answers "yes"."""
     config = uvicorn.Config(
         app or PlainTextResponse("yes"),
         http=make_bounded_protocol(limits, num_spare),
@@ -55,7 +55,7 @@ async def server(
 
 
 async def answer_to(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
-    """All that comes back until the server hangs up."""
+    """Send the pieces and return all bytes received until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
@@ -68,7 +68,7 @@ async def answer_to(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
         writer.close()
 
 
-def test_a_whole_request_also_slowly(monkeypatch: pytest.MonkeyPatch):
+def test_request_sent_in_pieces_is_answered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 2.0)
 
     async def scenario() -> None:
@@ -84,7 +84,7 @@ def test_a_whole_request_also_slowly(monkeypatch: pytest.MonkeyPatch):
     [(), (b"G",), (REQUEST,), (REQUEST + b"\r\n", REQUEST)],
     ids=["nothing", "a letter", "no end", "the second one"],
 )
-def test_headers_that_do_not_come_in_time(
+def test_incomplete_headers_close_the_connection_at_the_timeout(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
@@ -97,7 +97,7 @@ def test_headers_that_do_not_come_in_time(
     asyncio.run(scenario())
 
 
-def test_headers_that_are_too_large():
+def test_too_large_headers_return_431():
     async def scenario() -> None:
         async with server(limits=Limits(max_header_bytes=1024)) as port:
             answer = await answer_to(port, REQUEST + b"X: " + b"y" * 5000)
@@ -110,7 +110,7 @@ async def yes(scope: Any, receive: Any, send: Any) -> None:
     await PlainTextResponse("yes")(scope, receive, send)
 
 
-def test_too_many_connections():
+def test_surplus_connections_get_503_except_for_health_routes():
     async def scenario() -> None:
         async with server(SurplusGuard(yes), Limits(max_connections=2)) as port:
             early = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
@@ -118,12 +118,12 @@ def test_too_many_connections():
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after" in answer
             assert b'"type":"server_error"' in answer
-            for path in UNAUTHENTICATED_PATHS:  # and then it hangs up
+            for path in UNAUTHENTICATED_PATHS:  # these are still answered, then closed
                 answer = await answer_to(
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # those that came first are served
+            for reader, writer in early:  # connections within the limit are served
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -133,7 +133,7 @@ def test_too_many_connections():
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"], ids=["nothing", "a little"])
-def test_who_asks_gets_an_answer_however_many_say_nothing(said: bytes):
+def test_idle_surplus_connections_make_room_for_requests(said: bytes):
     async def scenario() -> None:
         async with server(SurplusGuard(yes), Limits(max_connections=1), num_spare=2) as port:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
@@ -142,9 +142,9 @@ def test_who_asks_gets_an_answer_however_many_say_nothing(said: bytes):
             for _ in range(3):
                 answer = await answer_to(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
                 assert answer.endswith(b"yes")
-            for reader, _ in silent[1:-2]:  # made room
-                assert await hung_up(reader)
-            reader, writer = silent[0]  # was not too many
+            for reader, _ in silent[1:-2]:  # closed to make room
+                assert await is_closed_by_server(reader)
+            reader, writer = silent[0]  # within max_connections
             writer.write(REQUEST.removeprefix(said) + b"Connection: close\r\n\r\n")
             assert (await reader.read()).endswith(b"yes")
             for _, writer in silent:
@@ -153,14 +153,14 @@ def test_who_asks_gets_an_answer_however_many_say_nothing(said: bytes):
     asyncio.run(scenario())
 
 
-async def hung_up(reader: asyncio.StreamReader) -> bool:
+async def is_closed_by_server(reader: asyncio.StreamReader) -> bool:
     try:
         return await asyncio.wait_for(reader.read(), 5) == b""
     except ConnectionError:
         return True
 
 
-def test_files_for_all_connections(
+def test_file_limit_is_raised_or_max_connections_lowered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked = []
@@ -182,7 +182,9 @@ def test_files_for_all_connections(
         assert said.count("\n") == 1
 
 
-def test_out_of_files_new_connections_wait(caplog: pytest.LogCaptureFixture, capsys: Any):
+def test_new_connections_wait_while_file_descriptors_run_out(
+    caplog: pytest.LogCaptureFixture, capsys: Any
+):
     attempts = []
 
     async def scenario() -> None:
@@ -196,7 +198,7 @@ def test_out_of_files_new_connections_wait(caplog: pytest.LogCaptureFixture, cap
         with listen("127.0.0.1", 0) as sock:
             made = asyncio.Event()
             serving = await loop.create_server(
-                lambda: Maker(made), sock=sock, backlog=2048, start_serving=False
+                lambda: ClosingProtocol(made), sock=sock, backlog=2048, start_serving=False
             )
             monkey = pytest.MonkeyPatch()
             monkey.setattr(sock, "_accept", fail, raising=False)
@@ -211,13 +213,13 @@ def test_out_of_files_new_connections_wait(caplog: pytest.LogCaptureFixture, cap
             await serving.wait_closed()
 
     asyncio.run(scenario())
-    assert 1 <= len(attempts) <= 3  # one a second
+    assert 1 <= len(attempts) <= 3  # at most one attempt per second
     assert "Traceback" not in caplog.text
     assert capsys.readouterr().err.count("Too many open files") == 1
 
 
-class Maker(asyncio.Protocol):
-    """Tells of its connection, and ends it."""
+class ClosingProtocol(asyncio.Protocol):
+    """Set an event when a connection is made, and close the connection."""
 
     def __init__(self, made: asyncio.Event):
         self.made = made
@@ -227,7 +229,7 @@ class Maker(asyncio.Protocol):
         transport.close()
 
 
-def test_other_complaints_go_to_the_log(caplog: pytest.LogCaptureFixture):
+def test_other_event_loop_exceptions_are_logged(caplog: pytest.LogCaptureFixture):
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(LoopExceptionHandler().handle)
@@ -237,7 +239,7 @@ def test_other_complaints_go_to_the_log(caplog: pytest.LogCaptureFixture):
     assert "it broke" in caplog.text
 
 
-def test_answers_on_a_kept_connection_do_not_wait_for_each_other():
+def test_keep_alive_answers_are_not_delayed_by_acknowledgements():
     async def seconds() -> list[float]:
         async with server() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -254,21 +256,22 @@ def test_answers_on_a_kept_connection_do_not_wait_for_each_other():
 
 
 def is_quick(times: list[float]) -> bool:
-    """Whether nothing waits for an acknowledgement, which takes 40 ms for all but the first few.
+    """Return whether no answer waited for a TCP acknowledgement.
 
-    It is 0.5 ms; what else this machine does may last longer than 5 ms, but not all the time.
+    A delayed acknowledgement adds 40 ms to each answer after the first few; a normal answer takes
+    0.5 ms. Checking the fifth fastest tolerates pauses of a busy machine.
     """
     return sorted(times[20:])[4] < 0.005
 
 
-def test_a_real_server_answers_at_once_and_only_its_own_hosts(real_server: ServerProcess):
+def test_real_server_answers_without_delay_and_refuses_unknown_hosts(real_server: ServerProcess):
     url = f"{real_server.url}/version"
     with httpx.Client() as client:
         assert is_quick([client.get(url).elapsed.total_seconds() for _ in range(60)])
         assert client.get(url, headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_few_files(compilation_cache: Path):
+def test_server_with_few_file_descriptors_answers_despite_idle_connections(compilation_cache: Path):
     server = ServerProcess(compilation_cache, num_files=128, environment=STUB)
     try:
         where = urlsplit(server.url)
@@ -291,7 +294,7 @@ def test_few_files(compilation_cache: Path):
 
 
 async def drip(port: int, *pieces: bytes, seconds: float = 10.0) -> tuple[bytes, float]:
-    """What comes back for these pieces and then a byte now and then, and how long it took."""
+    """Send the pieces and then single bytes; return the answer and the elapsed seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     start = time.monotonic()
     for piece in pieces:
@@ -314,7 +317,7 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 DRIPPING = POST + b"Content-Length: 100000\r\n\r\n"
 
 
-def test_a_body_that_drips_after_its_answer(monkeypatch: pytest.MonkeyPatch):
+def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
 
     async def scenario() -> None:
@@ -332,7 +335,7 @@ def test_a_body_that_drips_after_its_answer(monkeypatch: pytest.MonkeyPatch):
     [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
     ids=["a body", "headers and a body"],
 )
-def test_one_clock_from_the_connection_to_the_end_of_the_body(
+def test_header_and_body_timeouts_bound_a_slow_request(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)
@@ -363,7 +366,7 @@ def test_one_clock_from_the_connection_to_the_end_of_the_body(
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_a_body_that_drips_after_a_refusal(
+def test_slow_body_after_an_error_response_closes_the_connection(
     serve: Any, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
 ):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
@@ -379,7 +382,7 @@ def test_a_body_that_drips_after_a_refusal(
     serve(scenario, api_keys=("k",))
 
 
-def test_an_answer_is_read_by_who_sends_more_than_is_read():
+def test_client_that_sends_a_large_unread_body_gets_the_answer():
     def ask(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(DRIPPING.replace(b"100000", b"20000000"))
@@ -394,7 +397,7 @@ def test_an_answer_is_read_by_who_sends_more_than_is_read():
     asyncio.run(scenario())
 
 
-def test_a_kept_connection_after_a_whole_body():
+def test_connection_is_reused_after_a_complete_body():
     async def scenario() -> None:
         async with server(echo) as port:
             asked = POST + b"Content-Length: 2\r\n\r\n{}"
@@ -443,10 +446,10 @@ END = REQUEST + b"Connection: close\r\n\r\n"
         "a chunk",
     ],
 )
-def test_what_is_no_http_gets_an_error_in_openais_shape(asked: bytes, status: int, words: str):
+def test_invalid_http_gets_an_error_in_openai_format(asked: bytes, status: int, words: str):
     async def scenario() -> None:
         async with server(echo) as port:
-            for before in (b"", REQUEST + b"\r\n"):  # the second one, sent with the first, too
+            for before in (b"", REQUEST + b"\r\n"):  # also as the second request of one write
                 answer = await answer_to(port, before + asked)
                 if before:
                     assert answer.count(b"200 OK") == 1
@@ -463,7 +466,7 @@ def test_what_is_no_http_gets_an_error_in_openais_shape(asked: bytes, status: in
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Says which path was asked of which host; what it is sent has to end."""
+    """Read the whole body, then answer with the request's path, query and host."""
     while (message := await receive()).get("more_body"):
         pass
     if message["type"] == "http.request":
@@ -481,7 +484,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         (b"/http://b/", b"/http://b/? a"),
     ],
 )
-def test_absolute_targets(target: bytes, expected: bytes):
+def test_absolute_request_target_sets_path_and_host(target: bytes, expected: bytes):
     async def scenario() -> None:
         async with server(echo) as port:
             asked = b"GET %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % target
@@ -490,11 +493,11 @@ def test_absolute_targets(target: bytes, expected: bytes):
     asyncio.run(scenario())
 
 
-class Slow:
-    """Answers after a while, unless the client waits no more.
+class SlowApp:
+    """An app that answers after a delay, unless the client disconnects.
 
     Attributes:
-        num_asked, num_gone: How often it was asked, and how often the client waited no more.
+        num_asked, num_gone: Number of requests, and number of clients that disconnected.
     """
 
     def __init__(self, seconds: float):
@@ -523,9 +526,9 @@ async def half_closed(port: int, asked: bytes) -> bytes:
     return answer
 
 
-def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
+def test_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
-        app = Slow(0.3)
+        app = SlowApp(0.3)
         monkeypatch.setattr(connections, "PROBE_DELAY_S", 5.0)
         async with server(app) as port:
             asked = REQUEST + b"\r\n"
@@ -534,12 +537,12 @@ def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
                 assert answer.startswith(b"HTTP/1.1 200")
                 assert answer.endswith(b"yes")
             assert (await half_closed(port, asked * 3)).count(b"200 OK") == 3
-            assert await half_closed(port, DRIPPING) == b""  # what is not whole gets none
+            assert await half_closed(port, DRIPPING) == b""  # an incomplete request gets no answer
             monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.05)
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
             assert app.num_gone == 1
-            # HTTP/1.0 has no interim responses: such a client counts as gone.
+            # HTTP/1.0 has no interim responses to probe with, so the client counts as disconnected.
             assert await half_closed(port, asked.replace(b"1.1", b"1.0")) == b""
             assert app.num_gone == 2
 
@@ -547,11 +550,11 @@ def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_a_client_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, version: bytes):
+def test_disconnect_cancels_the_running_request(monkeypatch: pytest.MonkeyPatch, version: bytes):
     monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.1)
 
     async def scenario() -> None:
-        app = Slow(30)
+        app = SlowApp(30)
         async with server(app) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(REQUEST.replace(b"1.1", version) + b"\r\n")
@@ -569,15 +572,15 @@ def test_a_client_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, versi
 LONG_ANSWER = b"x" * (20 * 2**20)
 
 
-def test_who_reads_nothing_is_hung_up_on_and_who_reads_slowly_is_not():
+def test_stalled_reader_is_disconnected_but_slow_reader_is_not():
     async def scenario() -> None:
         async with server(PlainTextResponse(LONG_ANSWER), Limits(stall_timeout=1.0)) as port:
             silent = [ask(port, last) for last in (b"", b"Connection: close\r\n")]
             await asyncio.sleep(2.5)
             for sock in silent:
-                assert await asyncio.to_thread(read_on, sock, 0.0) < len(LONG_ANSWER)
+                assert await asyncio.to_thread(count_bytes, sock, 0.0) < len(LONG_ANSWER)
             slow = ask(port, b"Connection: close\r\n")
-            assert await asyncio.to_thread(read_on, slow, 0.1) > len(LONG_ANSWER)
+            assert await asyncio.to_thread(count_bytes, slow, 0.1) > len(LONG_ANSWER)
 
     def ask(port: int, header: bytes) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", port))
@@ -587,8 +590,8 @@ def test_who_reads_nothing_is_hung_up_on_and_who_reads_slowly_is_not():
     asyncio.run(scenario())
 
 
-def read_on(sock: socket.socket, pause: float) -> int:
-    """Bytes that can be read, slowly or fast, until the connection ends."""
+def count_bytes(sock: socket.socket, pause: float) -> int:
+    """Read until the connection ends, pausing after each read; return the number of bytes."""
     num_bytes = 0
     with sock:
         try:

@@ -1,4 +1,4 @@
-"""The page's routes: who may fetch what, and what comes with it."""
+"""The dashboard's HTTP routes: authentication, headers and served files."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ STATIC = files("jpaged.serve.dashboard").joinpath("static")
 
 
 def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Response:
-    """The answer of a server whose engine is not there yet."""
+    """Return the response of an application whose engine has not started."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(ServerState(ServeConfig(**config))))
@@ -32,7 +32,7 @@ def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Res
 
 
 @pytest.mark.parametrize("path", sorted({*PAGE_PATHS, "/picture/events", "/picture/anything"}))
-def test_a_browser_is_asked_for_a_key(path: str):
+def test_dashboard_routes_require_the_api_key(path: str):
     answer = get(path, api_keys=("secret",))
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"].startswith('Basic realm="jpaged"')
@@ -42,14 +42,14 @@ def test_a_browser_is_asked_for_a_key(path: str):
     assert get(path, given, api_keys=("secret",)).status_code == expected
 
 
-def test_events_before_there_is_an_engine():
+def test_dashboard_events_return_503_before_the_engine_starts():
     answer = get("/picture/events")
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
 
 
 @pytest.mark.parametrize("path", sorted(PAGE_PATHS))
-def test_files_come_with_their_type_and_a_strict_policy(path: str):
+def test_dashboard_files_have_content_type_and_security_policy(path: str):
     answer = get(path)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
@@ -60,11 +60,11 @@ def test_files_come_with_their_type_and_a_strict_policy(path: str):
 
 
 @pytest.mark.parametrize("path", ["/picture/index.html", "/picture/x.js", "/picture/..%2fapp.py"])
-def test_there_are_no_other_files(path: str):
+def test_unknown_dashboard_file_returns_404(path: str):
     assert get(path).status_code == 404
 
 
-def test_it_can_be_left_out():
+def test_disabled_dashboard_returns_404():
     for path in (*PAGE_PATHS, "/picture/events"):
         assert get(path, dashboard=False).status_code == 404
     for given in ({}, basic("whoever", "secret")):
@@ -73,12 +73,12 @@ def test_it_can_be_left_out():
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_all_files_are_served():
+def test_every_static_file_is_served():
     served = {path.removeprefix("/picture/") for path in PAGE_PATHS - {"/"}} | {"index.html"}
     assert served == {file.name for file in STATIC.iterdir()}
 
 
-def test_a_stray_file_is_not_among_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_editor_backup_files_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "static").mkdir()
     for name in ("index.html", "main.js", "main.js~", ".main.js.swp", "notes", ".js"):
         (tmp_path / "static" / name).touch()
@@ -87,7 +87,7 @@ def test_a_stray_file_is_not_among_them(tmp_path: Path, monkeypatch: pytest.Monk
     assert served == {"/", "/picture/main.js"}
 
 
-def test_the_page_has_nothing_that_its_policy_forbids():
+def test_static_files_obey_the_content_security_policy():
     for file in STATIC.iterdir():
         text = file.read_text(encoding="utf-8")
         assert "innerHTML" not in text
@@ -97,7 +97,7 @@ def test_the_page_has_nothing_that_its_policy_forbids():
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
 
 
-def test_without_a_browser_the_tests_are_skipped_but_not_in_continuous_integration(
+def test_missing_browser_skips_tests_but_fails_when_required(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("PATH", "")

@@ -1,4 +1,4 @@
-"""The embedded model with a calculator, a schema and reasoning over HTTP, by its own answers."""
+"""The embedded model's real answers over HTTP: calculator calls, schemas and reasoning."""
 
 import asyncio
 import json
@@ -25,13 +25,13 @@ FORMS = {
 
 @pytest.fixture
 def talk(serve: Run, engines: Callable[..., Engine]) -> Run:
-    """Runs a scenario with the embedded model."""
+    """Return a function that runs a scenario with the embedded model."""
     engine = engines(max_model_len=1024, num_blocks=520)
     return lambda scenario: serve(scenario, engine, **FORMS)
 
 
 async def ask(server: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """The one choice."""
+    """Send a chat and return its only choice."""
     body = {"messages": messages, "temperature": 0, "max_tokens": 200, **fields}
     answer = await server.http.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
@@ -40,7 +40,7 @@ async def ask(server: Server, messages: list[Any], **fields: Any) -> dict[str, A
 
 
 async def round_trip(server: Server, question: str, **fields: Any) -> tuple[str, str]:
-    """The expression that the model calls the calculator with, and its answer to the result."""
+    """Run one tool call; return the model's calculator expression and its final answer."""
     messages: list[Any] = [{"role": "user", "content": question}]
     choice = await ask(server, messages, tools=[CALCULATOR], **fields)
     message = choice["message"]
@@ -58,7 +58,7 @@ async def round_trip(server: Server, question: str, **fields: Any) -> tuple[str,
 
 
 def random_sums(seed: int, n: int) -> list[tuple[str, str]]:
-    """Questions, and the expressions that they ask for."""
+    """Return pairs of a question and the expression that answers it."""
     rng = random.Random(seed)
     sums = []
     for i in range(n):
@@ -78,8 +78,7 @@ def random_sums(seed: int, n: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("count", [3, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize("choice", ["required", pytest.param("auto", marks=pytest.mark.full)])
-def test_many_random_sums(talk: Run, choice: str, count: int):
-    """The right call with the right arguments, and the right answer to what comes back."""
+def test_model_calls_the_calculator_with_the_right_expression(talk: Run, choice: str, count: int):
     sums = random_sums(1, count)
 
     async def scenario(server: Server) -> None:
@@ -91,7 +90,7 @@ def test_many_random_sums(talk: Run, choice: str, count: int):
 
 
 @pytest.mark.soak
-def test_hundreds_of_random_sums(talk: Run):
+def test_model_solves_nearly_all_of_three_hundred_sums(talk: Run):
     sums = random_sums(2, 300)
 
     async def scenario(server: Server) -> None:
@@ -106,7 +105,7 @@ def test_hundreds_of_random_sums(talk: Run):
     talk(scenario)
 
 
-def test_openais_client_streams_a_round_trip(talk: Run):
+def test_openai_client_streams_a_tool_call_round_trip(talk: Run):
     async def scenario(server: Server) -> None:
         http: Any = server.http
         client = openai.AsyncOpenAI(
@@ -118,7 +117,7 @@ def test_openais_client_streams_a_round_trip(talk: Run):
         ]
         function = CALCULATOR["function"]
         parameters = {**function["parameters"], "additionalProperties": False}
-        strict = {**function, "strict": True, "parameters": parameters}  # or it parses nothing
+        strict = {**function, "strict": True, "parameters": parameters}  # else not parsed
         tools = [{"type": "function", "function": strict}]
         options: Any = {"model": "jpaged-tiny", "tools": tools, "temperature": 0}
         for _ in range(2):
@@ -137,7 +136,7 @@ def test_openais_client_streams_a_round_trip(talk: Run):
     talk(scenario)
 
 
-def test_what_needs_no_calculator_is_answered_at_once(talk: Run):
+def test_model_answers_without_a_call_when_no_calculator_is_needed(talk: Run):
     async def scenario(server: Server) -> None:
         for question, answer in (
             ("Sort pear, apple, fig", "apple, fig, pear"),
@@ -152,7 +151,7 @@ def test_what_needs_no_calculator_is_answered_at_once(talk: Run):
     talk(scenario)
 
 
-def test_a_mistake_of_the_tool_is_passed_on(talk: Run):
+def test_model_reports_the_calculators_error(talk: Run):
     async def scenario(server: Server) -> None:
         expression, answer = await round_trip(server, "What is 7 / 0?")
         assert expression == "7 / 0"
@@ -170,8 +169,8 @@ PERSON = {
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_json_that_obeys_the_schema_in_the_prompt(talk: Run, is_held: bool):
-    """By itself, and where a grammar holds it to the schema."""
+def test_model_follows_a_schema_in_the_prompt(talk: Run, is_held: bool):
+    """Check the answer with and without a grammar that enforces the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": PERSON}}
     fields = {"response_format": form} if is_held else {}
 
@@ -183,7 +182,7 @@ def test_json_that_obeys_the_schema_in_the_prompt(talk: Run, is_held: bool):
     talk(scenario)
 
 
-def test_reasoning_comes_apart(talk: Run):
+def test_reasoning_is_returned_separately_from_content(talk: Run):
     async def scenario(server: Server) -> None:
         thinking = {"chat_template_kwargs": {"enable_thinking": True}}
         asked = [{"role": "user", "content": "What is 34 * 27?"}]

@@ -1,4 +1,4 @@
-"""The command line of the server."""
+"""Parsing of the server's command line."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from jpaged.serve.options import Limits, build_parser, read_flags
 
 
-def test_nothing_serves_the_embedded_model_to_this_machine_alone():
+def test_no_flags_serve_the_embedded_model_on_localhost():
     flags = read_flags([])
     assert (flags.serve.host, flags.serve.port) == ("127.0.0.1", 8000)
     assert flags.engine == {"verbose": True}
@@ -21,21 +21,21 @@ def test_nothing_serves_the_embedded_model_to_this_machine_alone():
     assert not flags.serve.dashboard_text
 
 
-def forms_of(*argv: str) -> tuple[bool, str | None, str | None]:
+def parser_flags(*argv: str) -> tuple[bool, str | None, str | None]:
     serve = read_flags(argv).serve
     return serve.enable_auto_tool_choice, serve.tool_call_parser, serve.reasoning_parser
 
 
-def test_how_the_embedded_model_writes_calls_and_reasoning_is_known(tmp_path: Path):
-    assert forms_of() == (True, "hermes", "qwen3")
-    assert forms_of("--reasoning-parser", "deepseek_r1") == (True, "hermes", "deepseek_r1")
-    assert forms_of("--model", "org/name") == (False, None, None)
+def test_parsers_default_only_for_the_embedded_model_and_template(tmp_path: Path):
+    assert parser_flags() == (True, "hermes", "qwen3")
+    assert parser_flags("--reasoning-parser", "deepseek_r1") == (True, "hermes", "deepseek_r1")
+    assert parser_flags("--model", "org/name") == (False, None, None)
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
-    assert forms_of("--chat-template", str(path)) == (False, None, None)
+    assert parser_flags("--chat-template", str(path)) == (False, None, None)
 
 
-def test_what_vllms_users_write():
+def test_vllm_flags_map_to_engine_and_server_options():
     flags = read_flags(
         [
             *("--model", "org/name", "--host", "0.0.0.0", "--port", "9", "--api-key", "a", "b"),
@@ -75,20 +75,20 @@ def test_what_vllms_users_write():
     assert flags.serve.shutdown_timeout == 60
 
 
-def test_a_model_without_a_flag_and_keys_one_by_one():
+def test_positional_model_and_repeated_api_keys_are_accepted():
     flags = read_flags(["org/name", "--api-key", "a", "--api-key", "b"])
     assert flags.engine["model"] == "org/name"
     assert flags.serve.model_names == ("org/name",)
     assert flags.serve.api_keys == ("a", "b")
 
 
-def test_a_folder_is_not_a_name(tmp_path: Path):
+def test_model_folder_is_served_under_its_base_name(tmp_path: Path):
     folder = tmp_path / "my-model"
     flags = read_flags(["--model", str(folder)])
     assert flags.serve.model_names == ("my-model",)
 
 
-def test_a_template_of_ones_own(tmp_path: Path):
+def test_chat_template_file_and_allowed_variables_are_read(tmp_path: Path):
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     flags = read_flags(
@@ -152,7 +152,7 @@ def test_a_template_of_ones_own(tmp_path: Path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_name_the_flag_and_the_remedy(
+def test_flag_error_names_the_flag_and_the_remedy(
     argv: list[str], words: list[str], capsys: pytest.CaptureFixture[Any]
 ):
     with pytest.raises(SystemExit) as caught:
@@ -163,20 +163,20 @@ def test_mistakes_name_the_flag_and_the_remedy(
         assert word in said
 
 
-def test_what_may_be_nothing():
+def test_queue_limit_and_shutdown_timeout_may_be_zero():
     flags = read_flags(["--max-num-queued-reqs", "0", "--shutdown-timeout", "0"])
     assert flags.serve.limits.max_num_queued_reqs == 0
     assert flags.serve.shutdown_timeout == 0
 
 
-def test_the_help_teaches():
+def test_help_contains_examples_and_key_options():
     text = build_parser().format_help()
     for word in ("curl", "--preemption-mode", "examples:", "SIGTERM", "503", "127.0.0.1"):
         assert word in text
 
 
 @pytest.mark.parametrize("key", [" secret", "--secret", "-secret"])
-def test_a_wrong_key_is_not_shown(key: str, capsys: pytest.CaptureFixture[Any]):
+def test_api_key_error_does_not_show_the_key(key: str, capsys: pytest.CaptureFixture[Any]):
     with pytest.raises(SystemExit):
         read_flags(["--api-key", key])
     assert "secret" not in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""Requests made from the published schema, and requests made to be wrong: an answer or an error in
-the published shape, never a fault; and after each the server is as it was."""
+"""Fuzz every POST route: random valid and invalid bodies get responses of the published schema."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +36,7 @@ ENDS = {
     "/v1/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
     "/v1/responses": b"}\n\n",
 }
-"""What streams end with that do not end as OpenAI's older ones."""
+"""Last bytes of the streams that do not end with `data: [DONE]`."""
 
 
 def body_schema(path: str) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def fuzz(serve: Run, path: str, bodies: st.SearchStrategy[bytes]) -> None:
     async def scenario(server: Server) -> None:
         made: list[bytes] = []
 
-        # Hypothesis calls plain functions: it makes the bodies first, and then they are sent.
+        # Hypothesis cannot call coroutines, so collect the bodies first and send them afterwards.
         @FUZZ
         @given(bodies)
         def collect(body: bytes) -> None:
@@ -85,19 +84,19 @@ def fuzz(serve: Run, path: str, bodies: st.SearchStrategy[bytes]) -> None:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_schema_accepts(serve: Run, path: str):
+def test_valid_random_requests_never_cause_a_server_error(serve: Run, path: str):
     fuzz(serve, path, values_of(body_schema(path), DOCUMENT).map(as_json))
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_fields_of_any_value(serve: Run, path: str):
+def test_requests_with_random_field_values_never_cause_a_server_error(serve: Run, path: str):
     good = values_of(body_schema(path), DOCUMENT)
     spoilt = st.dictionaries(st.sampled_from(fields_of(path)), ANYTHING, min_size=1, max_size=3)
     fuzz(serve, path, st.builds(lambda a, b: as_json(a | b), good, spoilt))
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_bytes_of_any_kind(serve: Run, path: str):
+def test_random_bytes_never_cause_a_server_error(serve: Run, path: str):
     good = values_of(body_schema(path), DOCUMENT).map(as_json)
     torn = st.builds(
         lambda body, at, junk: body[:at] + junk + body[at:],

@@ -1,4 +1,4 @@
-"""Which Hosts are served."""
+"""The check of the `Host` header, which stops DNS rebinding."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ STRANGE = (
 PATHS = ("/", "/metrics", "/v1/models", "/version", "/picture/events", "/nowhere", "/health")
 
 
-def test_only_this_machines_own(serve: Run):
+def test_only_local_and_allowed_host_headers_are_served(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"prompt": QUESTION, "max_tokens": 1}
         for host in (*OWN, "box.lan:8000", "llm.example.com"):
@@ -49,7 +49,9 @@ def test_only_this_machines_own(serve: Run):
 
 
 @pytest.mark.parametrize("allowed", [("*",), None])
-def test_any(serve: Run, allowed: tuple[str, ...] | None):
+def test_wildcard_or_no_allowed_hosts_serves_every_host(
+    serve: Run, allowed: tuple[str, ...] | None
+):
     async def scenario(server: Server) -> None:
         for host in (*OWN, *STRANGE):
             headers = {b"Host": host.encode()}
@@ -73,10 +75,12 @@ def test_any(serve: Run, allowed: tuple[str, ...] | None):
         (("--allowed-hosts", "a", "--host", "0.0.0.0"), "0.0.0.0", ("a", "0.0.0.0")),
     ],
 )
-def test_where_it_matters(argv: tuple[str, ...], address: str, expected: tuple[str, ...] | None):
+def test_allowed_hosts_follow_from_flags_and_address(
+    argv: tuple[str, ...], address: str, expected: tuple[str, ...] | None
+):
     assert served_hosts(read_flags([*argv]), address) == expected
 
 
-def test_names_are_compared_without_ports_and_brackets():
+def test_host_names_are_compared_without_ports_and_brackets():
     assert normalize_host(" Example.com.:80 ") == "example.com"
     assert normalize_host("[::1]:80") == normalize_host("::1") == "::1"

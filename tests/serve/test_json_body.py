@@ -1,4 +1,4 @@
-"""JSON that means one thing only, whose values are counted before any is built."""
+"""Strict JSON parsing, which counts values before it builds them, and encoding of large JSON."""
 
 import json
 import sys
@@ -17,12 +17,12 @@ from jpaged.serve.http.bodies import parse_json
 from jpaged.serve.http.exchange import encode_large_json
 
 PIECE = 256 * 1024
-"""Bytes that are counted in one go: what is cut between two pieces must not matter."""
+"""Number of bytes counted in one call. Results must not depend on where this cuts the body."""
 
 ODD_TEXTS = ['"' * 3, "\\", "\\\\", '\\"', '\\\\"', ",:[{", "\n\u4e2d", "", ' ":1,"a":2']
 
 
-def refusal(content: bytes, max_values: int = 10**9) -> str:
+def refusal_message(content: bytes, max_values: int = 10**9) -> str:
     with pytest.raises(ApiError) as refused:
         parse_json(content, max_values)
     assert refused.value.status == 400
@@ -31,20 +31,20 @@ def refusal(content: bytes, max_values: int = 10**9) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(ANYTHING, st.booleans())
-def test_values_come_back(value: Any, is_ascii: bool):
+def test_parse_json_returns_the_encoded_value(value: Any, is_ascii: bool):
     content = json.dumps(value, ensure_ascii=is_ascii).encode()
     assert parse_json(content, 10**9) == value
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
 @pytest.mark.parametrize("is_ascii", [True, False])
-def test_what_is_in_a_string_is_not_counted(text: str, is_ascii: bool):
+def test_punctuation_inside_strings_is_not_counted_as_values(text: str, is_ascii: bool):
     own = json.dumps(text * 4, ensure_ascii=is_ascii)[1:-1].encode()
     for pad in (0, *range(PIECE - 14, PIECE - 1)):
         content = b'{"%b": "%b", "b": 1}' % (own, b"x" * pad + own)
         assert parse_json(content, 17) == json.loads(content)
-        assert "more than 16 JSON values" in refusal(content, 16)
-        assert "twice" in refusal(content.replace(b'"b"', b'"%b"' % own))
+        assert "more than 16 JSON values" in refusal_message(content, 16)
+        assert "twice" in refusal_message(content.replace(b'"b"', b'"%b"' % own))
 
 
 UNITS = [
@@ -64,7 +64,7 @@ UNITS = [
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("is_ascii", [True, False])
-def test_long_strings_come_back_wherever_they_are_cut(unit: str, is_ascii: bool):
+def test_long_strings_are_parsed_correctly_at_every_chunk_boundary(unit: str, is_ascii: bool):
     for pad in range(13):
         text = "x" * pad + unit * (200_000 // len(json.dumps(unit, ensure_ascii=is_ascii)))
         value = {"a": [text, 1.5, {"b": text + "y"}], "c": "d", "e": 1}
@@ -75,25 +75,24 @@ BROKEN = [b'["%b\\q"]', b'["%b\\u00zz"]', b'["%b", oops]', b'[oops, "%b"]', b'["
 
 
 @pytest.mark.parametrize("body", BROKEN)
-def test_errors_name_their_place_in_a_body_with_a_long_string(body: bytes):
+def test_parse_error_gives_the_position_after_a_long_string(body: bytes):
     whole = body % (b"x" * 100_000)
     with pytest.raises(msgspec.DecodeError) as error:
         msgspec.json.decode(whole)
-    assert str(error.value).removeprefix("JSON is malformed: ") in refusal(whole)
+    assert str(error.value).removeprefix("JSON is malformed: ") in refusal_message(whole)
 
 
-def test_long_strings_are_values_in_utf_8():
+def test_malformed_long_strings_are_refused():
     long = b"x" * 100_000
     for around in (b'[-"%b"]', b'[1"%b"]', b'["%b"1]', b'["%b""%b"]'):
-        assert "cannot be parsed as JSON" in refusal(around.replace(b"%b", long))
-    assert "byte 100002 is not UTF-8" in refusal(b'["%b\xff"]' % long)
-    assert "[0] has a lone surrogate" in refusal(b'["%b\\ud83d"]' % long)
-    assert "a key is longer than 16384 bytes" in refusal(b'{"%b" : 1}' % long)
+        assert "cannot be parsed as JSON" in refusal_message(around.replace(b"%b", long))
+    assert "byte 100002 is not UTF-8" in refusal_message(b'["%b\xff"]' % long)
+    assert "[0] has a lone surrogate" in refusal_message(b'["%b\\ud83d"]' % long)
+    assert "a key is longer than 16384 bytes" in refusal_message(b'{"%b" : 1}' % long)
 
 
 @pytest.mark.parametrize("unit", [b"\\n\\u4e2d", b'\\"', b"\\\\", b"\\ud83d\\ude00"])
-def test_no_call_for_a_long_string_holds_the_interpreter_for_long(unit: bytes):
-    """The longest call takes a small part of the time that one call takes for the whole body."""
+def test_parsing_a_long_string_holds_the_interpreter_only_briefly(unit: bytes):
     body = b'{"prompt":"%b"}' % (unit * (2**23 // len(unit)))
     whole = min(longest_call(lambda: msgspec.json.decode(body)) for _ in range(3))
     parts = min(longest_call(lambda: parse_json(body, 10**6)) for _ in range(3))
@@ -101,7 +100,7 @@ def test_no_call_for_a_long_string_holds_the_interpreter_for_long(unit: bytes):
 
 
 def longest_call(work: Callable[[], object]) -> float:
-    """Processor time of the longest call into C while `work` runs, in seconds."""
+    """Run `work` and return the CPU time of its longest call into C, in seconds."""
     longest = began = 0.0
 
     def watch(frame: object, event: str, called: object) -> None:
@@ -119,7 +118,7 @@ def longest_call(work: Callable[[], object]) -> float:
     return longest
 
 
-def test_how_much_each_value_counts():
+def test_each_json_value_has_its_expected_weight():
     for content, weight in (
         (b"1", 1),
         (b'"a"', 4),
@@ -130,30 +129,30 @@ def test_how_much_each_value_counts():
         (b"-17", 1),
         (b"1.5", 4),
         (b"1e5", 1),
-        (b"[]", 5),  # as if there were something in it
+        (b"[]", 5),  # counted like a list of one value
     ):
         parse_json(content, weight)
-        assert "JSON values" in refusal(content, weight - 1)
+        assert "JSON values" in refusal_message(content, weight - 1)
 
 
-def test_long_numbers():
-    """They take the square of their digits."""
+def test_long_numbers_are_limited_by_their_digits():
+    """Parsing a number takes quadratic time in its digits."""
     numbers = b"[%b]" % b",".join([b"9" * 63] * 100)
     parse_json(numbers, 10**9)
-    assert "by their digits" in refusal(numbers, 104 + 600)
+    assert "by their digits" in refusal_message(numbers, 104 + 600)
     parse_json(b"[%b]" % b",".join([b"9" * 7] * 1000), 1004)
-    assert "too long" in refusal(b'{"seed": %b}' % (b"9" * 200))
+    assert "too long" in refusal_message(b'{"seed": %b}' % (b"9" * 200))
     text = b'{"user": "%b"}' % (b"9" * 10_000)
     assert parse_json(text, 10**9) == json.loads(text)
 
 
 @settings(max_examples=100, deadline=None)
 @given(ANYTHING)
-def test_large_answers_are_the_same_json(value: Any):
+def test_encode_large_json_matches_msgspec(value: Any):
     assert encode_large_json(value) == msgspec.json.encode(value)
 
 
-def test_large_answers_of_many_pieces():
+def test_encode_large_json_matches_msgspec_for_many_pieces():
     text = 'a"\n\u4e2d\\' * 100_000
     entry = {"token": "a", "top_logprobs": [{"token": text[:9], "logprob": -0.5}]}
     value = {
@@ -165,8 +164,8 @@ def test_large_answers_of_many_pieces():
 
 
 @pytest.mark.parametrize("size", [0, 20_000])
-def test_names_told_apart_from_colons_in_strings(size: int):
-    """In bodies that are read in the event loop, and in large ones."""
+def test_keys_are_distinguished_from_colons_in_strings(size: int):
+    """Small bodies are parsed in the event loop, large ones in a thread."""
     more = ["a" * size]
     body = {"a": "b:c", "d": {"e:": ["f: g", {"h": 1}]}, "more": more}
     assert parse_json(json.dumps(body).encode(), 10**6) == body

@@ -1,6 +1,6 @@
-"""The server's life: start, drain, signals, and mistakes in the command line.
+"""Start, shutdown, signals and failures of the server process.
 
-Most of it concerns the processes around the engine, so most of these tests start the stub engine.
+Most tests concern the processes around the engine, so they start the stub engine.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True
 SLOW_START = STUB | {START_SECONDS: "60"}
 
 
-def ask_meanwhile(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Ask in another thread; the answer comes into the list."""
+def ask_in_thread(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    """Send a request in another thread, which appends the response or error to the list."""
     found: list[Any] = []
 
     def ask() -> None:
@@ -47,18 +47,18 @@ def ask_meanwhile(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, l
     return thread, found
 
 
-def wait_until_it_runs(url: str) -> None:
-    """Wait until the engine has begun: what is let in is tokenised first, and not yet running."""
+def wait_until_running(url: str) -> None:
+    """Wait until the engine runs a request; an admitted request is tokenized before it runs."""
     end = time.monotonic() + 20
     idle = 'vllm:num_requests_running{engine="0",model_name="jpaged-tiny"} 0.0'
     while idle in httpx.get(f"{url}/metrics").text:
         assert time.monotonic() < end
 
 
-def test_a_signal_lets_requests_end(compilation_cache: Path):
+def test_sigterm_lets_running_requests_finish(compilation_cache: Path):
     server = ServerProcess(compilation_cache)
     try:
-        thread, found = ask_meanwhile(server.url, LONG)
+        thread, found = ask_in_thread(server.url, LONG)
         server.process.send_signal(signal.SIGTERM)
         thread.join()
         assert found[0].json()["choices"][0]["finish_reason"] == "length"
@@ -69,11 +69,11 @@ def test_a_signal_lets_requests_end(compilation_cache: Path):
         server.end()
 
 
-def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
+def test_sigterm_to_all_processes_lets_running_requests_finish(compilation_cache: Path):
     server = ServerProcess(compilation_cache, environment=STUB)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 16})
-        wait_until_it_runs(server.url)
+        thread, found = ask_in_thread(server.url, {**LONG, "prompt": ["Hello"] * 16})
+        wait_until_running(server.url)
         for pid in (*children_of(server.process.pid), server.process.pid):
             os.kill(pid, signal.SIGTERM)
         thread.join()
@@ -84,11 +84,11 @@ def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
         server.end()
 
 
-def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
+def test_requests_over_the_shutdown_timeout_are_aborted(compilation_cache: Path):
     server = ServerProcess(compilation_cache, "--shutdown-timeout", "0", environment=STUB)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
-        wait_until_it_runs(server.url)
+        thread, found = ask_in_thread(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        wait_until_running(server.url)
         server.process.send_signal(signal.SIGINT)
         thread.join()
         reasons = {choice["finish_reason"] for choice in found[0].json()["choices"]}
@@ -98,10 +98,10 @@ def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
         server.end()
 
 
-def test_a_second_signal_ends_all_at_once(compilation_cache: Path):
+def test_second_signal_stops_the_server_immediately(compilation_cache: Path):
     server = ServerProcess(compilation_cache, environment=STUB)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        thread, found = ask_in_thread(server.url, {**LONG, "prompt": ["Hello"] * 64})
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         start = time.monotonic()
@@ -114,18 +114,18 @@ def test_a_second_signal_ends_all_at_once(compilation_cache: Path):
         server.end()
 
 
-def test_a_signal_while_it_starts(tmp_path: Path):
+def test_sigterm_during_startup_exits_cleanly(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False, environment=SLOW_START)
     try:
-        wait_for_words(server)
+        wait_for_log(server)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
     finally:
         server.end()
 
 
-def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path):
-    """As in `python -m jpaged.serve 2>&1 | head`."""
+def test_sigterm_stops_the_server_with_a_closed_stderr_pipe(compilation_cache: Path):
+    """`python -m jpaged.serve 2>&1 | head` closes the pipe in this way."""
     command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
     command += ["--compilation-cache-dir", str(compilation_cache)]
     with subprocess.Popen(
@@ -144,12 +144,12 @@ def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cache: Path):
+def test_killed_or_hung_engine_stops_the_server(how: int, compilation_cache: Path):
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=STUB)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        thread, found = ask_in_thread(server.url, {**LONG, "prompt": ["Hello"] * 64})
         worker = worker_of(server.process.pid)
-        wait_until_it_runs(server.url)
+        wait_until_running(server.url)
         os.kill(worker, how)
         assert server.wait(20) == 1
         thread.join()
@@ -162,8 +162,7 @@ def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cach
         server.end()
 
 
-def test_an_engine_that_hangs_while_it_starts_ends_the_server(tmp_path: Path):
-    """As in a driver, or where it waits for another device."""
+def test_engine_hung_during_startup_stops_the_server(tmp_path: Path):
     server = ServerProcess(tmp_path, "--start-timeout", "2", wait=False, environment=SLOW_START)
     try:
         while not (workers := engines_of(server.process.pid)):
@@ -179,7 +178,7 @@ def test_an_engine_that_hangs_while_it_starts_ends_the_server(tmp_path: Path):
         server.end()
 
 
-def test_a_tokenizing_process_that_hangs_while_it_starts_ends_the_server(
+def test_tokenizing_process_hung_during_startup_stops_the_server(
     tmp_path: Path, compilation_cache: Path
 ):
     code = """import sys, time
@@ -187,7 +186,7 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
     time.sleep(1000)"""
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    limit = ("--start-timeout", "8")  # also where the engine itself is not there by then
+    limit = ("--start-timeout", "8")  # also holds if the engine has not started by then
     server = ServerProcess(compilation_cache, *limit, wait=False, environment=around)
     try:
         assert server.wait(60) == 1
@@ -198,18 +197,15 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
 
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
-def test_a_step_that_does_not_end_ends_the_server(
-    tmp_path: Path, compilation_cache: Path, library: str
-):
-    """As where a device waits for another in a collective: whether or not the library that waits
-    lets other threads have the interpreter."""
+def test_hung_engine_step_stops_the_server(tmp_path: Path, compilation_cache: Path, library: str):
+    """A collective can hang, in a library that holds or releases the interpreter lock."""
     flag = tmp_path / "blocked"
     around = STUB | {BLOCKED_WHILE: str(flag), BLOCKED_IN: library}
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
     try:
         worker = worker_of(server.process.pid)
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
-        wait_until_it_runs(server.url)
+        thread, found = ask_in_thread(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        wait_until_running(server.url)
         flag.touch()
         assert server.wait(20) == 1
         thread.join()
@@ -222,11 +218,10 @@ def test_a_step_that_does_not_end_ends_the_server(
 
 
 @pytest.mark.parametrize("with_engine", [False, True])
-def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(
+def test_resumed_server_does_not_report_its_engine_as_hung(
     compilation_cache: Path, with_engine: bool
 ):
-    """With its engine: as by Ctrl-Z, which all of a terminal's processes get. The engine may come
-    back a moment later."""
+    """Ctrl-Z stops the server and its engine; the engine may resume later than the server."""
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=STUB)
     try:
         pids = [server.process.pid]
@@ -247,7 +242,7 @@ def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(
         server.end()
 
 
-def test_the_application_without_a_socket(compilation_cache: Path):
+def test_serving_app_answers_over_asgi_without_a_socket(compilation_cache: Path):
     flags = read_flags([*ARGUMENTS, "--compilation-cache-dir", str(compilation_cache)])
 
     async def use() -> None:
@@ -267,9 +262,7 @@ def test_the_application_without_a_socket(compilation_cache: Path):
     assert not engines_of(os.getpid())
 
 
-def test_the_application_ends_an_engine_that_hangs(
-    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_serving_app_kills_a_hung_engine(compilation_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     flags = ["--compilation-cache-dir", str(compilation_cache), "--hang-timeout", "1"]
 
@@ -284,7 +277,7 @@ def test_the_application_ends_an_engine_that_hangs(
     assert not engines_of(os.getpid())
 
 
-def test_the_application_does_not_wait_for_an_engine_for_ever(
+def test_serving_app_raises_after_the_start_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     flags = ["--compilation-cache-dir", str(tmp_path), "--start-timeout", "0.5"]
@@ -297,10 +290,10 @@ def test_the_application_does_not_wait_for_an_engine_for_ever(
         asyncio.run(use())
     assert not engines_of(os.getpid())
     gc.collect()
-    assert not caplog.text  # of a future that nobody asked, for one
+    assert not caplog.text  # such as an exception that was never retrieved
 
 
-def test_the_application_without_a_model(compilation_cache: Path, tmp_path: Path):
+def test_serving_app_raises_for_a_folder_without_a_model(compilation_cache: Path, tmp_path: Path):
     async def use() -> None:
         async with serving_app(read_flags(["--model", str(tmp_path)])):
             pass
@@ -310,9 +303,9 @@ def test_the_application_without_a_model(compilation_cache: Path, tmp_path: Path
     assert not engines_of(os.getpid())
 
 
-def test_the_engine_ends_with_its_server_also_while_it_starts(tmp_path: Path):
+def test_starting_engine_exits_when_its_server_is_killed(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False)
-    wait_for_words(server)
+    wait_for_log(server)
     worker = worker_of(server.process.pid)
     server.end()
     end = time.monotonic() + 10
@@ -321,14 +314,14 @@ def test_the_engine_ends_with_its_server_also_while_it_starts(tmp_path: Path):
         time.sleep(0.05)
 
 
-def test_a_model_that_cannot_be_loaded(compilation_cache: Path, tmp_path: Path):
+def test_unloadable_model_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
     server = ServerProcess(compilation_cache, "--model", str(tmp_path), wait=False)
     assert server.wait(60) == 1
     assert "error:" in server.log
     assert "Traceback" not in server.log
 
 
-def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
+def test_invalid_chat_template_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
     template = tmp_path / "broken.jinja"
     template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
     server = ServerProcess(
@@ -341,9 +334,9 @@ def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
     assert "Traceback" not in server.log
 
 
-def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
+def test_engine_killed_during_startup_exits_with_an_error(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False, environment=SLOW_START)
-    wait_for_words(server)
+    wait_for_log(server)
     worker = worker_of(server.process.pid)
     os.kill(worker, signal.SIGKILL)
     assert server.wait() == 1
@@ -362,12 +355,14 @@ def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.CaptureFixture[str]):
+def test_start_error_says_what_to_do(
+    error: Exception, words: str, capsys: pytest.CaptureFixture[str]
+):
     assert words in describe_start_error(error)
     assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
 
 
-# A signal that finds the process at a certain line, since it sends it to itself there.
+# The process signals itself, so that the signal arrives at a known line.
 BEFORE_IT_LISTENS = """
 from jpaged.serve import __main__, options
 options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
@@ -388,7 +383,7 @@ sys.exit(__main__.main(["--port", "0"]))
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("script", [BEFORE_IT_LISTENS, BEFORE_THERE_IS_AN_ENGINE])
-def test_a_signal_before_there_is_anything_to_end(script: str, name: str):
+def test_signal_before_the_engine_starts_exits_cleanly(script: str, name: str):
     code = "import asyncio, os, signal, sys" + script.format(name=name)
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     _, said = process.communicate(timeout=60)
@@ -398,7 +393,7 @@ def test_a_signal_before_there_is_anything_to_end(script: str, name: str):
     assert not engines_of(process.pid)
 
 
-def test_an_engine_whose_server_has_died_before_it_began():
+def test_engine_exits_when_its_server_died_before_it_started():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         nobody = 2**30
@@ -407,13 +402,13 @@ def test_an_engine_whose_server_has_died_before_it_began():
     assert engine.returncode == 1
 
 
-def test_a_host_that_is_no_name(capsys: pytest.CaptureFixture[str]):
+def test_unresolvable_host_is_an_error(capsys: pytest.CaptureFixture[str]):
     for host in ("a" * 64 + ".b", "no.such.host.invalid"):
         assert run_server(read_flags(["--host", host])) == 1
         assert f"cannot listen at {host}:8000" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken(compilation_cache: Path):
+def test_port_in_use_is_an_error(compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         server = ServerProcess(compilation_cache, "--port", port, wait=False, environment=STUB)
@@ -422,8 +417,8 @@ def test_a_port_that_is_taken(compilation_cache: Path):
     assert "Traceback" not in server.log
 
 
-def wait_for_words(server: ServerProcess, words: str = "jpaged:") -> None:
-    """Wait until they are in the log, by default any of the engine's process."""
+def wait_for_log(server: ServerProcess, words: str = "jpaged:") -> None:
+    """Wait until the log contains `words`; the default matches any line of the engine's process."""
     end = time.monotonic() + 60
     while words not in server.log:
         assert time.monotonic() < end
@@ -431,26 +426,26 @@ def wait_for_words(server: ServerProcess, words: str = "jpaged:") -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The process's children."""
+    """Return the process ids of a process's children."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return [int(child) for child in text.split()]
 
 
 def worker_of(pid: int) -> int:
-    """The process of a server's engine."""
+    """Return the process id of a server's engine."""
     (worker,) = (it for it in children_of(pid) if b"serve.engine.worker" in command_of(it))
     return worker
 
 
 def engines_of(pid: int) -> list[str]:
-    """The engines' processes that a server of this number started."""
+    """Return the ids of the engine processes that server process `pid` started."""
     commands = {path.name: command_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     of_it = {name: command for name, command in commands.items() if b"worker" in command}
     return [name for name, command in of_it.items() if command.endswith(b"\0%d\0" % pid)]
 
 
 def command_of(pid: int) -> bytes:
-    """The process's command line; nothing if it is gone."""
+    """Return the process's command line, or empty bytes if it has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

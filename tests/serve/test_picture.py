@@ -226,7 +226,7 @@ def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine)
 
 
 def test_frequent_fetches_leave_budget_for_samples(engine: Engine):
-    """A fetch samples whatever the budget is. These fetches take ten times the budget."""
+    """A fetch always takes a sample. The fetches in this test take ten times the budget."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -438,7 +438,7 @@ def test_unread_bytes_of_a_viewer_are_bounded():
 def test_long_block_text_needs_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each snapshot resends all text, so a snapshot caused by long text would never end."""
+    """Each snapshot resends all text, so text that caused another snapshot would never end."""
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
@@ -521,7 +521,7 @@ def test_viewers_get_a_snapshot_after_a_broadcast_failure():
 
 
 def test_broadcast_failure_ends_the_stream_of_a_slow_viewer():
-    """Another viewer restarted the broadcast before the slow viewer read: diffs are lost."""
+    """Another viewer has restarted the broadcast before the slow viewer reads; diffs are lost."""
     good, bad = (diffs_of(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
     source = Source(diffs_of(), bad, good)
 

@@ -1,4 +1,4 @@
-"""Send thousands of requests that schemathesis generates from the published schema."""
+"""Test thousands of valid and invalid requests that schemathesis generates from the schema."""
 
 import subprocess
 import sys

@@ -73,7 +73,7 @@ def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 async def num_cached_tokens(server: Server, headers: dict[str, str], **fields: Any) -> int:
-    """Return how many tokens of a long prompt were found num_cached_tokens."""
+    """Return how many tokens of a long prompt the prefix cache had."""
     asked = {"prompt": "x" * 40, "max_tokens": 1, **fields}
     answer = await server.http.post(PATH, json=asked, headers=headers)
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -1,4 +1,4 @@
-"""Test tokenization and chat templates in worker processes: limits, cancellation, fairness."""
+"""Test tokenization and chat templates in worker processes: limits, cancellation and fairness."""
 
 import asyncio
 import os

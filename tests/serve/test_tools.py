@@ -179,9 +179,7 @@ def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
             "content": [{"type": "text", "text": "1"}],
         }
         scripted.say("Sunny.")
-        body = await ask(
-            server, messages=[USER, message, result]
-        )  # calls in the messages, but no tools
+        body = await ask(server, messages=[USER, message, result])  # calls, but no tools
         assert body["choices"][0]["message"]["content"] == "Sunny."
         assert scripted.prompts[1] == (
             f"(user:Weather?)(assistant:I will look. {call_id} weather city=Paris)(tool{call_id}:1)"

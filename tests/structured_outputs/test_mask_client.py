@@ -1,4 +1,4 @@
-"""Test the mask worker through its client: start, steps, failures and end."""
+"""Test the mask worker process through its client: start, steps, failures and end."""
 
 import os
 import re
@@ -33,9 +33,8 @@ A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 @pytest.fixture(scope="module")
 def process() -> MaskWorkerClient:
-    """Return one client for all tests: a worker takes a second to start.
-
-    The long wait suits busy machines.
+    """Return one client for all tests, because a worker takes a second to start. The wait is long
+    for busy machines.
     """
     return MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
 

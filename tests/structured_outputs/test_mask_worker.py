@@ -217,7 +217,7 @@ def string_grammars(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCo
     """Return grammars for 4,096 tokens, nearly all allowed in a string, and the ids of a quote
     and a letter.
     """
-    folder = tmp_path_factory.mktemp("string_grammars")
+    folder = tmp_path_factory.mktemp("words")
     write_tokenizer(folder, 4096)
     tokenizer = Tokenizer.from_folder(folder)
     quote, letter = (tokenizer.encode(it, add_special_tokens=False)[0] for it in '"a')
@@ -351,7 +351,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [OSError, Panic])
-@pytest.mark.parametrize("where", ["tokens", "heavy", "together", "filled_alone"])
+@pytest.mark.parametrize("where", ["tokens", "heavy", "together", "alone"])
 def test_exception_fails_only_the_affected_answers(
     made: Made, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
 ):

@@ -178,7 +178,7 @@ SEVERAL: dict[str, Any] = {"type": "object", "maxProperties": 2}
         {"allOf": [{"anyOf": [{}, SEVERAL]}, {"oneOf": [{"type": "null"}, BY_PATTERN]}]},
     ],
 )
-def test_pattern_properties_with_max_properties_above_one_are_rejected_in_combined_schemas(
+def test_combined_pattern_properties_and_max_properties_are_rejected(
     schema: dict[str, Any],
 ):
     with pytest.raises(ValueError, match="combines patternProperties with a maxProperties above 1"):

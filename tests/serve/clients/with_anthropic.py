@@ -1,4 +1,4 @@
-"""Anthropic's client: chats, streams, tools and errors."""
+"""Send chats, streams, tools and invalid requests with Anthropic's client."""
 
 import sys
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""instructor: the modes in which it asks for a schema or a call, and its errors."""
+"""Request schemas and tool calls in each of instructor's modes, and check its errors."""
 
 import sys
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""langchain-openai: chats, streams, forms, tools and errors, over both of OpenAI's APIs."""
+"""Send chats, streams, schemas, tools and invalid requests with langchain-openai over both APIs."""
 
 import sys
 from typing import Any, Literal
@@ -46,7 +46,7 @@ for of_responses in (False, True):
     results = [add.invoke(call) for call in answer.tool_calls]
     assert len(results) == 1
     told = llm.bind_tools([add]).invoke([*messages, answer, *results])
-    assert told.text or told.tool_calls  # what this small model says of it means nothing
+    assert told.text or told.tool_calls  # the small model's text has no meaning
     chunks = llm.bind_tools([add], tool_choice="add", strict=True).stream(messages)
     whole: Any = next(chunks)
     for chunk in chunks:

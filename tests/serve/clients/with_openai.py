@@ -1,4 +1,4 @@
-"""OpenAI's client: what the page's example and `test_clients.py` leave out."""
+"""Use OpenAI's client where the docs example and `test_clients.py` do not."""
 
 import json
 import sys

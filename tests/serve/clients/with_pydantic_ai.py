@@ -1,5 +1,4 @@
-"""pydantic-ai: chats, streams, forms, a tool that must be called first, and errors, over both of
-OpenAI's APIs."""
+"""Send chats, streams, schemas, forced tools and invalid requests with pydantic-ai."""
 
 import sys
 from typing import Any, Literal
@@ -23,15 +22,15 @@ class Sum(BaseModel):
 
 
 class FirstCall(AbstractCapability):
-    """The first step calls `add`."""
+    """Force a call of `add` in the first step."""
 
     def get_model_settings(self) -> Any:
-        """By the step."""
+        """Return the model settings for the current step."""
         return lambda ctx: {"tool_choice": ["add"] if ctx.run_step == 1 else "none"}
 
 
 def check(model: Any) -> None:
-    """Ask a model for all of it."""
+    """Exercise every feature with one model."""
     assert Agent(model).run_sync("Reverse stone", model_settings=GREEDY).output == "enots"
     with Agent(model).run_stream_sync("Reverse stone", model_settings=GREEDY) as stream:
         assert "".join(stream.stream_text(delta=True)) == "enots"

@@ -1,4 +1,4 @@
-"""Replace the engine by a stub in the engine's process. Python imports this module at its start."""
+"""Replace the engine with a stub in the engine process; Python imports this module at startup."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""An engine without JAX, for tests of the processes around it."""
+"""An engine without JAX, for tests of the server's processes."""
 
 import ctypes
 import os
@@ -15,19 +15,19 @@ STEP_SECONDS = 0.005
 NUM_BLOCKS = 129
 
 START_SECONDS = "STUB_START_SECONDS"
-"""Environment variable: how long the engine takes to start."""
+"""Environment variable: number of seconds that the engine takes to start."""
 
 BLOCKED_WHILE = "STUB_BLOCKED_WHILE"
-"""Environment variable: a step does not end while this file exists."""
+"""Environment variable: path of a file; steps block while the file exists."""
 
 BLOCKED_IN = "STUB_BLOCKED_IN"
-"""Environment variable: `CDLL` waits without the interpreter's lock, `PyDLL` holds it."""
+"""Environment variable: `CDLL` blocks without the interpreter lock, `PyDLL` holds the lock."""
 
 
 class StubEngine:
-    """Gives each answer one letter a step, up to its `max_tokens`.
+    """Generate one letter per answer and step, up to `max_tokens`.
 
-    At most `max_num_seqs` requests run at a time, first come, first served.
+    At most `max_num_seqs` requests run at a time, in order of arrival.
     """
 
     def __init__(self, *, max_num_seqs: int = 8, max_model_len: int = 256, **_: Any):
@@ -42,7 +42,7 @@ class StubEngine:
             block_size=16,
             num_blocks=NUM_BLOCKS,
         )
-        self._left: dict[str, tuple[int, int]] = {}  # of each request: tokens to come, answers
+        self._left: dict[str, tuple[int, int]] = {}  # tokens left and number of answers
         self._deltas: list[RequestDelta] = []
 
     @property
