@@ -195,7 +195,7 @@ def scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """Run `scaled_gemm` by a gate and an up projection, then return silu(gate) * up.
+    """Return silu(gate) * up, where gate and up are halves of the product of `scaled_gemm`.
 
     The first D / 2 rows of the weight are the gate projection, the others the up projection. The
     activation computes in float32. See `scaled_gemm` for the arguments and errors; D is even.
@@ -260,7 +260,7 @@ def block_scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """Run `block_scaled_gemm` by a gate and an up projection, then return silu(gate) * up.
+    """Return silu(gate) * up, where gate and up are halves of the product of `block_scaled_gemm`.
 
     The first D / 2 rows of the weight are the gate projection, the others the up projection. The
     activation computes in float32. See `block_scaled_gemm` for the arguments and errors; D is even.

@@ -24,7 +24,7 @@ traffic.
 def to_fp8(x, scale):
     """Run the public op `to_fp8` in plain XLA."""
     scaled = x.astype(jnp.float32) / scale
-    # Comparisons keep NaN; the treatment of NaN by `minimum` and `maximum` depends on the backend.
+    # Clip by comparisons, which keep NaN. `minimum` and `maximum` treat NaN as the backend does.
     scaled = jnp.where(scaled > jnp.float32(FP8_MAX), jnp.float32(FP8_MAX), scaled)
     return jnp.where(scaled < jnp.float32(-FP8_MAX), jnp.float32(-FP8_MAX), scaled).astype(FP8)
 

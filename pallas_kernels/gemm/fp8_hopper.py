@@ -313,7 +313,7 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width, num_programs = x_ref.shape, out_ref.shape[1], config.num_programs
     num_stages, num_factors = weight_smem.shape[:2]
-    # The columns of gate and up are `width` apart.
+    # In a gated weight, the rows of gate and the rows of up are `width` apart.
     tile_rows, factor_stride = x_smem.shape[1], width if gated else TILE_COLUMNS
     tile_width = TILE_COLUMNS if gated else TILE_COLUMNS * num_factors
     num_steps, grid = depth // GROUP_DEPTH, (num_rows // tile_rows, width // tile_width)
@@ -535,7 +535,7 @@ def continue_accumulation(multiply, sums):
         sums: Initial values.
     """
     results: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
-    return list(results)  # arrays, although the annotation of `run_state` says references
+    return list(results)  # `run_state` is annotated to return references, but returns arrays
 
 
 def _load_scales(ref, axis):

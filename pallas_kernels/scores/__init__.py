@@ -134,4 +134,4 @@ def check_scores(logits, token_ids, needs_scores, count):
         checks.check_array("token_ids", token_ids, "[T]", jnp.int32, **sizes)
     checks.check_array("needs_scores", needs_scores, "[T]", None, **sizes)
     if count < 0:
-        raise ValueError(f"count={count} is negative: pass 0 or more most probable tokens")
+        raise ValueError(f"count={count} is negative: pass the number of tokens to return, or 0")
