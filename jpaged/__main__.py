@@ -1,20 +1,24 @@
-"""The `jpaged` command: `jpaged "prompt"` generates text, `jpaged serve` starts the HTTP server.
+"""The `jpaged` command: `jpaged "prompt"` generates text, and `COMMANDS` lists the other commands.
 
-The answer is written to stdout while it is generated. Progress, statistics and errors are written
-to stderr. Exit codes: 0 for success, 1 for an error, 2 for an invalid command line, 130 after
-Ctrl-C, 141 if the reader of stdout closes it. JAX is imported only to create an engine, so `--help`
-and an invalid command line return quickly.
+The answer is written to stdout while it is generated. Statistics and errors are written to stderr,
+and so is progress if stderr is a terminal. Exit codes: 0 for success, 1 for an error, 2 for an
+invalid command line, 130 after Ctrl-C, 141 if the reader of stdout closes it. JAX is imported only
+to create an engine, so `--help` and an invalid command line return quickly.
 """
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jpaged import __version__
-from jpaged.config import EngineConfig
+from jpaged.config import DEFAULT_COMPILATION_CACHE, EngineConfig
 from jpaged.errors import error_info
 from jpaged.options import CommandLine, add_flags, read_options
 from jpaged.sampling_params import SamplingParams
@@ -35,6 +39,8 @@ examples:
   jpaged --tools-demo                             let the model call a calculator
   cat question.txt | jpaged                       read the prompt from a pipe
   jpaged serve Qwen/Qwen3-0.6B --port 9000        start the HTTP server, as python -m jpaged.serve
+  jpaged calibrate MODEL TEXT FOLDER              measure the scales of an FP8 KV cache
+  jpaged doctor                                   report what jpaged finds on this machine
 
 The answer is written to stdout, everything else to stderr. Ctrl-C stops the answer and keeps the
 text so far.
@@ -42,6 +48,23 @@ text so far.
 jpaged serve without a model uses the small model. jpaged serve --help lists the server's options.
 To use the word "serve" as a prompt, write: jpaged -- serve
 """
+_SHORT_HELP = f"""\
+jpaged {__version__}: generate text with a paged KV cache in JAX
+  jpaged "Count from 1 to 20"    answer with the small model that is included
+  jpaged --model MODEL --chat    chat with a Hugging Face model or a local folder
+  jpaged serve [MODEL]           start the HTTP server and its dashboard
+  jpaged doctor                  check this machine; jpaged --help has all options
+"""
+_NEXT_COMMANDS = """\
+
+next: jpaged --stats "Count from 1 to 100"    see how the answer uses the blocks of the pool
+      jpaged serve                            start the HTTP server and its dashboard"""
+COMMANDS = {
+    "serve": "jpaged.serve.__main__",
+    "calibrate": "jpaged.calibrate.__main__",
+    "doctor": "jpaged.terminal.doctor",
+}
+"""Module of each command. Its `main(argv)` runs the command and returns the exit code."""
 _INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT
 _BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
@@ -64,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="let the model call a calculator; without a prompt: to answer example questions",
     )
     parser.add_argument("--stats", action="store_true", help="print statistics after the answer")
-    parser.add_argument("--quiet", action="store_true", help="do not print progress to stderr")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print no progress and no hints, also on a terminal"
+    )
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
     add_flags(parser, SamplingParams, _SAMPLING_DEFAULTS)
@@ -75,11 +100,19 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with the arguments `argv` (default: `sys.argv`) and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["serve"]:
-        from jpaged.serve.__main__ import main as serve
-
-        return serve(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        try:
+            return import_module(COMMANDS[argv[0]]).main(argv[1:])
+        except KeyboardInterrupt:
+            return _INTERRUPTED_EXIT_CODE
+        except BrokenPipeError:
+            _discard_stdout()
+            return _BROKEN_PIPE_EXIT_CODE
+    if not argv and sys.stdin.isatty():
+        print(_SHORT_HELP, end="")
+        return 0
     parser = build_parser()
+    _check_command(parser, argv)
     args = parser.parse_args(argv)
     params, options = _check_options(parser, args)
     try:
@@ -95,6 +128,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {format_error(error)}", file=sys.stderr)
         return 1
+
+
+def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Exit with code 2 if the first argument looks like a mistyped command."""
+    if argv and re.fullmatch("[a-z]+", argv[0]):
+        for near in difflib.get_close_matches(argv[0], COMMANDS, 1, cutoff=0.75):
+            parser.error(
+                f"unknown command {argv[0]!r}: did you mean {near!r}? To use the word as a "
+                f"prompt, write: jpaged -- {argv[0]}"
+            )
 
 
 def _check_options(
@@ -143,7 +186,9 @@ def _run(
 
     from jpaged import Engine
 
-    engine = Engine(**options, verbose=not args.quiet)
+    shows_progress = sys.stderr.isatty() and not args.quiet
+    is_first_start = not Path(DEFAULT_COMPILATION_CACHE).expanduser().exists()
+    engine = Engine(**options, verbose=shows_progress)
     session = Session(engine, params, stats=args.stats)
     try:
         if args.tools_demo:
@@ -151,6 +196,8 @@ def _run(
         if prompt is None:
             return converse(session)
         is_complete = session.ask_in_chat(prompt) if args.chat else session.ask(prompt)
+        if is_first_start and is_complete and shows_progress:
+            print(_NEXT_COMMANDS, file=sys.stderr)
         return 0 if is_complete else _INTERRUPTED_EXIT_CODE
     finally:
         engine.abort_all()

@@ -62,6 +62,11 @@ def apply_tuned_config(op, head_size, itemsize, device_kind, config):
     return dataclasses.replace(config, **entry)
 
 
+def has_tuned_table(device_kind):
+    """Return whether launch parameters were tuned on the GPU of that name."""
+    return bool(_load_tuned_table(device_kind))
+
+
 @functools.lru_cache
 def _load_tuned_table(device_kind):
     name = device_kind.replace(" ", "_").replace("/", "_")

@@ -164,7 +164,42 @@ def test_streams_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert engine.prompts == ["Hi there"]
     assert engine.is_shut_down
     assert engine.params == SamplingParams(temperature=0.0, max_tokens=512)
-    assert engine.options == {"verbose": True, "max_num_seqs": 8}
+    assert engine.options == {"verbose": False, "max_num_seqs": 8}  # stderr is no terminal
+
+
+def test_terminal_shows_progress_and_the_first_answer_names_next_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["Hi"]) == 0
+    assert "next: jpaged --stats" in capsys.readouterr().err
+    assert main(["Hi", "--quiet"]) == 0
+    (tmp_path / ".cache/jpaged/compiled").mkdir(parents=True)  # as a first start leaves it
+    assert main(["Hi"]) == 0
+    assert capsys.readouterr().err == ""
+    assert [engine.options["verbose"] for engine in FakeEngine.made] == [True, False, True]
+
+
+def test_jpaged_alone_prints_five_lines_of_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
+    assert main([]) == 0
+    help_text = capsys.readouterr().out
+    assert len(help_text.splitlines()) == 5
+    assert max(map(len, help_text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("word", "command"), [("serv", "serve"), ("docter", "doctor")])
+def test_mistyped_command_gets_one_line_with_the_right_word(
+    word: str, command: str, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_code(word, "--port", "1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"did you mean {command!r}?" in line
+    assert main(["--", word]) == 0
+    assert FakeEngine.made[0].prompts == [word]
 
 
 def test_flags_reach_engine_and_sampling():
@@ -412,7 +447,7 @@ def test_a_terminal_without_prompt_is_told_what_to_give(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
-    assert exit_code() == 2
+    assert exit_code("--stats") == 2
     assert "prompt is missing: pass one, as in: jpaged" in capsys.readouterr().err
 
 

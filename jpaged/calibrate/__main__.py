@@ -1,4 +1,4 @@
-"""Compute the FP8 scales of a KV cache: `python -m jpaged.calibrate MODEL TEXT FOLDER`.
+"""Compute the FP8 scales of a KV cache: `jpaged calibrate MODEL TEXT FOLDER`.
 
 The command runs a text through the model and finds the largest absolute key and value of each
 layer. A scale is this number divided by 448 and rounded up to a power of 2. Compared with scale 1,
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Command-line arguments; None for the arguments of the process.
     """
-    parser = CommandLine(prog="jpaged.calibrate", description=__doc__)
+    parser = CommandLine(prog="jpaged calibrate", description=__doc__)
     parser.add_argument("model", help="checkpoint folder or Hugging Face id")
     parser.add_argument("text", type=Path, help="UTF-8 text file, similar to later prompts")
     parser.add_argument("folder", type=Path, help="output folder, new or empty")

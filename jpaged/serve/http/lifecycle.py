@@ -309,13 +309,18 @@ def _uvicorn_config(serving: ServerState, num_spare: int) -> uvicorn.Config:
     )
 
 
+def num_files_needed(max_connections: int) -> int:
+    """Return the limit of open files that the server needs for its connections."""
+    return max_connections + NUM_SPARE_CONNECTIONS + _NUM_OTHER_FILES
+
+
 def raise_file_limit(max_connections: int) -> tuple[int, int]:
     """Raise the limit of open files so that each connection can have one, if the system permits.
 
     Returns:
         Number of connections that the limit permits, and number of spare connections.
     """
-    needed = max_connections + NUM_SPARE_CONNECTIONS + _NUM_OTHER_FILES
+    needed = num_files_needed(max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
