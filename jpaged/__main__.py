@@ -51,13 +51,13 @@ To use the word "serve" as a prompt, write: jpaged -- serve
 _SHORT_HELP = f"""\
 jpaged {__version__}: generate text with a paged KV cache in JAX
   jpaged "Count from 1 to 20"    answer with the small model that is included
-  jpaged --model MODEL --chat    chat with a Hugging Face model or a local folder
+  jpaged --model MODEL --chat    chat with a model of the hub or a local folder
   jpaged serve [MODEL]           start the HTTP server and its dashboard
-  jpaged doctor                  check this machine; jpaged --help has all options
+  jpaged doctor                  check this machine; --help lists all options
 """
 _NEXT_COMMANDS = """\
 
-next: jpaged --stats "Count from 1 to 100"    see how the answer uses the blocks of the pool
+next: jpaged --stats "Count from 1 to 100"    see the blocks of the pool
       jpaged serve                            start the HTTP server and its dashboard"""
 COMMANDS = {
     "serve": "jpaged.serve.__main__",
