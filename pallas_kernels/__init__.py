@@ -60,6 +60,7 @@ from pallas_kernels.types import (
     pack_fp8_pairs,
     select_backend,
     supports_fp8,
+    supports_kernels,
     unpack_fp8_pairs,
 )
 
@@ -110,6 +111,7 @@ __all__ = [
     "split_k_gemm",
     "sum_partials",
     "supports_fp8",
+    "supports_kernels",
     "to_fp8",
     "token_scores",
     "truncation_mask",

@@ -64,6 +64,15 @@ def select_backend(platform: str) -> Backend:
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
 
 
+def supports_kernels(device: Any) -> bool:
+    """Return whether ops run on a JAX device.
+
+    Plain XLA runs on every device. On a GPU, XLA compiles Triton kernels only for compute
+    capability 8.0 or later.
+    """
+    return select_backend(device.platform) is Backend.XLA or _capability(device) >= (8, 0)
+
+
 def supports_fp8(device: Any) -> bool:
     """Return whether ops accept FP8 pools on a JAX device.
 
@@ -73,8 +82,13 @@ def supports_fp8(device: Any) -> bool:
     """
     if select_backend(device.platform) is not Backend.TRITON:
         return True
+    return _capability(device) >= (8, 9)
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) if it is unknown."""
     found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
-    return found is not None and (int(found[1]), int(found[2])) >= (8, 9)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 class LayerKV(NamedTuple):

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.engine import startup
+from jpaged.models.checkpoint import resolve_checkpoint
 from jpaged.terminal import doctor
 from jpaged.terminal.doctor import Finding, Status
 
@@ -17,9 +21,10 @@ H200 = {
     "memory": 140 * 2**30,
     "is_hopper": True,
     "is_tuned": True,
+    "has_kernels": True,
     "has_fp8": True,
 }
-T4 = H200 | {"kind": "Tesla T4", "capability": "7.5", "is_hopper": False, "is_tuned": False}
+T4 = H200 | {"kind": "Tesla T4", "capability": "7.5", "is_hopper": False, "has_kernels": False}
 CPU = dict.fromkeys(H200) | {"kind": "cpu", "platform": "cpu", "backend": "xla"}
 GPU_ROW = {"name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB", "capability": "9.0"}
 PACKAGES = {"jax": "0.11.2", "jaxlib": "0.11.2", "flax": "0.13.0"}
@@ -85,3 +90,10 @@ def test_exit_code_is_one_if_a_check_fails(
     out = capsys.readouterr().out
     assert "✗ devices     no device\n" in out
     assert "1 problem" in out
+
+
+def test_engine_refuses_a_gpu_without_kernels_before_it_loads_weights():
+    old_gpu = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+    config = EngineConfig(load_format="dummy")
+    with pytest.raises(ValueError, match=r"Tesla T4 has compute capability 7\.5"):
+        startup._plan_model(config, resolve_checkpoint(EMBEDDED_MODEL), old_gpu, None)

@@ -36,7 +36,7 @@ from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend, supports_fp8
+from pallas_kernels import select_backend, supports_fp8, supports_kernels
 
 
 class ProgressLog:
@@ -169,6 +169,11 @@ def _plan_model(
     """Return the checked plan for loading the model, and the dtype of the weights."""
     model = read_model_config(read_config(folder), config.quantization)
     model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
+    if not supports_kernels(device):
+        raise ValueError(
+            f"{device.device_kind} has compute capability {device.compute_capability}, but the "
+            "kernels need 8.0 or later: use another GPU, or JAX_PLATFORMS=cpu for small models"
+        )
     max_head_size = select_backend(device.platform).max_head_size
     if max_head_size is not None and model.head_size > max_head_size:
         raise head_size_error(model.head_size, f"1 to {max_head_size}, on a GPU")

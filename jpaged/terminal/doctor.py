@@ -28,15 +28,12 @@ from jpaged.options import CommandLine
 PROBE_TIMEOUT_S = 120.0
 """Seconds that JAX has to start the device. A first start of CUDA can take half a minute."""
 
-MIN_CAPABILITY = (8, 0)
-"""Lowest compute capability for which the Triton kernels are compiled (bfloat16 tensor cores)."""
-
 _MIN_DRIVERS = {"cuda13": 580, "cuda12": 525}
 """Lowest NVIDIA driver of each CUDA version that JAX ships, by jpaged's extra."""
 
 _PROBE = """\
 import json, jax
-from pallas_kernels import select_backend, supports_fp8
+from pallas_kernels import select_backend, supports_fp8, supports_kernels
 from pallas_kernels.tuning import has_tuned_table, is_hopper
 found = []
 for device in jax.local_devices():
@@ -49,6 +46,7 @@ for device in jax.local_devices():
         "memory": (device.memory_stats() or {}).get("bytes_limit") if is_gpu else None,
         "is_hopper": is_gpu and is_hopper(device.device_kind),
         "is_tuned": is_gpu and has_tuned_table(device.device_kind),
+        "has_kernels": supports_kernels(device),
         "has_fp8": is_gpu and supports_fp8(device),
     })
 print(json.dumps(found))
@@ -259,10 +257,8 @@ def _check_kernels(device: Mapping[str, Any]) -> Finding:
     """Return which implementations of the kernels run on a device."""
     if device["backend"] == "xla":
         return Finding("kernels", "plain XLA: correct on any device, for tests and small models")
-    capability = tuple(int(part) for part in device["capability"].split("."))
-    if capability < MIN_CAPABILITY:
-        lowest = ".".join(map(str, MIN_CAPABILITY))
-        remedy = f"use a GPU of compute capability {lowest} or later, or JAX_PLATFORMS=cpu"
+    if not device["has_kernels"]:
+        remedy = "use a GPU of compute capability 8.0 or later, or JAX_PLATFORMS=cpu"
         return Finding("kernels", "none for this GPU", remedy, Status.PROBLEM)
     found = "Mosaic GPU and Triton" if device["is_hopper"] else "Triton"
     fp8 = "FP8 weights and KV cache" if device["has_fp8"] else "no FP8 (needs 8.9)"

@@ -1,0 +1,167 @@
+"""Write the pages of the documentation that follow from the code: docs/flags.md and docs/models.md.
+
+`python -m tools.docs --write` writes the pages. Without `--write`, the command ends with code 1 if
+a page is not current.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from jpaged.models.quantization import QUANTIZATION_METHODS
+from jpaged.models.registry import SUPPORTED_MODEL_TYPES
+from jpaged.serve.options import build_parser
+from pallas_kernels import supports_fp8, supports_kernels
+from pallas_kernels.tuning import has_tuned_table, is_hopper
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+MODELS = {
+    "gpt2": "GPT-2",
+    "opt": "OPT",
+    "llama": "LLaMA 2, Llama 3, 3.1 and 3.2, and models with their architecture",
+    "mistral": "Mistral 7B and its successors",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3 (dense)",
+    "gemma3_text": "Gemma 3 (270M, 1B)",
+    "gemma3": "Gemma 3 (4B, 12B, 27B), text only",
+}
+"""Names of the models of each `model_type`."""
+
+QUANTIZATIONS = {
+    "compressed-tensors": "FP8 of llm-compressor: per tensor or per channel, static or dynamic",
+    "fp8": "FP8 in blocks of 128 x 128, AutoFP8; also FP8 from bf16 weights while loading",
+    "modelopt": "FP8 of NVIDIA ModelOpt, per tensor",
+}
+"""Description of each value of `--quantization`."""
+
+GPUS = {
+    "NVIDIA T4": "7.5",
+    "NVIDIA A100": "8.0",
+    "NVIDIA RTX A6000": "8.6",
+    "NVIDIA L4": "8.9",
+    "NVIDIA H100": "9.0",
+    "NVIDIA H200": "9.0",
+    "NVIDIA B200": "10.0",
+}
+"""Compute capability of one GPU of each generation."""
+
+MEASURED_GPUS = ("NVIDIA H100", "NVIDIA H200")
+"""GPUs on which the tests with `-m gpu` and the benchmarks ran."""
+
+_NOTE = "<!-- Written by `python -m tools.docs --write`. Do not edit. -->\n"
+
+
+def flags_page() -> str:
+    """Return the page with all flags of the server, by group, from its argument parser."""
+    parts = [
+        "# Flags of the server\n",
+        "This page lists every flag of `jpaged serve` (or `python -m jpaged.serve`) for people who "
+        "configure a server. Flags that `vllm serve` has too have its names. A default is in "
+        "parentheses. The options of `Engine` have the same names with underscores.\n",
+    ]
+    for group in build_parser()._action_groups:
+        actions = [it for it in group._group_actions if it.option_strings and it.dest != "help"]
+        if not actions or group.title == "options":
+            continue
+        parts.append(f"## {str(group.title).capitalize()}\n")
+        rows = [(_flag_text(action), _cell(action.help or "")) for action in actions]
+        parts.append(_table(("flag", "meaning"), rows))
+    return _NOTE + "\n".join(parts)
+
+
+def _flag_text(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    if action.choices:
+        return names + " " + ", ".join(f"`{choice}`" for choice in action.choices)
+    return f"{names} `{action.metavar}`" if isinstance(action.metavar, str) else names
+
+
+def models_page() -> str:
+    """Return the page about supported models, weight formats and GPUs."""
+    models = [(f"`{it}`", MODELS[it]) for it in SUPPORTED_MODEL_TYPES]
+    quantizations = [(f"`{it}`", QUANTIZATIONS[it]) for it in QUANTIZATION_METHODS]
+    return _NOTE + "\n".join(
+        (
+            "# Supported models and GPUs\n",
+            "This page says which checkpoints and which devices jpaged runs, for people who choose "
+            "either. A model or a setting that is not listed is refused by name before a weight is "
+            "read.\n",
+            "## Models\n",
+            "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
+            "jpaged works with every family: prefix caching, samples and beams, swapping, "
+            "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism.\n",
+            _table(("`model_type`", "models"), models),
+            "Heads have 1 to 256 elements on a GPU, and any number on a CPU. Sizes that are no "
+            "power of two take the time of the next power of two.\n",
+            "Not supported: mixture of experts, image inputs, LoRA, embeddings "
+            "([the list](from_vllm.md)).\n",
+            "## Weight formats\n",
+            "Weights in bfloat16, float16 and float32 are safetensors. Quantized checkpoints name "
+            "their method in `config.json`; [FP8](fp8.md) has the details.\n",
+            _table(("`--quantization`", "checkpoints"), quantizations),
+            "## Devices\n",
+            "The kernels follow from the GPU's compute capability. Ask for a GPU that is not in "
+            "this table with `jpaged doctor`.\n",
+            _table(
+                ("device", "compute capability", "kernels", "FP8", "tuned", "tested and measured"),
+                [_device_row(kind, capability) for kind, capability in GPUS.items()]
+                + [("CPU", "", "plain XLA", "emulated", "", "yes, for tests")],
+            ),
+        )
+    )
+
+
+def _device_row(kind: str, capability: str) -> tuple[str, ...]:
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
+    if not supports_kernels(device):
+        return kind, capability, "none: refused", "", "", ""
+    kernels = "Mosaic GPU and Triton" if is_hopper(kind) else "Triton"
+    yes_no = {True: "yes", False: "no"}
+    measured = yes_no[kind in MEASURED_GPUS]
+    return (
+        kind,
+        capability,
+        kernels,
+        yes_no[supports_fp8(device)],
+        yes_no[has_tuned_table(kind)],
+        measured,
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Return a help text as a table cell."""
+    return re.sub(
+        r"[|<>*]", lambda found: f"\\{found[0]}", " ".join(text.replace("%%", "%").split())
+    )
+
+
+PAGES = {"flags.md": flags_page, "models.md": models_page}
+
+
+def main() -> int:
+    """Write or check the pages, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pages")
+    is_written = parser.parse_args().write
+    stale = []
+    for name, make_page in PAGES.items():
+        file, text = DOCS / name, make_page()
+        if is_written:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            stale.append(name)
+    if stale:
+        print(f"not current: {', '.join(stale)}: run python -m tools.docs --write", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
