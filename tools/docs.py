@@ -1,12 +1,21 @@
-"""Write the pages of the documentation that follow from the code: docs/flags.md and docs/models.md.
+"""Build the documentation site, and write the pages that follow from the code.
 
-`python -m tools.docs --write` writes the pages. Without `--write`, the command ends with code 1 if
-a page is not current.
+    python -m tools.docs             exit with code 1 if a generated page is not current
+    python -m tools.docs --write     write docs/flags.md and docs/models.md
+    python -m tools.docs --site DIR  build the site into DIR (pip install -e ".[docs]")
+
+Pages of the repository's root become pages of the site. Links to source files become plain text,
+because the site contains no source files.
 """
 
 import argparse
+import os
+import posixpath
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +25,16 @@ from jpaged.serve.options import build_parser
 from pallas_kernels import supports_fp8, supports_kernels
 from pallas_kernels.tuning import has_tuned_table, is_hopper
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+ROOT_PAGES = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "jpaged/assets/tiny/MODEL_CARD.md": "embedded_model.md",
+}
+"""Page of the site for each page outside docs/."""
 
 MODELS = {
     "gpt2": "GPT-2",
@@ -51,6 +69,8 @@ GPUS = {
 MEASURED_GPUS = ("NVIDIA H100", "NVIDIA H200")
 """GPUs on which the tests with `-m gpu` and the benchmarks ran."""
 
+_LINK = re.compile(r"(!?)\[((?:[^\][]|\[[^\][]*\])*)\]\(([^()\s]+)\)")
+_EXTERNAL_LINK = re.compile(r"[a-z][a-z0-9+.-]*:|#")
 _NOTE = "<!-- Written by `python -m tools.docs --write`. Do not edit. -->\n"
 
 
@@ -146,15 +166,114 @@ def _cell(text: str) -> str:
 PAGES = {"flags.md": flags_page, "models.md": models_page}
 
 
+def build_site(site: Path) -> None:
+    """Build the site into the folder `site`.
+
+    Raises:
+        ValueError: The navigation in mkdocs.yml lacks a page, or names a page that is missing.
+        subprocess.CalledProcessError: A link is broken.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder)
+        write_sources(sources / "docs")
+        shutil.copy(ROOT / "mkdocs.yml", sources)
+        check_navigation(sources)
+        command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=sources, check=True, env=environment)
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(sources / "site", site)
+
+
+def check_navigation(sources: Path) -> None:
+    """Raise ValueError if the navigation does not have exactly the pages of the site.
+
+    Decision records need no entry: `decisions_page` lists them.
+    """
+    named = set(re.findall(r"^ +- .+: (\S+\.md)$", (sources / "mkdocs.yml").read_text(), re.M))
+    docs = sources / "docs"
+    pages = {file.relative_to(docs).as_posix() for file in docs.rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("decisions/")}
+    if named != pages:
+        raise ValueError(
+            f"mkdocs.yml: pages that are missing: {sorted(named - pages)}; pages without an entry "
+            f"in nav: {sorted(pages - named)}"
+        )
+
+
+def write_sources(folder: Path) -> None:
+    """Write the sources of the site: docs/, the pages of `ROOT_PAGES` and the decision list."""
+    shutil.copytree(DOCS, folder)
+    for file in folder.rglob("*.md"):
+        page = file.relative_to(folder).as_posix()
+        file.write_text(rewrite_links(file.read_text(encoding="utf-8"), f"docs/{page}", page))
+    for source, page in ROOT_PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        (folder / page).write_text(rewrite_links(text, source, page))
+    (folder / "decisions.md").write_text(decisions_page())
+
+
+def rewrite_links(markdown: str, source: str, page: str) -> str:
+    """Return a page with links that are valid in the site.
+
+    Args:
+        markdown: Text of the page.
+        source: Path of the page in the repository.
+        page: Path of the page in the site.
+    """
+
+    def rewrite(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        if _EXTERNAL_LINK.match(target):
+            return found[0]
+        path, _, anchor = target.partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if path in ROOT_PAGES:
+            path = ROOT_PAGES[path]
+        elif path == "docs/decisions":
+            path = "decisions.md"
+        elif path.startswith("docs/"):
+            path = path.removeprefix("docs/")
+        elif (ROOT / path).exists():
+            return text if "`" in text else f"`{path}`" if text == path else f"{text} (`{path}`)"
+        else:
+            return found[0]  # a broken link, which a strict build reports
+        relative = posixpath.relpath(path, posixpath.dirname(page) or ".")
+        return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
+
+    return _LINK.sub(rewrite, markdown)
+
+
+def decisions_page() -> str:
+    """Return the page that lists the decision records."""
+    lines = [
+        "# Decisions\n",
+        "These records say why jpaged is built the way it is, for people who change it. Each has "
+        "the context, the decision and its consequences.\n",
+    ]
+    for file in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        title = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        lines.append(f"- [{title}](decisions/{file.name})")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Write or check the pages, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the pages")
-    is_written = parser.parse_args().write
+    parser.add_argument("--site", type=Path, metavar="DIR", help="build the site into DIR")
+    args = parser.parse_args()
+    if args.site is not None:
+        try:
+            build_site(args.site)
+        except (ValueError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
     stale = []
     for name, make_page in PAGES.items():
         file, text = DOCS / name, make_page()
-        if is_written:
+        if args.write:
             file.write_text(text, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != text:
             stale.append(name)

@@ -300,10 +300,15 @@ class Engine:
         """Search for the most probable answers to each prompt with a beam search.
 
         Args:
-            prompts, priority, use_tqdm: As in `generate`.
+            prompts: As in `generate`.
             beam_width: Number of beams per prompt.
-            max_tokens, length_penalty, early_stopping, ignore_eos: As in `SamplingParams`.
+            max_tokens: As in `SamplingParams`.
+            length_penalty: As in `SamplingParams`.
+            early_stopping: As in `SamplingParams`.
+            ignore_eos: As in `SamplingParams`.
             n: Number of answers to return per prompt; None for `beam_width`.
+            priority: As in `generate`.
+            use_tqdm: As in `generate`.
 
         Returns:
             One output per prompt. The answers are sorted best first, and each answer has a `score`.
@@ -368,7 +373,9 @@ class Engine:
 
         Args:
             messages: A list of {"role": ..., "content": ...} dicts, or a list of such lists.
-            params, priority, use_tqdm: As in `generate`.
+            params: As in `generate`.
+            priority: As in `generate`.
+            use_tqdm: As in `generate`.
             **template_options: As in `render_chat`.
 
         Raises:
