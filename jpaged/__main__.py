@@ -62,7 +62,7 @@ next: jpaged --stats "Count from 1 to 100"    see the blocks of the pool
 COMMANDS = {
     "serve": "jpaged.serve.__main__",
     "calibrate": "jpaged.calibrate.__main__",
-    "doctor": "jpaged.terminal.doctor",
+    "doctor": "jpaged.doctor.__main__",
 }
 """Module of each command. Its `main(argv)` runs the command and returns the exit code."""
 _INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.config import EngineConfig
+from jpaged.doctor import __main__ as doctor
+from jpaged.doctor.__main__ import Finding, Status
 from jpaged.engine import startup
-from jpaged.models.checkpoint import resolve_checkpoint
-from jpaged.terminal import doctor
-from jpaged.terminal.doctor import Finding, Status
 
 H200 = {
     "kind": "NVIDIA H200",
@@ -72,13 +71,13 @@ def test_kernels_follow_from_the_compute_capability():
 @pytest.mark.parametrize(("plugin", "is_too_old"), [("cuda13", True), ("cuda12", False)])
 def test_driver_must_be_recent_enough_for_the_cuda_version(plugin: str, is_too_old: bool):
     packages = PACKAGES | {f"jax-{plugin}-plugin": "0.11.2"}
-    found = doctor._check_driver([GPU_ROW], packages)
+    found = doctor.check_driver([GPU_ROW], packages)
     assert (found.status is Status.PROBLEM) == is_too_old
     assert ("580" in found.remedy) == is_too_old
 
 
 def test_plugin_of_another_version_than_jaxlib_is_a_problem():
-    found = doctor._check_jax(PACKAGES | {"jax-cuda13-plugin": "0.10.0"})
+    found = doctor.check_jax(PACKAGES | {"jax-cuda13-plugin": "0.10.0"})
     assert found.status is Status.PROBLEM
 
 
@@ -92,8 +91,10 @@ def test_exit_code_is_one_if_a_check_fails(
     assert "1 problem" in out
 
 
-def test_engine_refuses_a_gpu_without_kernels_before_it_loads_weights():
+def test_engine_refuses_a_gpu_without_kernels_before_it_loads_weights(
+    monkeypatch: pytest.MonkeyPatch,
+):
     old_gpu = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
-    config = EngineConfig(load_format="dummy")
+    monkeypatch.setattr(startup.jax, "local_devices", lambda: [old_gpu])
     with pytest.raises(ValueError, match=r"Tesla T4 has compute capability 7\.5"):
-        startup._plan_model(config, resolve_checkpoint(EMBEDDED_MODEL), old_gpu, None)
+        startup.build_parts(EngineConfig())

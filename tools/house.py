@@ -1,26 +1,26 @@
-"""Counts the house: rooms, arrows, floors, circles, files, lines, and what one decode step calls.
+"""Measure the structure of the code: components, imports between them, files and lines.
 
-    python -m tools.house            # the counts, with the rules they follow
-    python -m tools.house --details  # and what was counted: arrows, upward imports, functions
+    python -m tools.house            # print the counts and their definitions
+    python -m tools.house --details  # also list the imports and functions that were counted
 
-The rules, which it prints too:
+Definitions:
 
-    room     a folder of `jpaged/` with all below it, `pallas_kernels/`, or a file loose in
-             `jpaged/` other than `__init__.py`
-    arrow    a pair of rooms of which one imports the other; imports in functions and under
-             TYPE_CHECKING count, a public name counts for the room it is in, and imports of
-             `jpaged/__init__.py`, which only tells where those are, do not count
-    floors   rooms in the longest chain of arrows (rooms that form a circle count as one floor)
-    circles  groups of rooms, and of files, that import each other round about at run time
-    upward   an import, of whatever kind, of a room on a higher floor by the order in `FLOORS`
-    lines    of Python, blank ones and comments too; the page is serve's static files
-    step     what `Engine.step` does for one greedy decode step of one request in the synchronous
-             loop, in which it neither ends nor takes a new block, the compiled programs replaced
-             by stubs: functions of the product that `sys.setprofile` sees called, each once
-             (comprehensions and generator expressions belong to the function that has them),
-             their modules, and calls that go from one module to another
-    private  in `tests/`: attributes of anything but `self`, `cls` and `super()`, imported names
-             and strings that are a name with one leading underscore which the product defines
+    room     a component: a folder of `jpaged/` with its subfolders, `pallas_kernels/`, or a Python
+             file directly in `jpaged/` other than `__init__.py`
+    arrow    a room that imports another room. Imports in functions and under TYPE_CHECKING count.
+             An import of a public name from `jpaged` counts as an import of the module that
+             defines the name
+    floors   the number of rooms in the longest chain of arrows (an import cycle counts as one)
+    circles  import cycles at run time, between rooms and between files
+    upward   an import of a room in a higher layer of `FLOORS`
+    lines    all lines of Python with comments and blank lines; the page is serve's static files
+    step     a greedy decode step of one request by `Engine.step` in the synchronous loop, with
+             stubs for the compiled programs. The request does not end and needs no new block. The
+             counts are the distinct functions of jpaged that are called, their modules, all calls,
+             and calls from one module to another. A comprehension or generator expression belongs
+             to the function that contains it
+    private  uses of jpaged's private names in `tests/`: attributes, imported names and strings.
+             Attributes of `self`, `cls` and `super()` do not count
 """
 
 import argparse
@@ -45,17 +45,20 @@ FLOORS = (
     ("compile",),
     ("engine",),
     ("serve", "terminal"),
-    ("__main__", "calibrate"),
+    ("__main__", "calibrate", "doctor"),
 )
-"""Rooms from the lowest floor to the highest; those of one floor may import each other, but not in
-a circle."""
+"""Rooms by layer, the lowest first. Rooms of a layer may import each other, but without a cycle."""
 
 Graph = Mapping[str, set[str]]
 
 
 @dataclass(frozen=True)
 class Import:
-    """A module that imports another one; `typed`: for type checkers alone."""
+    """An import of a module by another module.
+
+    Attributes:
+        typed: Whether the import is under TYPE_CHECKING.
+    """
 
     importer: str
     imported: str
@@ -64,7 +67,7 @@ class Import:
 
 @dataclass
 class Step:
-    """What one decode step called."""
+    """Functions, modules and calls of one decode step."""
 
     functions: set[CodeType] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
@@ -73,7 +76,7 @@ class Step:
 
 
 def module_files(root: Path = ROOT) -> dict[str, Path]:
-    """The product's modules and their files."""
+    """Return the files of all modules of `PACKAGES`, by module name."""
     files = sorted(file for name in PACKAGES for file in (root / name).rglob("*.py"))
     return {_module_name(file.relative_to(root)): file for file in files}
 
@@ -84,7 +87,7 @@ def _module_name(path: Path) -> str:
 
 
 def find_imports(files: Mapping[str, Path]) -> set[Import]:
-    """Imports of one of the product's modules by another, by reading the code."""
+    """Parse the files and return the imports between their modules."""
     found: set[Import] = set()
     for module, file in files.items():
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -118,7 +121,7 @@ def _targets(node: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
 
 @cache
 def _public_names(file: Path) -> dict[str, str]:
-    """Where the names are that `jpaged` itself has: its table `_EXPORTS`."""
+    """Return the module of each public name, from the table `_EXPORTS` of `jpaged`."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
             table = ast.literal_eval(node.value)
@@ -127,7 +130,7 @@ def _public_names(file: Path) -> dict[str, str]:
 
 
 def room_of(module: str) -> str | None:
-    """The room a module is in; None for `jpaged` itself."""
+    """Return the room of a module, or None for `jpaged` itself."""
     package, *inner = module.split(".")
     if package != "jpaged":
         return package
@@ -135,7 +138,7 @@ def room_of(module: str) -> str | None:
 
 
 def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
-    """Which rooms each room imports, with imports for type checkers or without."""
+    """Return the rooms that each room imports; `typed` includes imports under TYPE_CHECKING."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         importer, imported = room_of(it.importer), room_of(it.imported)
@@ -145,7 +148,7 @@ def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]
 
 
 def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
-    """Which files each file imports at run time."""
+    """Return the modules that each module imports at run time."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         if not it.typed and it.importer not in PACKAGES and it.imported not in PACKAGES:
@@ -154,7 +157,7 @@ def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
 
 
 def components(graph: Graph) -> list[frozenset[str]]:
-    """Groups of nodes that reach each other, single ones too, each after those it reaches."""
+    """Return the strongly connected components, each after the components that it reaches."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -181,12 +184,12 @@ def components(graph: Graph) -> list[frozenset[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of several nodes that reach each other."""
+    """Return the cycles: components of several nodes that reach each other."""
     return [sorted(group) for group in components(graph) if len(group) > 1]
 
 
 def num_floors(graph: Graph) -> int:
-    """Nodes in the longest chain, those of a circle counted once."""
+    """Return the length of the longest chain, where a cycle counts as one node."""
     groups = components(graph)
     group_of = {node: group for group in groups for node in group}
     height: dict[frozenset[str], int] = {}
@@ -197,7 +200,7 @@ def num_floors(graph: Graph) -> int:
 
 
 def upward_imports(imports: Iterable[Import]) -> list[Import]:
-    """Imports of a room on a higher floor, or of one that `FLOORS` does not have."""
+    """Return the imports of a higher layer, and imports from or of a room not in `FLOORS`."""
     floor = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
     found = []
     for it in imports:
@@ -209,12 +212,12 @@ def upward_imports(imports: Iterable[Import]) -> list[Import]:
 
 
 def loose_files(root: Path = ROOT) -> list[str]:
-    """Files of Python loose in `jpaged/`, `__init__.py` too."""
+    """Return the Python files directly in `jpaged/`, with `__init__.py`."""
     return sorted(file.name for file in (root / "jpaged").glob("*.py"))
 
 
 def private_accesses(files: Mapping[str, Path], root: Path = ROOT) -> list[str]:
-    """Where `tests/` reaches for private names of the product, as "file:line: name"."""
+    """Return the uses of jpaged's private names in `tests/` as "file:line: name"."""
     known = {name for file in files.values() for name in _private_names(file)}
     found = []
     for file in sorted((root / "tests").rglob("*.py")):
@@ -225,7 +228,7 @@ def private_accesses(files: Mapping[str, Path], root: Path = ROOT) -> list[str]:
 
 
 def _private_names(file: Path) -> Iterator[str]:
-    """Names with one leading underscore that a file defines."""
+    """Yield the names with one leading underscore that a file defines."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = node.name
@@ -251,17 +254,17 @@ def _accessed_names(node: ast.AST) -> list[str]:
 
 
 def num_lines(files: Iterable[Path]) -> int:
-    """Lines of files."""
+    """Return the total number of lines."""
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
 def page_files(root: Path = ROOT) -> list[Path]:
-    """The page's own files."""
+    """Return the static files of the server's pages."""
     return [file for file in (root / "jpaged/serve").rglob("static/*") if file.is_file()]
 
 
 def trace_step() -> Step:
-    """Run a greedy decode step with the device stubbed, and see what it calls."""
+    """Run a greedy decode step with stub programs, and return what it calls."""
     from bench.null_device import BLOCK_SIZE, Clock, make_engine, runtime_of
     from jpaged.config import LoopMode
     from jpaged.sampling_params import SamplingParams
@@ -305,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--details", action="store_true", help="tell what was counted")
+    parser.add_argument("--details", action="store_true", help="list what was counted")
     details = parser.parse_args().details
     files = module_files()
     imports = find_imports(files)
@@ -323,8 +326,8 @@ def main() -> None:
         ("circles of rooms", len(round_rooms)),
         ("circles of files", len(round_files)),
         ("upward imports", len(upward)),
-        ("files loose in jpaged/", len(loose_files())),
-        ("files of the product", len(files)),
+        ("files directly in jpaged/", len(loose_files())),
+        ("files of jpaged and pallas_kernels", len(files)),
         ("lines of jpaged/", lines["jpaged"]),
         ("lines of pallas_kernels/", lines["pallas_kernels"]),
         ("lines of the page", num_lines(page_files())),

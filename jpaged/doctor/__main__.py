@@ -114,9 +114,9 @@ def examine() -> Iterator[Finding]:
     yield Finding("jpaged", __version__)
     yield _check_python()
     jax_packages = installed_packages()
-    yield _check_jax(jax_packages)
+    yield check_jax(jax_packages)
     gpus = list_nvidia_gpus()
-    yield _check_driver(gpus, jax_packages)
+    yield check_driver(gpus, jax_packages)
     devices, error = probe_devices() if "jax" in jax_packages else ([], "JAX is not installed")
     yield from check_devices(devices, error, gpus, jax_packages)
     yield _check_cache()
@@ -147,7 +147,8 @@ def installed_packages() -> dict[str, str]:
     return found
 
 
-def _check_jax(packages: Mapping[str, str]) -> Finding:
+def check_jax(packages: Mapping[str, str]) -> Finding:
+    """Check that JAX is installed, and that a GPU plugin has the version of jaxlib."""
     if not packages:
         return Finding("JAX", "not installed", "pip install jpaged", Status.PROBLEM)
     found = ", ".join(f"{name} {number}" for name, number in packages.items())
@@ -178,7 +179,13 @@ def list_nvidia_gpus() -> list[dict[str, str]]:
     return [{} for _ in Path("/dev").glob("nvidia[0-9]*")]
 
 
-def _check_driver(gpus: Sequence[Mapping[str, str]], packages: Mapping[str, str]) -> Finding:
+def check_driver(gpus: Sequence[Mapping[str, str]], packages: Mapping[str, str]) -> Finding:
+    """Check that the driver is recent enough for the installed plugin.
+
+    Args:
+        gpus: GPUs of the system, from `list_nvidia_gpus`.
+        packages: Installed packages, from `installed_packages`.
+    """
     if not gpus:
         return Finding("NVIDIA", "no GPU found by the system")
     driver = gpus[0].get("driver")
@@ -334,3 +341,7 @@ def describe_use(devices: Sequence[Mapping[str, Any]]) -> Finding:
     if len(devices) > 1:
         text += f"; --tensor-parallel-size {len(devices)} would use all {len(devices)} GPUs"
     return Finding("jpaged uses", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

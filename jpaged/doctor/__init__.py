@@ -1,0 +1,1 @@
+"""Report what jpaged finds on this machine, and what it would use: `jpaged doctor`."""
