@@ -1,7 +1,7 @@
-"""The tables of figures in the README and in docs/benchmarks.md, made from `bench/results/`.
+"""Write the tables of README.md, docs/figures.md and docs/benchmarks.md from `bench/results/`.
 
-python -m bench.readme_table --write     put them between the markers
-python -m bench.readme_table --check     exit with 1 if they are not what is there
+python -m bench.readme_table --write     write the tables between the markers
+python -m bench.readme_table --check     exit with 1 if a table is out of date
 """
 
 import argparse
@@ -16,13 +16,14 @@ from bench.paper.report import picture_name
 from bench.records import RESULTS
 
 ROOT = Path(__file__).parent.parent
-README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+FIGURES, BENCHMARKS = ROOT / "docs" / "figures.md", ROOT / "docs" / "benchmarks.md"
+SUMMARY_BEGIN = "<!-- jpaged and vLLM: written by bench/readme_table.py -->"
+SUMMARY_END = "<!-- end of jpaged and vLLM -->"
 BEGIN, END = "<!-- figures: written by bench/readme_table.py -->", "<!-- end of figures -->"
-PAPER_BEGIN = "<!-- the paper's figure 12: written by bench/readme_table.py -->"
-PAPER_END = "<!-- end of the paper's figure 12 -->"
 FIGURE = re.compile(r"<!-- figure (\w+) -->\n.*?<!-- end of figure \1 -->", re.DOTALL)
-"""A figure of docs/benchmarks.md: its number as `python -m bench.paper --figure` takes it, or the
-name of one of `COMPARISONS`."""
+"""Markers of a figure in docs/benchmarks.md. The group is the figure's number, as in
+`python -m bench.paper --figure`, or a name in `COMPARISONS`."""
 
 DEVICE = "nvidia-h200"
 
@@ -35,7 +36,7 @@ SYSTEM_NAMES = {
     "contiguous_static": "contiguous decoder, static batches",
     "contiguous_slabs": "contiguous decoder, a slab a slot",
 }
-"""Of `bench.headline`."""
+"""Display names of the systems of `bench.headline`."""
 
 
 def path_of(name: str) -> Path:
@@ -47,7 +48,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 def model_of(row: dict) -> str:
-    """A row's model, with its format and its GPUs where it has them."""
+    """Return the name of a row's model, with the format and the number of GPUs if recorded."""
     form = f", {row['format']}" if "format" in row else ""
     return row["model"] + form + (f" on {row['devices']} GPUs" if "devices" in row else "")
 
@@ -82,7 +83,7 @@ def latency() -> str:
 
 
 def _rows_on_more(name: str) -> list[dict]:
-    """The benchmark's rows on several GPUs that share a model, whose number ends a file's name."""
+    """Return the rows of the tensor-parallel runs, recorded as `<name>_on_<GPUs>`."""
     counts = [count for count in (2, 4, 8) if path_of(f"{name}_on_{count}").is_file()]
     return [row | {"devices": n} for n in counts for row in rows_of(f"{name}_on_{n}")]
 
@@ -143,49 +144,67 @@ TABLES = {
 }
 
 
-def render(readme: str) -> str:
-    """The README's text with the tables of all benchmarks that have results.
+def render_readme(text: str) -> str:
+    """Return the text of README.md with the table of jpaged and vLLM.
 
     Raises:
-        ValueError: the markers are not there, once each and in order.
+        ValueError: a marker is missing, or the markers are in the wrong order.
+    """
+    return _between(text, SUMMARY_BEGIN, SUMMARY_END, summary())
+
+
+def summary() -> str:
+    """Return a table of the cases that were measured with vLLM too."""
+    rows = []
+    cases = {
+        "A": ("256 requests, 128 tokens in, 128 out", "tok/s", ",.0f"),
+        "C": ("1 request, per token", "ms", ".2f"),
+        "D": ("64 requests of 1,024 tokens, per step", "ms", ".2f"),
+    }
+    for case, (title, unit, number_format) in cases.items():
+        for row in (it for name in ("throughput", "latency") for it in rows_of(name)):
+            if row["case"] != case or row["vllm"] is None:
+                continue
+            ours, theirs = (
+                row["output_tokens_per_s" if unit == "tok/s" else "ms_a_step"],
+                row["vllm"],
+            )
+            ratio = ours / theirs if unit == "tok/s" else theirs / ours
+            rows.append(
+                {
+                    "load": title,
+                    "model": model_of(row),
+                    "jpaged": f"{ours:{number_format}} {unit}",
+                    "vLLM": f"{theirs:{number_format}} {unit}",
+                    "speed-up": f"{ratio:.2f}x",
+                }
+            )
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def render_figures(text: str) -> str:
+    """Return the text of docs/figures.md with the tables of all benchmarks that have results.
+
+    Raises:
+        ValueError: a marker is missing, or the markers are in the wrong order.
     """
     found = [make() for name, make in TABLES.items() if path_of(name).is_file()]
-    readme = _between(readme, BEGIN, END, "\n\n".join(found))
-    path = RESULTS / "paper_12_simulated-nvidia-h200.json"
-    if PAPER_BEGIN in readme and path.is_file():
-        readme = _between(readme, PAPER_BEGIN, PAPER_END, paper(json.loads(path.read_text())))
-    return readme
+    return _between(text, BEGIN, END, "\n\n".join(found))
 
 
 def _between(text: str, begin: str, end: str, inside: str) -> str:
     before, found, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found or not found_end:
-        raise ValueError(f"the README lacks {begin!r} or, after it, {end!r}")
+        raise ValueError(f"the page lacks {begin!r} followed by {end!r}")
     return f"{before}{begin}\n{inside}\n{end}{after}"
 
 
-def paper(document: dict) -> str:
-    """Sustained rates of figure 12, and ours over each baseline."""
-    panels: dict[str, dict[str, dict]] = {}
-    for row in document["rows"]:
-        panels.setdefault(row["panel"], {})[row["system"]] = row
-    table = []
-    for panel, systems in panels.items():
-        cells = {"": panel, "jpaged, requests/s": f"{systems['jpaged']['req/s']:.3g}"}
-        for system in ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer-like"):
-            row = systems[system]
-            stated = "" if row["paper"] == "plot only" else f" (paper: {row['paper']})"
-            cells[f"over {system}"] = f"{row['jpaged over it']:.2f}{stated}"
-        table.append(cells)
-    return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)
-
-
 def render_benchmarks(text: str) -> str:
-    """The text of docs/benchmarks.md with each figure's tables and how they came about.
+    """Return the text of docs/benchmarks.md with the tables and settings of each figure.
 
     Raises:
-        ValueError: it has no place for a figure.
+        ValueError: the text has no markers of a figure.
     """
     if not FIGURE.search(text):
         raise ValueError("docs/benchmarks.md lacks <!-- figure N --> ... <!-- end of figure N -->")
@@ -193,7 +212,7 @@ def render_benchmarks(text: str) -> str:
 
 
 def headline(document: dict) -> list[dict]:
-    """Each system's sustained rate at equal KV memory, and ours over it."""
+    """Return each system's sustained rate at equal KV memory, and jpaged's ratio to it."""
     return [
         {
             "lengths": row["lengths"],
@@ -212,7 +231,7 @@ def headline(document: dict) -> list[dict]:
 
 
 def paging_cost(document: dict) -> list[dict]:
-    """Seconds end to end where memory is plenty, and the engine's over the faster batching's."""
+    """Return the seconds of each system with plentiful memory, and the cost of paging."""
     return [
         {
             "case": row["case"],
@@ -228,7 +247,7 @@ def paging_cost(document: dict) -> list[dict]:
 
 
 COMPARISONS = {"headline": headline, "paging_cost": paging_cost}
-"""Benchmarks against other systems that are not figures of the paper."""
+"""Comparisons with other systems that are not figures of the paper, by benchmark."""
 
 
 def _figure(number: str) -> str:
@@ -242,7 +261,7 @@ def _figure(number: str) -> str:
 
 
 def _compared(name: str) -> str:
-    """One of `COMPARISONS` as it was recorded."""
+    """Return the Markdown of a benchmark in `COMPARISONS`."""
     if not path_of(name).is_file():
         return "*Not run yet.*"
     document = json.loads(path_of(name).read_text(encoding="utf-8"))
@@ -259,14 +278,14 @@ def _compared(name: str) -> str:
 
 
 def _recorded(document: dict) -> str:
-    """One recorded figure: its picture, its table, its notes."""
+    """Return the Markdown of a recorded figure: the picture, the table and the notes."""
     picture = f"paper/{picture_name(document['figure'], document['device'])}"
     lines = []
     if (BENCHMARKS.parent / picture).is_file():
         lines += [f"![{document['title']}]({picture})", ""]
     names = dict.fromkeys(name for row in document["rows"] for name in row)
     rows = [{name: _cell(row.get(name)) for name in names} for row in document["rows"]]
-    # Cells are texts by now, which tabulate would read as numbers again.
+    # The cells are formatted strings, which tabulate would parse as numbers.
     table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
     lines += [table, ""]
     lines += [f"- {note}" for note in document["notes"]]
@@ -285,7 +304,7 @@ def _recorded(document: dict) -> str:
 
 
 def _requests_of(document: dict) -> str:
-    """Which requests were served."""
+    """Return a phrase that describes the requests, or an empty string."""
     how, number = document["settings"], document["figure"]
     seed = f"seed {how['seeds'][0]}"
     if document["device"] == "no device" or number in ("18a", "19a"):
@@ -299,7 +318,7 @@ def _requests_of(document: dict) -> str:
 
 
 def _cell(value: object) -> str:
-    """Three digits, and all of a number's before its point."""
+    """Format a number with three digits, or all digits before the decimal point if more."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -314,7 +333,8 @@ def main() -> None:
     what.add_argument("--check", action="store_true")
     args = parser.parse_args()
     stale = []
-    for path, make in ((README, render), (BENCHMARKS, render_benchmarks)):
+    pages = {README: render_readme, FIGURES: render_figures, BENCHMARKS: render_benchmarks}
+    for path, make in pages.items():
         text = path.read_text(encoding="utf-8")
         rendered = make(text)
         if args.write:
@@ -322,7 +342,7 @@ def main() -> None:
         elif rendered != text:
             stale.append(path.name)
     if stale:
-        sys.exit(f"figures are not those of bench/results in {stale}; run this with --write")
+        sys.exit(f"tables out of date in {', '.join(stale)}: run with --write")
 
 
 if __name__ == "__main__":

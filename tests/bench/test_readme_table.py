@@ -7,12 +7,27 @@ import pytest
 
 from bench import headline, readme_table
 from bench.paper import __main__ as cli
-from bench.readme_table import BEGIN, BENCHMARKS, END, README, render, render_benchmarks
+from bench.readme_table import (
+    BEGIN,
+    BENCHMARKS,
+    END,
+    FIGURES,
+    README,
+    render_benchmarks,
+    render_figures,
+    render_readme,
+)
 
 
 def test_the_readme_has_the_committed_figures():
     text = README.read_text(encoding="utf-8")
-    assert render(text) == text, "run python -m bench.readme_table --write"
+    assert render_readme(text) == text, "run python -m bench.readme_table --write"
+    assert len(text.splitlines()) <= 120
+
+
+def test_the_page_of_figures_has_the_committed_figures():
+    text = FIGURES.read_text(encoding="utf-8")
+    assert render_figures(text) == text, "run python -m bench.readme_table --write"
 
 
 def test_the_page_of_benchmarks_has_the_committed_figures():
@@ -49,7 +64,7 @@ def test_a_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_only_what_is_between_the_markers_changes():
-    rendered = render(f"before\n{BEGIN}\nstale\n{END}\nafter")
+    rendered = render_figures(f"before\n{BEGIN}\nstale\n{END}\nafter")
     assert rendered.startswith(f"before\n{BEGIN}\n|")
     assert rendered.endswith(f"|\n{END}\nafter")
     assert "stale" not in rendered
@@ -57,7 +72,7 @@ def test_only_what_is_between_the_markers_changes():
 
 def test_a_readme_without_markers_is_refused():
     with pytest.raises(ValueError, match="lacks"):
-        render(f"{END} {BEGIN}")
+        render_figures(f"{END} {BEGIN}")
 
 
 def test_every_system_of_the_headline_has_a_name():

@@ -14,7 +14,9 @@ from tools.how_it_works.__main__ import FOLDER
 from tools.how_it_works.figures import FIGURES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+PAGE = "\n".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("how_it_works.md", "ladder.md")
+)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -82,12 +84,12 @@ def numbers_of_the_page() -> list[str]:
     num_said = turns[return_step - 1].num_tokens["C"] - 5
     num_prefix = scenes.BLOCK_SIZE * sum(count == 2 for count in shared.counts.values())
     return [
-        f"Of {naive.num_pairs:,} pairs of a query and a key that it multiplies, "
+        f"Of {naive.num_pairs:,} pairs of a query and a key, "
         f"{work.num_real_pairs:,} are pairs of tokens: {naive.waste:.1%} are padding",
         f"only {seen:,} pairs count in the end",
         f"padding takes {1 - seen / seen_padded:.1%}",
         f"Of {naive.num_slots} slots, {sum(work.lengths)} hold a token",
-        f"{work.num_blocks} blocks for all four",
+        f"{work.num_blocks} blocks for all four sequences",
         f"a *pool* of *blocks* of {workload.BLOCK_SIZE} slots",
         f"with {workload.NUM_HEADS} heads of {workload.HEAD_SIZE} elements",
         f"tiles of {rung_5_ragged.TILE} queries",
