@@ -1,10 +1,10 @@
-"""Benchmarks: each a script that prints a table and writes JSON to `bench/results/`."""
+"""Benchmarks: each script prints a table and writes JSON to `bench/results/`."""
 
 import sys
 from importlib.util import find_spec
 
 NEEDED = ("aiohttp", "tabulate")
-"""Packages of the extra `bench` that scripts import."""
+"""Packages of the extra `bench` that the scripts import."""
 
 INSTALL = 'pip install "jpaged[bench]"'
 
@@ -16,5 +16,5 @@ def _require_extra() -> None:
         sys.exit(f"error: the benchmarks need {' and '.join(missing)}: {INSTALL}")
 
 
-if sys.argv[0] == "-m":  # `python -m bench.NAME` is looking for the script: nothing runs yet
+if sys.argv[0] == "-m":  # `python -m bench.NAME` imports this package before it runs the script
     _require_extra()

@@ -1,12 +1,14 @@
-"""Times a sum over the GPUs of this machine: our kernel's, XLA's own and NCCL's.
+"""Time an all-reduce over the GPUs of this machine: jpaged's kernel, XLA's and NCCL's.
 
     python -m bench.all_reduce [--devices 2] [--repeats 5]
 
-How: a program is a chain of products and sums, each of the sum before; its time, less that of the
-same chain without sums, over their number. It gives back what it was given, in the same memory, or
-XLA would write its CUDA graph anew for each launch, which takes longer than the sums. Programs are
-launched back to back and waited for once; the median of the blocks counts. XLA reads what it sums
-with when its process starts, so each way has a process. Each checks what it gives.
+A program is a chain of multiplications and all-reduces; each works on the previous result. The time
+of an all-reduce is the difference between the chain's time and the time of the same chain without
+all-reduces, divided by their number. The program returns its input in the same memory. Otherwise
+XLA would rebuild its CUDA graph for each launch, which takes longer than the all-reduces. Programs
+are launched back to back and awaited once per block; the median block counts. XLA selects the
+all-reduce when its process starts, so each implementation runs in a separate process. Each process
+checks its results.
 """
 
 import argparse
@@ -33,19 +35,22 @@ from pallas_kernels import device_sum
 
 WIDTH = 4096
 ROWS = (1, 8, 64, 256, 2048)
-SUMS = 64  # of a program
-LAUNCHES = 10  # of a block
+SUMS = 64  # per program
+LAUNCHES = 10  # per block
 NCCL = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
 WAYS = {"peer memory": "", "XLA": "", "NCCL": NCCL}
 MARKS = {8: 6.0, 64: 10.0}
-"""Microseconds, of two H200s (issue 26)."""
+"""Microseconds to reach on two H200s, by number of rows (issue 26)."""
 
 SECONDS = 240
-"""After which a way is given up."""
+"""Timeout of an implementation's process."""
 
 
 def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
-    """x -> x, by as many products as sums."""
+    """Return a jitted function x -> x of `SUMS` multiplications, each followed by an all-reduce.
+
+    With `sums` false, a local addition replaces each all-reduce.
+    """
 
     def body(x, share, peers):
         header = peers if by_peers else None
@@ -66,7 +71,7 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:
-    """Of a call of x -> x, the median of blocks; and what came of x."""
+    """Return the median seconds of a call over `repeats` blocks, and the last result."""
     taken = []
     for _ in range(1 + repeats):  # the first warms up
         begun = time.perf_counter()
@@ -78,52 +83,52 @@ def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.A
 
 
 def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
-    """A row of the record; microseconds a sum."""
+    """Return a row of the results, with microseconds per all-reduce."""
     by_peers = way == "peer memory"
     memory = PeerMemory(mesh) if by_peers else None
     peers = jnp.zeros(mesh.size, jnp.int32) if memory is None else memory.headers
-    given = (np.arange(rows * WIDTH).reshape(rows, WIDTH) % 7 + 1).astype(jnp.bfloat16)
-    # Shares of 1, so that a chain gives back what it was given.
+    inputs = (np.arange(rows * WIDTH).reshape(rows, WIDTH) % 7 + 1).astype(jnp.bfloat16)
+    # The factors sum to 1 over the devices, so the chain returns its input.
     share = jnp.full(mesh.size, 1 / mesh.size, jnp.float32)
     half = jnp.full(mesh.size, 0.5, jnp.float32)
     with_sums, without = (chain(mesh, sums=sums, by_peers=by_peers) for sums in (True, False))
 
     def timed(program: Callable, factor: jax.Array) -> tuple[float, bool]:
-        """And whether it gives back what it was given."""
-        x = jax.device_put(given, NamedSharding(mesh, PartitionSpec()))
+        """Return the seconds of a call, and whether the program returns its input."""
+        x = jax.device_put(inputs, NamedSharding(mesh, PartitionSpec()))
         taken, x = seconds(lambda x: program(x, factor, peers), x, repeats)
         copies = [np.asarray(shard.data) for shard in x.addressable_shards]
-        return taken, all((copy == given).all() for copy in copies)
+        return taken, all((copy == inputs).all() for copy in copies)
 
     whole, is_right = timed(with_sums, share)
-    alone, _ = timed(without, half)
+    base, _ = timed(without, half)
     if memory is not None:
         memory.check_devices()
     return {
         "way": way,
         "rows": rows,
-        "bytes": given.nbytes,
-        "us": round((whole - alone) / SUMS * 1e6, 2),
+        "bytes": inputs.nbytes,
+        "us": round((whole - base) / SUMS * 1e6, 2),
         "us_with_product": round(whole / SUMS * 1e6, 2),
         "right": is_right,
     }
 
 
-def work(way: str, count: int, repeats: int) -> None:
-    """One way, in this process; a line of JSON a row."""
+def run_here(way: str, count: int, repeats: int) -> None:
+    """Measure one implementation in this process and print each row as a line of JSON."""
     mesh = make_mesh(jax.devices(), count)
     if mesh is None:
-        raise SystemExit("--devices must be at least 2")
+        raise SystemExit(f"--devices is {count}: give 2 or more")
     if way == "peer memory" and not can_use_peer_memory(
         mesh.devices.ravel().tolist(), jnp.bfloat16
     ):
-        raise SystemExit("these devices do not exchange through each other's memory")
+        raise SystemExit("these devices have no peer memory access: use --way XLA or --way NCCL")
     for rows in ROWS:
         print(json.dumps(measure(mesh, way, rows, repeats)), flush=True)
 
 
-def begin(way: str, arguments: list[str]) -> list[dict]:
-    """One way, in a process of its own; its rows. What it says besides is passed on."""
+def run_in_process(way: str, arguments: list[str]) -> list[dict]:
+    """Measure one implementation in a new process and return its rows."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {WAYS[way]}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, "NCCL_NVLS_ENABLE": "0"}
     command = [sys.executable, "-m", "bench.all_reduce", "--way", way, *arguments]
@@ -146,13 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--way", choices=[*WAYS], help="only this one, in this process")
+    parser.add_argument(
+        "--way", choices=[*WAYS], help="measure only this implementation, in this process"
+    )
     args = parse_arguments(parser)
     if args.way is not None:
-        work(args.way, args.devices, args.repeats)
+        run_here(args.way, args.devices, args.repeats)
         return
-    asked = ["--devices", str(args.devices), "--repeats", str(args.repeats)]
-    rows = [row for way in WAYS for row in begin(way, asked)]
+    options = ["--devices", str(args.devices), "--repeats", str(args.repeats)]
+    rows = [row for way in WAYS for row in run_in_process(way, options)]
     for row in rows:
         if args.devices == 2 and row["way"] == "peer memory" and row["rows"] in MARKS:
             row["to_reach"] = MARKS[row["rows"]]

@@ -1,4 +1,4 @@
-"""What the engine benchmarks share: model shapes, request lengths, floors."""
+"""Model shapes, prompts, engine options and lower bounds that the engine benchmarks share."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.runtime.kv_cache import block_bytes
 
-# The H200's measured limits; the floors below stand on them.
+# Measured limits of the H200, from which `Floor` computes lower bounds.
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
 FP8_FLOPS_PER_SECOND = 2 * FLOPS_PER_SECOND
@@ -31,7 +31,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
-"""The parameters that `--penalties` sets."""
+"""Sampling parameters that `--penalties` sets."""
 
 SHAPES: dict[str, dict] = {
     "qwen3-0.6b": {
@@ -135,16 +135,16 @@ UNRECORDED: dict[str, dict] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""Shapes whose GEMMs are not in XLA's measurements that ship."""
+"""Shapes whose GEMMs are not in the XLA autotuning records that ship with jpaged."""
 
 ALL_SHAPES = {**SHAPES, **UNRECORDED}
 
-# How vLLM's figures were taken. The prompts are random, so a prefix cache finds nothing.
+# The settings of the vLLM runs. Prompts are random, so a prefix cache would never hit.
 AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False}
 
 
 def make_engine(shape: str, **options) -> Engine:
-    """An engine of a published shape with random weights; no checkpoint is needed."""
+    """Create an engine of a published shape with random weights; it needs no checkpoint."""
     with shape_folder(shape) as folder:
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
         return Engine(folder, **dummy, **(AS_VLLM | options))
@@ -152,7 +152,7 @@ def make_engine(shape: str, **options) -> Engine:
 
 @contextmanager
 def shape_folder(shape: str | None) -> Iterator[Path | None]:
-    """A folder with a shape's `config.json`, while the context lasts; None for no shape."""
+    """Yield a temporary folder with the shape's `config.json`, or None if `shape` is None."""
     if shape is None:
         yield None
         return
@@ -168,17 +168,17 @@ FORMATS: dict[str, dict[str, str]] = {
     "fp8-weights": {"quantization": "fp8"},
     "fp8-kv": {"kv_cache_dtype": "fp8"},
 }
-"""An engine's options for what `--format` names."""
+"""Engine options for each value of `--format`."""
 
 
 def add_format_option(parser: argparse.ArgumentParser) -> None:
-    """`--format`: several are measured in one run."""
-    what = "of weights and KV cache (bf16)"
+    """Add `--format`, which accepts several values."""
+    what = "data types of the weights and the KV cache (bf16)"
     parser.add_argument("--format", choices=[*FORMATS], nargs="+", default=["bf16"], help=what)
 
 
 def format_of(engine: Engine) -> str:
-    """By which of `FORMATS` an engine was made."""
+    """Return the name in `FORMATS` of the engine's options."""
     config = engine.config
     asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
     narrow = {name: value for name, value in asked.items() if value == "fp8"}
@@ -186,43 +186,45 @@ def format_of(engine: Engine) -> str:
 
 
 CASE = "case", "model", "format"
-"""What a row of `bench.throughput` or `bench.latency` is known by, as `record` takes it."""
+"""Keys that identify a row of `bench.throughput` or `bench.latency` (`by` of `record`)."""
 
 
 def labelled(row: dict, form: str) -> dict:
-    """A row with its format, where that is not what all rows had before there were others."""
+    """Return the row with the key "format", which bfloat16 rows leave out."""
     return row if form == "bf16" else row | {"format": form}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """`--logprobs` and `--penalties`, for `sampling_options`."""
-    parser.add_argument("--logprobs", type=int, help="log-probabilities of so many tokens")
-    parser.add_argument("--penalties", action="store_true", help="all three of them")
+    """Add `--logprobs` and `--penalties`, which `sampling_options` reads."""
+    parser.add_argument("--logprobs", type=int, help="log-probabilities per output token")
+    parser.add_argument("--penalties", action="store_true", help="use all three penalties")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What of `SamplingParams` the command line asks for."""
+    """Return the fields of `SamplingParams` that the command line sets."""
     return {"logprobs": args.logprobs} | (PENALTIES if args.penalties else {})
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of the given lengths."""
+    """Return prompts of random tokens, one per length."""
     rng = np.random.RandomState(seed)
     return [rng.randint(0, vocab_size, n).tolist() for n in lengths]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The fewest seconds a model shape needs on the chip: bytes at 4.3 TB/s, FLOPs at 790 T/s, of
-    numbers in FP8 at twice that.
+    """Lower bounds of a model shape's times on an H200.
+
+    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8.
 
     Attributes:
-        weight_bytes: Read once a decode step (the token embedding is gathered, not read).
-        kv_bytes_per_token: K and V of one token in all layers.
-        flops_per_token: Of one token's GEMMs, the output head left out.
-        head_flops: Of the output head for one token.
-        flops_per_pair: Of attention, for each query token and key it sees.
-        gemm_flops_per_second: Of the layers' GEMMs.
+        weight_bytes: Bytes of weights that a decode step reads. The token embedding is left out,
+            because a step gathers only a few rows of it.
+        kv_bytes_per_token: Bytes of K and V of one token in all layers.
+        flops_per_token: FLOPs of one token's GEMMs without the output head.
+        head_flops: FLOPs of the output head for one token.
+        flops_per_pair: FLOPs of attention for one query token and one key.
+        gemm_flops_per_second: Speed of the layers' GEMMs.
     """
 
     weight_bytes: float
@@ -234,7 +236,7 @@ class Floor:
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
-        """From a running engine's own account; of each device, where several share the model."""
+        """Return the bounds of one device of a running engine."""
         model = engine.model_config.shard(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
         is_narrow = (
@@ -254,7 +256,7 @@ class Floor:
         )
 
     def decode_step(self, num_seqs: int, context: float) -> float:
-        """Seconds of a step of `num_seqs` sequences with `context` tokens each on average."""
+        """Return the seconds of a decode step of `num_seqs` sequences of `context` tokens each."""
         kv = num_seqs * context * self.kv_bytes_per_token
         flops = self.head_flops + context * self.flops_per_pair
         a_token = self.flops_per_token / self.gemm_flops_per_second + flops / FLOPS_PER_SECOND
@@ -262,7 +264,7 @@ class Floor:
         return max((self.weight_bytes + kv) / BYTES_PER_SECOND, compute)
 
     def prefill(self, lengths: Sequence[int]) -> float:
-        """Seconds of prefilling prompts of these lengths."""
+        """Return the seconds to prefill prompts of these lengths."""
         pairs = sum(n * (n + 1) / 2 for n in lengths)
         gemms = sum(lengths) * self.flops_per_token / self.gemm_flops_per_second
         flops = len(lengths) * self.head_flops + pairs * self.flops_per_pair
@@ -271,9 +273,9 @@ class Floor:
     def generation(
         self, prompts: Sequence[int], outputs: Sequence[int], max_num_seqs: int
     ) -> float:
-        """Seconds of serving requests of these lengths, `max_num_seqs` at a time.
+        """Return the seconds to serve requests of these lengths, `max_num_seqs` at a time.
 
-        KV is read once for each output token but a sequence's first, over all that precedes it.
+        Every output token except a sequence's first reads the KV of all tokens before it.
         """
         lengths = list(zip(prompts, outputs, strict=True))
         kv_tokens = sum((m - 1) * n + m * (m - 1) / 2 for n, m in lengths)
@@ -283,7 +285,7 @@ class Floor:
 
 
 def _num_factors(model: ModelConfig) -> int:
-    """Numbers of the projections' weights: what a token is multiplied by, but for the head."""
+    """Return the number of weights that one token is multiplied by, without the output head."""
     return sum(
         math.prod(it.input_shape)
         * sum(size for _, size in it.parts)

@@ -1,10 +1,10 @@
-"""Two recorded runs of a benchmark side by side.
+"""Compare two recorded runs of a benchmark.
 
     python -m bench.compare before.json after.json [--threshold 0.03]
-    python -m bench.kernels --compare before.json after.json        the same, of any benchmark
+    python -m bench.kernels --compare before.json after.json        every benchmark has --compare
 
-Rows are matched by their names and settings (model, case, batch ...); each figure of a row is a
-line with after/before, marked where it changed by more than the threshold.
+Rows are matched by their names and settings (model, case, batch ...). Each figure of a row is a
+line with the ratio after/before. A line is marked if the figure changed by more than the threshold.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from tabulate import tabulate
 
 SETTINGS = {"batch", "blocks", "chunks", "context", "requests", "threads", "width", "tokens"}
 SETTINGS |= {"block_size", "decode_seqs", "devices", "prompt_seqs", "prompt_tokens"}
-"""Numbers that tell rows apart, as names do."""
+"""Keys of numbers that identify a row, as its strings do."""
 
 MARKS = {"vllm", "vllm_prefill", "to_reach", "to_reach_prefill", "paper"}
-"""Numbers that are not measured."""
+"""Keys of reference numbers, which the benchmark did not measure."""
 
 THRESHOLD = 0.03
 
@@ -27,7 +27,7 @@ Key = tuple[str, int]
 
 
 def figures(document: dict) -> dict[Key, dict[str, float]]:
-    """Each row's measured numbers, by its label and, if several have that, its place among them."""
+    """Return each row's measured numbers by (label, index among the rows with that label)."""
     found, seen = {}, Counter()
     for row in document["rows"]:
         label = ", ".join(_part(name, value) for name, value in row.items() if _labels(name, value))
@@ -39,14 +39,14 @@ def figures(document: dict) -> dict[Key, dict[str, float]]:
 
 
 def compare(before: dict, after: dict, threshold: float = THRESHOLD) -> list[dict]:
-    """A line a figure; those of rows that only one of the documents has lack the other's.
+    """Return one line per figure; a figure that only one document has is None in the other column.
 
     Args:
         before, after: Documents as `bench.records.record` writes them.
-        threshold: Relative change from which a line is marked.
+        threshold: Relative change above which a line is marked.
 
     Raises:
-        ValueError: they are of different benchmarks.
+        ValueError: the documents are of different benchmarks.
     """
     if before["benchmark"] != after["benchmark"]:
         raise ValueError(
@@ -61,7 +61,7 @@ def compare(before: dict, after: dict, threshold: float = THRESHOLD) -> list[dic
 
 
 def print_comparison(before: Path, after: Path, threshold: float = THRESHOLD) -> None:
-    """Print `compare` of two files, under what tells their circumstances apart."""
+    """Print the device, versions and dates of two files, then the lines of `compare`."""
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in (before, after)]
     for name in ("device", "jax", "commit", "date"):
         print(f"{name:8}{documents[0].get(name)}  ->  {documents[1].get(name)}")
@@ -74,10 +74,18 @@ def print_comparison(before: Path, after: Path, threshold: float = THRESHOLD) ->
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: list[str] | None = None
 ) -> argparse.Namespace:
-    """A benchmark's arguments, of `argv` or the process's; with `--compare` prints the comparison
-    instead, and exits."""
-    parser.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="before and after")
-    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of --compare (0.03)")
+    """Parse a benchmark's arguments; with `--compare`, print the comparison and exit.
+
+    Args:
+        parser: The benchmark's parser, to which `--compare` and `--threshold` are added.
+        argv: Arguments (the process's arguments).
+    """
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar="JSON", help="compare two results: before, after"
+    )
+    parser.add_argument(
+        "--threshold", type=float, default=THRESHOLD, help="change that --compare marks (0.03)"
+    )
     args = parser.parse_args(argv)
     if args.compare:
         print_comparison(*args.compare, threshold=args.threshold)

@@ -1,14 +1,14 @@
-"""Greedy decoding with a contiguous KV cache, as one writes it in JAX without paging.
+"""Decode greedily with a contiguous KV cache, as a JAX program without paging does.
 
-Each of B slots has a slab of so many token slots in every layer's K and V.
+The cache has B batch rows. A row has a slab: `width` token slots in each layer's K and V.
 
-    static   a batch is computed until its last sequence ends; then the next one takes the slots.
-             Its slabs are as wide as its longest sequence needs, rounded up to one of `widths`
-    slabs    iteration-level: before each step waiting sequences take the slots that became free;
-             a slab has room for `max_len` (as in JetStream, and in Orca with max_len reserved)
+    static   static batching: the next batch starts when the last sequence of a batch ends.
+             The slab width is the longest sequence's length, rounded up to one of `widths`
+    slabs    iteration-level batching: waiting sequences take free rows before each step.
+             A slab has `max_len` slots (as in JetStream, and in Orca with max_len reserved)
 
-Prompts are padded to a length bucket and computed several at once. Tokens stay on the device and
-feed the next step there; the host reads them late. `bench.contiguous_steps` has the two programs.
+Prompts are padded to a length bucket, and a prefill computes several prompts. Sampled tokens feed
+the next step on the device; the host reads them later. `bench.contiguous_steps` has the programs.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 BATCHINGS = ("static", "slabs")
-SMALLEST_BUCKET = 64  # tokens a prompt is padded to; then powers of two
-WIDTHS = (256, 512, 1024)  # of static batches, below max_len
-READ_BEHIND = 2  # launches in flight before the oldest one's tokens are read
+SMALLEST_BUCKET = 64  # tokens; larger buckets are powers of two
+WIDTHS = (256, 512, 1024)  # slab widths of static batches, besides max_len
+READ_BEHIND = 2  # launches in flight before the host reads the oldest one's tokens
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt; its `tokens` are complete once `Decoder.step` returned it."""
+    """A prompt, and its output `tokens`, which are complete when `Decoder.step` returns it."""
 
     prompt: list[int]
     max_tokens: int
@@ -55,18 +55,20 @@ class Decoder:
     """Serves requests in the order of arrival, `num_slots` at a time.
 
     Args:
-        model: What decodes.
+        model: The model and its programs.
         batching: "static" or "slabs".
-        num_slots: Sequences at a time; the cache has `MIN_ROWS` slots at least.
-        max_len: Most tokens of a sequence, prompt and output; the width of a slab.
-        widths: Widths below that which a static batch may have instead.
-        launch_steps: Decode steps of a launch, 1 among them; none (static: not all) ends within.
-        arrivals: Requests may come at any time: slabs, while one is free, decode step by step.
-        max_batched_tokens: Most padded tokens of a prefill, unless a single prompt has more.
-        eos_token_ids: Tokens that end a sequence, as the last of its output.
+        num_slots: Maximum number of sequences in a batch. The cache has at least `MIN_ROWS` rows.
+        max_len: Maximum number of tokens of a sequence, prompt and output; the widest slab.
+        widths: Smaller slab widths that a static batch may use.
+        launch_steps: Allowed numbers of decode steps per launch; must include 1. A launch never
+            runs past the end of the first sequence to end (static batching: of the last one).
+        arrivals: Whether requests may arrive at any time. If true, `slabs` decodes one step per
+            launch while a row is free.
+        max_batched_tokens: Maximum number of padded tokens of a prefill of several prompts.
+        eos_token_ids: Tokens that end a sequence; the output includes the token.
 
     Raises:
-        ValueError: an argument is out of its range; the message names it.
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -91,18 +93,18 @@ class Decoder:
         self.model, self.batching, self.widths = model, batching, (*sorted(below), max_len)
         self.launch_steps, self.eos = sorted(launch_steps), frozenset(eos_token_ids)
         self.num_slots, self.arrivals = num_slots, arrivals and batching == "slabs"
-        self._most_places, self.num_unfinished = max_batched_tokens, 0
+        self._max_batched_tokens, self.num_unfinished = max_batched_tokens, 0
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
         self._rows = max(num_slots, MIN_ROWS)
-        self._cache, self.width = None, 0  # of the batch now
+        self._cache, self.width = None, 0  # of the current batch
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            ValueError: it can never be served; the message says what to change.
+            ValueError: the request can never be served.
         """
         vocab_size, room = self.model.config.vocab_size, self.widths[-1] - len(request.prompt)
         unknown = [token for token in request.prompt if not 0 <= token < vocab_size]
@@ -115,11 +117,11 @@ class Decoder:
 
     @property
     def batch_size(self) -> int:
-        """Sequences that were given a slot and have not ended, as far as the host has read."""
+        """Number of sequences that were admitted and whose end the host has not yet read."""
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Fill the slots, launch, read all but the newest launches; returns the ended requests."""
+        """Admit and launch, read all but the newest launches, and return the ended requests."""
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:
@@ -132,7 +134,7 @@ class Decoder:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], ignore_eos: bool = True
     ) -> list[list[int]]:
-        """Complete prompts; the tokens of each. A static batch is made of the longest there are."""
+        """Return the output tokens of each prompt; static batching serves long outputs first."""
         given = zip(map(list, prompts), max_tokens, strict=True)
         requests = [Request(prompt, most, ignore_eos) for prompt, most in given]
         longest_first = self.batching == "static"
@@ -143,7 +145,7 @@ class Decoder:
         return [request.tokens for request in requests]
 
     def clear(self) -> None:
-        """Forget all requests; their slots are free."""
+        """Drop all requests."""
         self.waiting.clear()
         self.running.clear()
         self._unread.clear()
@@ -151,7 +153,7 @@ class Decoder:
         jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
-        """Compile every program that prompts up to a length can need."""
+        """Compile every program that prompts of up to `longest_prompt` tokens can need."""
         shapes = set()
         for width in self.widths:
             top = bucket(min(longest_prompt or width, width), width)
@@ -162,18 +164,18 @@ class Decoder:
             list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
 
     def _counts(self, length: int) -> list[int]:
-        """How many prompts of a bucket a prefill may have: powers of 4, and the most."""
-        most = min(max(self._most_places // length, 1), self.num_slots)
+        """Return the allowed numbers of prompts per prefill: powers of 4, and the maximum."""
+        most = min(max(self._max_batched_tokens // length, 1), self.num_slots)
         return [n for n in (4**i for i in range(8)) if n < most] + [most]
 
     def _admit(self) -> None:
-        """Give free slots to the waiting, and compute their prompts, those of a bucket together."""
+        """Give free rows to waiting requests, and prefill the prompts bucket by bucket."""
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         taken = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
         needed = max((len(request.prompt) + request.max_tokens for _, request in taken), default=1)
         width = min(width for width in self.widths if width >= needed)
         if width != self.width:
-            jax.block_until_ready(self._cache)  # memory still in use is not free for the next
+            jax.block_until_ready(self._cache)  # the new cache needs the memory of the old one
             self._cache, self.width = None, width
             self._cache = self.model.empty(self._rows, width)
         self.running.update(taken)
@@ -195,7 +197,7 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Decode as many steps as are sure to be wanted by all (static: by one)."""
+        """Decode as many steps as every sequence still needs (static batching: as any needs)."""
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
         if self.arrivals and len(self.running) < self.num_slots:
@@ -211,15 +213,15 @@ class Decoder:
     def _launched(
         self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
     ) -> None:
-        """Note the requests whose tokens [num_steps, ...] hold; complete ones leave their slots."""
+        """Queue the tokens [num_steps, ...] for reading, and free the rows of complete requests."""
         tokens.copy_to_host_async()
         self._unread.append((tokens, columns))
         for _, request in columns:
             request.num_launched += num_steps
-        self._leave(lambda request: request.num_launched >= request.max_tokens)
+        self._free_rows(lambda request: request.num_launched >= request.max_tokens)
 
     def _read(self) -> list[Request]:
-        """The tokens of the oldest launch; returns the requests that ended with them."""
+        """Read the tokens of the oldest launch and return the requests that ended with them."""
         tokens, columns = self._unread.popleft()
         found, ended = np.asarray(tokens).T.tolist(), []
         for column, request in columns:
@@ -229,22 +231,22 @@ class Decoder:
                     at_end = token in self.eos and not request.ignore_eos
                     request.ended = at_end or len(request.tokens) == request.max_tokens
                     ended += [request] * request.ended
-        self._leave(lambda request: request.ended)
+        self._free_rows(lambda request: request.ended)
         self.num_unfinished -= len(ended)
         return ended
 
-    def _leave(self, leaves: Callable[[Request], bool]) -> None:
-        kept = {slot: request for slot, request in self.running.items() if not leaves(request)}
+    def _free_rows(self, is_over: Callable[[Request], bool]) -> None:
+        kept = {slot: request for slot, request in self.running.items() if not is_over(request)}
         self.running = kept
 
 
 def bucket(length: int, most: int) -> int:
-    """The tokens that a prompt is padded to."""
+    """Return the padded length of a prompt: a power of two, at most `most`."""
     return min(max(1 << (int(length) - 1).bit_length(), SMALLEST_BUCKET), most)
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse an argument."""
+    """Raise ValueError unless `holds`."""
     if not holds:
         raise ValueError(f"{name}={value!r} must {wanted}")
 
@@ -252,7 +254,7 @@ def check(holds: bool, name: str, value: object, wanted: str) -> None:
 def load(
     folder: str | Path = EMBEDDED_MODEL, *, load_format: str = "auto", seed: int = 0
 ) -> tuple[Model, frozenset[int]]:
-    """A model and its end tokens; weights and dtype are an `Engine`'s with the same arguments.
+    """Load a model and its EOS token ids, with the weights and dtype that `Engine` would use.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
@@ -271,13 +273,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="folder (the embedded model)")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="model folder (the embedded model)")
     parser.add_argument("--shape", choices=[*ALL_SHAPES], help="random weights of this shape")
     parser.add_argument("--batching", choices=BATCHINGS, nargs="+", default=[*BATCHINGS])
     parser.add_argument("--num-slots", type=int, default=256)
     parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--case", choices=["A", "B"], default="A", help="as of bench.throughput")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    parser.add_argument("--case", choices=["A", "B"], default="A", help="case of bench.throughput")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests")
     args = parser.parse_args()
     with shape_folder(args.shape) as folder:
         model, eos = load(folder or args.model, load_format="dummy" if args.shape else "auto")

@@ -1,8 +1,8 @@
-"""A model over a contiguous KV cache: `prefill` and `decode`, the programs of `bench.contiguous`.
+"""The programs of `bench.contiguous`: prefill and decode over a contiguous KV cache.
 
-Each of B slots has a slab of `width` token slots in every layer's K and V [B, width, K, H].
-Weights, projections, norms and feed-forwards are jpaged's own, its fused kernels included;
-attention is cuDNN's where a GPU has it for the dtype and head size, else XLA's.
+Each of B batch rows has a slab of `width` token slots in every layer's K and V [B, width, K, H].
+The weights, projections, norms, MLPs and fused kernels come from jpaged's models.
+Attention is cuDNN's where it supports the dtype and head size, else XLA's.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,20 @@ from jpaged.models.norm import add_norm, norm_update
 from pallas_kernels import rms_norm, select_backend, sum_partials
 
 MIN_ROWS = 8
-"""XLA reads the weights of a GEMM of fewer rows at a fifth of the bandwidth."""
+"""Minimum number of rows of a GEMM; with fewer rows XLA reaches a fifth of the bandwidth."""
 
 PUT: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-"""Options of writes to slots; one out of range is dropped."""
+"""Scatter options of cache writes: a write out of range is dropped."""
 
 
 class Cache(NamedTuple):
-    """What the programs own and update in place: K and V of each layer [B, width, K, H], the token
-    each slot sampled last [B], not in the cache yet, and each slot's filled places [B]."""
+    """The state that the programs update in place.
+
+    Attributes:
+        layers: K and V of each layer, [B, width, K, H].
+        tokens: The last sampled token of each row, [B]; the cache does not have it yet.
+        lens: The number of tokens in each row's slab, [B].
+    """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
     tokens: jax.Array
@@ -36,8 +41,11 @@ class Cache(NamedTuple):
 
 
 def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
-    """Compute prompts [n, T] of `lens` [n] tokens and put them in `slots` [n], out of range where
-    a row is padding. Returns the cache and the first token of each [n]."""
+    """Prefill prompts [n, T] of `lens` [n] tokens into the batch rows `slots` [n].
+
+    A padding prompt has a row index out of range. Returns the cache and the first output tokens
+    [n].
+    """
     model, (n, length) = bind(leaves), prompts.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), n)
     hidden, layers = forward(model, prompts.reshape(-1), positions, cache, slots)
@@ -48,8 +56,11 @@ def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
 
 
 def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
-    """Decode `num_steps` tokens of every slot [num_steps, B]. A slot with `stops` [B] places filled
-    (0 if it is idle) stands still, and its tokens mean nothing."""
+    """Decode `num_steps` tokens of every batch row; returns the cache and tokens [num_steps, B].
+
+    A row stops growing at `stops` [B] cached tokens (0 for an idle row). Later tokens of the row
+    have no meaning.
+    """
     model = bind(leaves)
 
     def step(cache: Cache, _):
@@ -61,15 +72,12 @@ def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
 
 
 def choose(model: Any, hidden: jax.Array) -> jax.Array:
-    """The most probable token after each row."""
+    """Return the most probable next token of each row."""
     return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
 
 
-# What is used of jpaged's models: embedding, the parts of layers, norms, logits.
-
-
 def forward(model: Any, tokens, positions, cache: Cache, slots):
-    """The hidden states after the final norm, and K and V of every layer."""
+    """Return the hidden states after the final norm, and K and V of every layer."""
     config, backend = model.config, select_backend(jax.default_backend())
     hidden, update, layers = model.embed_tokens(tokens, positions), None, []
     ropes = [layer.rope for layer in config.layers]
@@ -86,12 +94,12 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
     return hidden, tuple(layers)
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # so that layers alike are traced once
+@partial(jax.jit, static_argnums=(0, 2))  # trace equal layers once
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
-    """One layer; the residual stream is hidden + sum(update)."""
+    """Run one layer; the residual stream is hidden + sum(update)."""
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if "sum" in layer.norm_positions:  # norms come after the sums
+    if "sum" in layer.norm_positions:  # norms follow the residual additions
         update, kv = attend(hidden, kv, backend)
         hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
         update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
@@ -104,7 +112,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
-    """From rows x to the update of the residual stream, as partials to be summed; and K and V."""
+    """Return the update of the residual stream as partial sums, and K and V."""
     heads, norms = sum_partials(part.qkv(x, backend), x.dtype), part.head_norms()
     ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
     q, k, v = jnp.split(heads, ends, axis=1)
@@ -121,7 +129,7 @@ def attention(part: Any, x, kv, backend, *, slots, lens, angles):
 
 
 def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
-    """Each prompt to itself; what pads it stands behind all that its tokens see."""
+    """Attend within each prompt; padding follows the tokens, so the causal mask hides it."""
     q, k, v = (x.reshape(slots.shape[0], -1, *x.shape[1:]) for x in (q, k, v))
     options["local_window_size"] = None if window is None else (window - 1, 0)
     places = slots, slice(q.shape[1])
@@ -130,7 +138,7 @@ def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
 
 
 def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
-    """One token a slot, put in the cache first, attending to the slot's own tokens."""
+    """Store one token per batch row, and let the token attend to all tokens of its row."""
     places = jnp.arange(q.shape[0], dtype=jnp.int32), lens
     kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
     if window is None:
@@ -142,7 +150,7 @@ def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of heads [T, heads, H] in the halves layout, in float32."""
+    """Apply rotary embeddings to heads [T, heads, H] in the half-split layout, in float32."""
     cos, sin = (angle[:, None, :] for angle in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = first * cos - second * sin, second * cos + first * sin
@@ -150,20 +158,20 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def implementation(q: jax.Array) -> str:
-    """Which attention runs: cuDNN's where it takes the dtype and the head size, else XLA's."""
+    """Return "cudnn" where cuDNN supports the dtype and head size, else "xla"."""
     fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
 
 
 class Model:
-    """A model of jpaged with its two programs, each compiled once for a shape."""
+    """A model with its two programs, each compiled once per shape."""
 
     def __init__(self, model: Any):
         capped = [layer.soft_cap for layer in model.config.layers if layer.soft_cap]
         if capped:
             raise ValueError(
-                f"soft_cap={capped[0]} on attention scores is not in jax.nn.dot_product_attention;"
-                " use a model without"
+                f"soft_cap={capped[0]} is unsupported by jax.nn.dot_product_attention: use a model"
+                " without soft_cap"
             )
         definition, state = nnx.split(model)
         self.leaves, tree = jax.tree.flatten(state)
@@ -178,15 +186,15 @@ class Model:
         self.program: Callable = cache(self._compile)
 
     def empty(self, num_slots: int, width: int) -> Cache:
-        """A cache without a token in it."""
+        """Return an empty cache."""
         shape = num_slots, width, self.config.num_kv_heads, self.config.head_size
         zeros, none = partial(jnp.zeros, shape, self.dtype), partial(jnp.zeros, num_slots)
         layers = tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
         return Cache(layers, none(dtype=jnp.int32), none(dtype=jnp.int32))
 
     def _compile(self, num_slots: int, width: int, *shape: int) -> Callable:
-        """`prefill` of prompts of shape (n, T), `decode` of (num_steps,)."""
-        # XLA measures GEMMs while it compiles: not beside programs that run.
+        """Compile `prefill` for a shape (n, T), or `decode` for (num_steps,)."""
+        # XLA times GEMMs while it compiles, so no other program may run.
         jax.block_until_ready(jax.live_arrays())
         held = jax.eval_shape(partial(self.empty, num_slots, width))
         if len(shape) == 1:

@@ -1,7 +1,8 @@
-"""The embedded model on a CPU (`python -m bench.cpu`): its first token, and many requests at once.
+"""Measure the embedded model on a CPU (`python -m bench.cpu`): first token and throughput.
 
-`python -m jpaged` cold and warm as in `bench/startup.py`; then output tokens a second of 16
-requests that an engine of its defaults serves together, greedy, the best of some.
+The first part starts `python -m jpaged` cold and warm, as `bench.startup` does. The second part
+serves 16 concurrent greedy requests with an engine of default options, and reports the output
+tokens per second of the fastest run.
 """
 
 import argparse
@@ -13,11 +14,11 @@ from bench.records import print_table, record
 from bench.startup import EMBEDDED, PROMPT, Kind, measure
 from jpaged import Engine, SamplingParams
 
-TO_REACH = 200  # output tokens a second
+TO_REACH = 200  # output tokens per second
 
 
 def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:
-    """Output tokens a second of `num_requests` equal requests."""
+    """Return a row with the output tokens per second of `num_requests` equal requests."""
     engine = Engine()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
@@ -40,7 +41,7 @@ def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128, help="each request makes")
+    parser.add_argument("--tokens", type=int, default=128, help="output tokens per request")
     parser.add_argument("--repeats", type=int, default=3)
     args = parse_arguments(parser)
     starts = measure(Kind(EMBEDDED), args.repeats)

@@ -1,18 +1,21 @@
-"""Requests a second that each system sustains with the same KV memory (`python -m bench.headline`).
+"""Measure the request rate that each system sustains with equal KV memory.
 
-jpaged's engine, the same engine with each of the paper's other allocators, and the contiguous
-decoder of `bench.contiguous` with static batches and with a slab a slot, on a device, in real time.
-Lengths, arrivals and what counts as sustained are those of `bench.paper.traces` and
-`bench.paper.measures`: log-normal lengths, Poisson arrivals, and the highest rate whose mean
-normalised latency stays under ten times that of requests served one at a time by our engine. Every
-seed is searched by bisection; the median of the seeds is reported, and their range. A trace ends
-before a queue has grown long, so rates can be above what could be served for ever, all systems'
-alike: by how much at most, `may_be_above_%` says.
+    python -m bench.headline [--system ours orca_max] [--keep FILE]
 
-OPT-13B's shape with random weights and 12 GB of KV memory, as the paper had it, unless told
-otherwise; a shape whose steps are shorter needs shorter traces for the same bound. A system's rows
-replace its own in `results/headline_<device>.json`: `--system` runs some of them. With `--keep`
-what was served is written to a file as it comes, and a search that was cut goes on from there.
+The systems are jpaged's engine, the engine with the other allocators of the paper, and the
+contiguous decoder of `bench.contiguous` with both of its batching modes. All run on a device in
+real time.
+
+`bench.paper.traces` draws log-normal lengths and Poisson arrivals. The sustained rate is the
+highest rate whose mean normalised latency stays below a threshold. The threshold is ten times the
+latency of requests that jpaged's engine serves one at a time. A bisection finds the rate for each
+seed; the results have the median and the range over the seeds. A trace ends before a long queue has
+built up, so the rates of all systems may exceed the true ones. `may_be_above_%` bounds the excess.
+
+The default is OPT-13B's shape with random weights and 12 GB of KV memory, as in the paper. A shape
+with shorter steps needs shorter traces for the same bound. A run replaces the rows of the systems
+in `--system` in `results/headline_<device>.json`. With `--keep FILE`, every served trace is
+appended to the file, and an interrupted search resumes from it.
 """
 
 import argparse
@@ -43,20 +46,20 @@ from bench.records import COMMIT, print_table, record, result_path
 from jpaged.config import EMBEDDED_MODEL
 
 CONTIGUOUS = {"contiguous_static": "static", "contiguous_slabs": "slabs"}
-"""System: batching of `bench.contiguous`."""
+"""Batching mode of `bench.contiguous`, by system."""
 
 ALL_SYSTEMS = ("ours", *(system for system in SYSTEMS if system != "ours"), *CONTIGUOUS)
 LENGTHS = tuple(traces.MEAN_LENGTHS)
 MARKS = {"orca_max": 2.7, "orca_oracle": 1.7}
-"""Ratios to reach of our sustained rate over the system's, on ShareGPT-like lengths."""
+"""Ratio to reach of jpaged's sustained rate to the system's, on ShareGPT-like lengths."""
 
 MAX_BATCHED_TOKENS = 2048
 GIVE_UP = 1.01
-"""Times the threshold, from which a run's latency need not be known."""
+"""A run stops when its latency is sure to exceed this multiple of the threshold."""
 
 
 class Served(NamedTuple):
-    """What came of a trace; as the fields of `bench.paper.simulator.Run` of these names."""
+    """Result of serving a trace; `bench.paper.simulator.Run` has the same fields."""
 
     normalized_latency: float
     output_tokens_per_s: float
@@ -70,17 +73,17 @@ Serve = Callable[[Sequence[TraceRequest], float | None], Served]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is served, with what.
+    """The model, the memory and the traces of a run.
 
     Attributes:
-        shape: The model's; None for the embedded model.
-        num_slots: Tokens that the KV memory holds.
-        max_model_len: Most tokens of a sequence.
-        max_num_seqs: Most sequences in a batch, where memory does not end it first.
-        seconds: Of a trace. The same for all systems: where requests come faster than they are
-            served the queue, and so the latency, grows with it.
-        num_alone: Requests that are served one at a time, for the threshold.
-        num_at_once: Requests that are there from the start, to see what can be served.
+        shape: Name of the model's shape; None for the embedded model.
+        num_slots: Number of tokens that the KV memory holds.
+        max_model_len: Maximum number of tokens of a sequence.
+        max_num_seqs: Maximum number of sequences in a batch.
+        seconds: Length of a trace, equal for all systems: above the sustained rate, the queue and
+            the latency grow with it.
+        num_alone: Number of requests served one at a time to set the threshold.
+        num_at_once: Number of requests that arrive together to measure the maximum throughput.
     """
 
     shape: str | None = "opt-13b"
@@ -99,8 +102,10 @@ QUICK_SETTINGS = Settings(seeds=(0,), tolerance=1.0)
 def run_on_decoder(
     decoder: Decoder, trace: Sequence[TraceRequest], give_up_at: float | None = None
 ) -> Served:
-    """Serve a trace with the contiguous decoder as its requests arrive, in real time; as
-    `bench.paper.engine_run.run_on_engine` does with an engine."""
+    """Serve a trace with the contiguous decoder in real time.
+
+    `bench.paper.engine_run.run_on_engine` does the same with an engine.
+    """
     work = EngineWorkload(trace, "contiguous", 1, None, decoder.model.config.vocab_size)
     given = [Request(work.prompt(i), trace[i].output_len) for i in range(len(trace))]
     places = {id(request): i for i, request in enumerate(given)}
@@ -136,7 +141,7 @@ def run_on_decoder(
 
 
 def start_system(system: str, sizes: Sizes) -> Serve:
-    """A system with the sizes' KV memory, compiled and ready."""
+    """Create and compile a system; return the function that serves a trace."""
     dummy: dict[str, Any] = {} if sizes.shape is None else {"load_format": "dummy"}
     with ExitStack() as stack:
         folder = stack.enter_context(shape_folder(sizes.shape))
@@ -158,8 +163,8 @@ def start_system(system: str, sizes: Sizes) -> Serve:
         num_slots=max(sizes.num_slots // sizes.max_model_len, 1),
         max_len=sizes.max_model_len,
         max_batched_tokens=MAX_BATCHED_TOKENS,
-        # Tokens are read two launches late. A step of this shape takes longer than its launch, so
-        # long launches would gain nothing and add their time to each request's latency.
+        # The host reads tokens two launches late, so long launches would add to the latency. They
+        # would gain nothing, because a step of this shape takes longer than its launch.
         launch_steps=(1, 4),
         arrivals=True,
     )
@@ -168,20 +173,19 @@ def start_system(system: str, sizes: Sizes) -> Serve:
 
 
 def kept(serve: Serve, file: Path, label: str) -> Serve:
-    """The system, which serves no trace again of which the file tells what came.
+    """Return `serve` with results cached in `file`.
 
     Args:
         serve: The system.
-        file: Lines of label, trace and limit (a digest of them), and what came; traces that are
-            served are added.
-        label: What is served with what.
+        file: One JSON line per served trace: a digest of label, trace and limit, and the result.
+        label: The system and the sizes, as a string.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     known = {key: Served(*served) for key, served in map(json.loads, lines)}
 
     def serve_once(trace: Sequence[TraceRequest], limit: float | None) -> Served:
-        told = f"{label} {limit} {[dataclasses.astuple(request) for request in trace]}"
-        key = hashlib.sha256(told.encode()).hexdigest()
+        text = f"{label} {limit} {[dataclasses.astuple(request) for request in trace]}"
+        key = hashlib.sha256(text.encode()).hexdigest()
         if key not in known:
             known[key] = serve(trace, limit)
             with file.open("a", encoding="utf-8") as lines:
@@ -196,12 +200,12 @@ def _served(run) -> Served:
 
 
 def make_trace(source: Source, sizes: Sizes, rate: float, seed: int) -> list[TraceRequest]:
-    """Requests that arrive at a rate, for as long as the sizes say."""
+    """Return requests that arrive at `rate` per second for `sizes.seconds`."""
     return traces.poisson(source, rate, sizes.seconds, seed)
 
 
 def _at_once(source: Source, count: int) -> list[TraceRequest]:
-    """So many requests that are all there from the start."""
+    """Return `count` requests that all arrive at the start."""
     found = traces.poisson(source, 1.0, 2.0 * count + 60, seed=0)[:count]
     return [dataclasses.replace(request, arrival=0.0) for request in found]
 
@@ -215,7 +219,7 @@ def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
 def sustained(
     serve: Serve, source: Source, sizes: Sizes, threshold: float, settings: Settings
 ) -> dict:
-    """The highest rates under the threshold, one a seed, and what is served at the median one."""
+    """Search the sustained rate of each seed; return the results at the median rate."""
     burst = _at_once(source, sizes.num_at_once)
     full = serve(burst, None)
     rates, tried = [], {}
@@ -246,7 +250,7 @@ def sustained(
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows, each with how many times its rate ours is, and the mark for that."""
+    """Return the rows with the ratio of jpaged's rate to the row's, and the ratio to reach."""
     ours = {row["lengths"]: row["sustained_per_s"] for row in rows if row["system"] == "ours"}
     found = []
     for row in rows:
@@ -265,14 +269,14 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=[*ALL_SHAPES], default=Sizes().shape)
     parser.add_argument(
         "--seconds", type=float, nargs="+", default=[Sizes().seconds],
-        help="of a trace: for all lengths, or one for each of --lengths",
+        help="length of a trace: one value, or one for each of --lengths",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[*Settings().seeds])
     parser.add_argument("--tolerance", type=float, default=Settings().tolerance)
-    parser.add_argument("--quick", action="store_true", help="few short requests, on any device")
-    parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
+    parser.add_argument("--quick", action="store_true", help="a few short requests, for any device")
+    parser.add_argument("--output", type=Path, help="folder of the results (bench/results)")
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="write what was served there, and go on from it"
+        "--keep", type=Path, metavar="FILE", help="record served traces, and resume from them"
     )
     return parser
 
@@ -282,11 +286,11 @@ def main() -> None:
     args = parse_arguments(parser)
     if len(args.seconds) not in (1, len(args.lengths)):
         parser.error(
-            f"--seconds {' '.join(map(str, args.seconds))}: give one for all lengths, or one for "
-            f"each of {' '.join(args.lengths)}"
+            f"--seconds {' '.join(map(str, args.seconds))}: give one value for all lengths, or one "
+            f"for each of {' '.join(args.lengths)}"
         )
     if args.keep is not None and not args.keep.parent.is_dir():
-        parser.error(f"--keep {args.keep}: there is no folder {args.keep.parent}; make it first")
+        parser.error(f"--keep {args.keep}: create the folder {args.keep.parent} first")
     sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds[0])
     settings = Settings(seeds=tuple(args.seeds), tolerance=args.tolerance)
     if args.quick:
@@ -304,7 +308,7 @@ def main() -> None:
     order = sorted(args.system, key=lambda system: system != "ours")
     missing = [name for name in sources if name not in known and order[0] != "ours"]
     if missing:
-        parser.error(f"--system ours first: it sets the threshold of {', '.join(missing)}")
+        parser.error(f"run --system ours first: it sets the threshold of {', '.join(missing)}")
     for system in order:
         print(f"{system}: starting", flush=True)
         serve = start_system(system, sizes)

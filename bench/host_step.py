@@ -1,26 +1,26 @@
-"""What the host does for a decode step, and around the steps (`python -m bench.host_step`).
+"""Measure the host's time for a decode step and for a generation (`python -m bench.host_step`).
 
-The engine's own scheduler, loop and runner serve 256 sequences, but the programs are stubs that
-give back arrays made beforehand. So the figures hold no launch and no waiting: what is left has to
-overlap with the device's work. Microseconds a step, the median over the steps:
+The engine's scheduler, loop and runner serve 256 sequences, but stubs that return prepared arrays
+replace the compiled programs. So the figures contain no kernel launch and no wait for the device.
+This is the work that must overlap with the device. Median microseconds per step:
 
-    schedule    what each sequence computes, block tables
-    rows        which row of the device's arrays each sequence has
-    pack        the step's inputs in one array
+    schedule    choosing the sequences and tokens of the step, block tables
+    rows        assigning the sequences to rows of the device arrays
+    pack        packing the step's inputs into one array
     dispatch    calling the programs: two stubs
     launch      the rest of the launch
-    consume     reading the tokens
-    update      tokens into sequences, stops, blocks
-    outputs     the engine's own records: times, texts
-    total       a turn of the loop
+    consume     reading the sampled tokens
+    update      appending tokens, checking stops, freeing blocks
+    outputs     timing metrics and text
+    total       an iteration of the engine loop
 
-And what no step of the device hides of a generation of as many requests, 128 tokens in and out, in
-milliseconds, the median over the generations:
+The second table has the parts of a generation that no device step hides. The generation has as many
+requests as there are sequences, with 128 tokens in and out. Median milliseconds per generation:
 
-    checks      the prompts brought to one form
-    adding      requests made of those that fill a step and queued, the others' parameters checked
-    first step  up to its launch
-    answers     what the caller gets of the requests that end last, made of what is there
+    checks      normalizing the prompts
+    adding      creating and queueing the requests of the first step, checking all parameters
+    first step  from there to the launch of the first step
+    answers     creating the outputs of the requests that end last
 """
 
 import argparse
@@ -41,26 +41,26 @@ from jpaged import SamplingParams
 from jpaged.engine import engine as engine_module
 from jpaged.runtime.results import StepHandle
 
-# A step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
+# A step of case A at the throughput to reach: 256 sequences at 80,000 tokens per second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
 NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def make_params(max_tokens: int, sampling: Mapping[str, Any] = NOTHING) -> SamplingParams:
-    """As in `bench.throughput`."""
+    """Return the parameters that `bench.throughput` uses."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
 
 
 def make_prompts(num_seqs: int) -> list[list[int]]:
-    """One for each sequence."""
+    """Return one prompt for each sequence."""
     return random_prompts([NUM_PROMPT_TOKENS] * num_seqs, SHAPES[SHAPE]["vocab_size"])
 
 
 def measure(
     num_seqs: int, num_steps: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Median microseconds a step, by part."""
+    """Return the median microseconds per step, by part."""
     clock, warm = Clock(), 20
     original = StepHandle.read
     StepHandle.read = clock.timed("consume", StepHandle.read)
@@ -69,7 +69,7 @@ def measure(
         params = make_params(num_steps + 200, sampling)
         streams = [engine.stream(prompt, params) for prompt in make_prompts(num_seqs)]
         advance = clock.timed("outputs", engine.advance)
-        # All prompts are computed, and some steps decoded, before any counts.
+        # Finish the prefills and some decode steps before the timed steps.
         while engine.stats().num_generated_tokens < warm * num_seqs:
             engine.advance()
         steps = []
@@ -92,7 +92,7 @@ def measure(
 def measure_ends(
     num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Median milliseconds of a generation that its steps do not hide, by part."""
+    """Return the median milliseconds of a generation outside its steps, by part."""
     engine, prompts = make_engine(runtime_of(num_seqs), Clock()), make_prompts(num_seqs)
     marks: list[float] = []
     loop, normalize = engine._loop, engine_module.normalize_prompts

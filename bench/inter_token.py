@@ -1,8 +1,9 @@
-"""Inter-token latency while prompts arrive, and while none do (`python -m bench.inter_token`).
+"""Measure inter-token latency with and without arriving prompts (`python -m bench.inter_token`).
 
-Some requests decode all the while; in the second part a prompt arrives every few steps, so that
-most steps are mixed. A step's token budget bounds how long decoding waits for a prefill. Greedy,
-random weights, through `Engine.step`; percentiles over every token of the decoding requests.
+A batch of requests decodes throughout. In the second part a prompt arrives every few steps, so most
+steps are mixed. The token budget of a step bounds how long decoding waits for a prefill. Requests
+are greedy and run through `Engine.step`; the weights are random. The percentiles are over all
+tokens of the decoding requests.
 """
 
 import argparse
@@ -19,7 +20,7 @@ DECODE_PROMPT = 128
 
 
 class Feed:
-    """Gives the engine a prompt of `length` tokens every `every` steps; each ends at once."""
+    """Adds a request with a prompt of `length` tokens and one output token every `every` steps."""
 
     def __init__(self, engine: Engine, length: int, every: int):
         self._engine, self._every = engine, every
@@ -27,7 +28,7 @@ class Feed:
         self._step = 0
 
     def step(self) -> None:
-        """To be called before each step."""
+        """Add a request if one is due; call this before each step."""
         prompt = next(self._prompts, None) if self._step % self._every == 0 else None
         if prompt is not None:
             self._engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -35,7 +36,7 @@ class Feed:
 
 
 def start_decoding(engine: Engine, count: int, num_tokens: int) -> dict[str, int]:
-    """Requests that have their first token; gives how many tokens each has."""
+    """Start `count` requests; return the number of tokens of each when all have their first."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     prompts = random_prompts([DECODE_PROMPT] * count, engine.vocab_size)
     counts = {engine.add_request(prompt, params): 0 for prompt in prompts}
@@ -45,7 +46,7 @@ def start_decoding(engine: Engine, count: int, num_tokens: int) -> dict[str, int
 
 
 def gaps(engine: Engine, counts: dict[str, int], num_steps: int, feed: Feed | None) -> np.ndarray:
-    """Milliseconds between tokens of the same request, over `num_steps` steps."""
+    """Return the milliseconds between tokens of the same request, over `num_steps` steps."""
     found: list[float] = []
     waited = dict.fromkeys(counts, time.perf_counter())
     for _ in range(num_steps):
@@ -60,7 +61,7 @@ def gaps(engine: Engine, counts: dict[str, int], num_steps: int, feed: Feed | No
 
 
 def _note(engine: Engine, counts: dict[str, int]) -> list[str]:
-    """Advance by a step; gives which requests it brought a token."""
+    """Run a step, update `counts`, and return the ids of the requests with a new token."""
     grown = []
     for output in engine.step():
         num_tokens = len(output.outputs[0].token_ids)
@@ -71,7 +72,7 @@ def _note(engine: Engine, counts: dict[str, int]) -> list[str]:
 
 
 def measure(engine: Engine, shape: str, batch: int, length: int, every: int, steps: int) -> dict:
-    """Percentiles without and with prompts arriving."""
+    """Return a row of latency percentiles without and with arriving prompts."""
     counts = start_decoding(engine, batch, 2 * steps + 64)
     row = {"model": shape, "batch": batch, "prompt": length, "every_steps": every}
     for name, feed in (("alone", None), ("prefills", Feed(engine, length, every))):
@@ -85,8 +86,8 @@ def measure(engine: Engine, shape: str, batch: int, length: int, every: int, ste
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
-    parser.add_argument("--batch", type=int, default=64, help="requests that decode")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt that arrives")
+    parser.add_argument("--batch", type=int, default=64, help="number of decoding requests")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of an arriving prompt")
     parser.add_argument("--every", type=int, default=4, help="steps between two arrivals")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--budget", type=int, nargs="+", default=[2048, 8192])

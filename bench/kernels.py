@@ -1,23 +1,23 @@
-"""Times the kernels on this machine's GPU and prints them with their marks.
+"""Time the kernels on this machine's GPU, and print the times with the targets.
 
     python -m bench.kernels [--repeats 7] [--sweep | --fp8]
 
-How: one jit calls the op many times over different queries and pools (enough of them that no
-pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
-and waited for once. A figure is the median over the blocks of (block time / calls in it), so it
-holds the op as a serving step runs it, with the launch gaps the GPU cannot hide.
-Bytes are keys and values as the pool has them, read once; FLOPs are 4 * N * H for each (query,
-visible key).
-What paging costs is the time over blocks in random order, over that of the same kernel with each
-sequence's blocks side by side. Sampling is a whole top-p sample step's choice: temperature,
-truncation, noise, argmax.
+One jitted program calls the op many times with different queries and pools. The pools together
+exceed the GPU's L2 cache, so each call reads its pool from memory. The program is launched back to
+back, and awaited once per block. A figure is the median over the blocks of the time per call. It
+includes the launch gaps that the GPU cannot hide, as in a serving step.
 
-With `--sweep` instead: prefill attention for the head counts of published models, query groups of 1
-to 16, and prompts of several lengths; each as a share of the floor (FLOPs at 790 TFLOP/s), and over
-the mean share of its neighbours, the head counts with the next smaller and the next larger group.
+Bytes are the keys and values in the pool, read once. FLOPs are 4 * N * H for each pair of a query
+and a visible key. The paging row compares blocks in random order with contiguous blocks. The
+sampling rows time a whole sampling step: temperature, truncation, noise and argmax.
 
-With `--fp8` instead: the products of a layer of Llama-3.1-8B in FP8, their scales and the
-activation in the time; bytes are the weight's.
+`--sweep` times only prefill attention, for the head counts of published models and several prompt
+lengths. Query groups have 1 to 16 heads. A row has the fraction of the lower bound (FLOPs at 790
+TFLOP/s). It also has the ratio of that fraction to the mean of the neighbours: the head counts with
+the next smaller and the next larger group.
+
+`--fp8` times only the GEMMs of a layer of Llama-3.1-8B in FP8, with scales and activation. Bytes
+count the weight only.
 """
 
 import argparse
@@ -51,14 +51,16 @@ from pallas_kernels import (
 )
 
 HEAD_SIZE = 128
-CACHE_BYTES = 256 << 20  # several times the L2 of any GPU: pools in turn exceed it
-PROGRAM_BYTES = 1 << 30  # read by one program at least, or the host takes longer to launch it
+CACHE_BYTES = 256 << 20  # several times the L2 cache of any GPU
+PROGRAM_BYTES = 1 << 30  # minimum read by one program, so that it runs longer than its launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `tokens` new ones behind `context`; tokens 0 means a decode step. With
-    `fp8` the pool is in FP8."""
+    """An attention case: `batch` sequences with `tokens` new tokens after `context` cached ones.
+
+    `tokens` is 0 for a decode step. `fp8` means a pool in FP8.
+    """
 
     name: str
     batch: int
@@ -66,7 +68,7 @@ class Case:
     tokens: int
     heads: tuple[int, int]
     block_size: int
-    mark: float  # TB/s, TFLOP/s or, where unit says so, microseconds
+    mark: float  # target, in `unit`
     unit: str
     fp8: bool = False
 
@@ -95,7 +97,8 @@ CASES = [
     Case("prefill 4 x 512 on 4096", 4, 4096, 512, (32, 8), 16, 550.0, "TFLOP/s"),
 ]
 FP8_MARKS = (3.65, 3.65, 3.5, 9.0, 480.0, 600.0, 170.0, 500.0)
-"""Of the same cases: 85 % of what the memory gives; of prefill, what widening costs at most."""
+"""Targets of the same cases in FP8. Decode: 85 % of the memory bandwidth. Prefill: the bfloat16
+target less the cost of widening the values."""
 
 CASES += [
     dataclasses.replace(case, name=f"{case.name}, fp8", mark=mark, fp8=True)
@@ -103,8 +106,8 @@ CASES += [
 ]
 
 
-# Query and KV heads of 128, by the size of the group: Llama-2, Qwen3-0.6B, Llama-3.2-3B,
-# Llama-3.1-8B, Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4; and one KV head for all.
+# Query and KV heads, ordered by group size: Llama-2, Qwen3-0.6B, Llama-3.2-3B, Llama-3.1-8B,
+# Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4; the last has one KV head for all.
 SWEPT_HEADS = [
     (32, 32), (16, 8), (24, 8), (32, 8), (40, 8), (12, 2), (28, 4), (64, 8), (32, 2), (16, 1)
 ]  # fmt: skip
@@ -115,7 +118,7 @@ NEIGHBOURS_MARK = 1 / 1.05
 
 @dataclasses.dataclass(frozen=True)
 class FP8Product:
-    """Rows by a weight in FP8 of Llama-3.1-8B's shape; few rows are bounded by its bytes."""
+    """A GEMM of `rows` rows and an FP8 weight of Llama-3.1-8B's shape."""
 
     name: str
     width: int
@@ -126,7 +129,7 @@ class FP8Product:
 
     @property
     def mark(self):
-        """TB/s of the weight, or TFLOP/s."""
+        """Target: TB/s of the weight for few rows, which memory bounds; else TFLOP/s."""
         if self.rows <= 128:
             return 0.85 * BYTES_PER_SECOND / 1e12
         return 1000.0 if self.in_blocks else 1200.0
@@ -151,7 +154,10 @@ TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
 def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
-    """(queries, pools, tables and lengths) of random values; block tables shuffled, or not."""
+    """Return random queries, pools, and (block tables, lengths).
+
+    The block tables are shuffled unless `contiguous`. A pool has at least `least_blocks` blocks.
+    """
     width = -(-case.seq_len // case.block_size)
     num_blocks = max(case.batch * width, least_blocks) + 1
     order = np.arange(1, case.batch * width + 1)
@@ -185,11 +191,11 @@ def attention(case, backend):
 
 
 def seconds_per_call(op, queries, pools, indices, repeats):
-    """Median over `repeats` blocks of launches; each pair of query and pool is used once.
+    """Return the median seconds of a call over `repeats` blocks of launches.
 
-    A call waits for the one before: of plain XLA's, independent ones that read the same pool would
-    be merged into one that reads it once. Results go where those of the launch before lay, for XLA
-    writes a CUDA graph anew when its arrays have moved, which takes longer than small kernels.
+    Each call depends on the previous one. Otherwise XLA would merge independent calls that read the
+    same pool. A launch overwrites the results of the previous launch. Otherwise XLA would
+    rebuild the CUDA graph for the new addresses, which takes longer than a small kernel.
     """
     num_queries, num_pools = len(queries), len(pools)
     read = num_queries * sum(x.nbytes for x in jax.tree.leaves(pools)) / num_pools
@@ -237,9 +243,9 @@ def measure(case, backend, repeats):
 
 
 def sweep(backend, repeats):
-    """Prefill attention by head counts and prompts; prints the rows of a prompt as they come."""
+    """Time prefill attention by head counts and prompts; print each prompt's rows immediately."""
     rows = []
-    # As large for all, so that as many new tokens have the same kernel, compiled once.
+    # All cases have pools of one size, so that cases of equal lengths share a compiled kernel.
     least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
     for batch, context, tokens in SWEPT_PROMPTS:
         name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
@@ -250,14 +256,14 @@ def sweep(backend, repeats):
             seconds_per_call(attention(case, backend), *build(case, least_blocks=least), repeats)
             for case in cases
         ]
-        swept = [*_beside_neighbours(cases, seconds)]
+        swept = [*_with_neighbours(cases, seconds)]
         print_table(swept)
         rows += swept
     return rows
 
 
-def _beside_neighbours(cases, seconds):
-    """A row a case: its share of the floor, and that over the mean of the other cases'."""
+def _with_neighbours(cases, seconds):
+    """Yield one row per case, with its fraction of the lower bound and the neighbours' ratio."""
     shares = [case.flops / FLOPS_PER_SECOND / own for case, own in zip(cases, seconds, strict=True)]
     for index, (case, own, share) in enumerate(zip(cases, seconds, shares, strict=True)):
         ratio = share / statistics.mean(shares[max(index - 1, 0) : index] + shares[index + 1 :][:1])
@@ -274,9 +280,12 @@ def _beside_neighbours(cases, seconds):
 
 
 def build_fp8(product, seed=0):
-    """(rows, weights, nothing more): rows in FP8 with scales, and as many weights with theirs as
-    no cache holds. Scales of a row's groups are [groups, rows], as `quantize_rows` stores them: a
-    step turns them twice, which XLA leaves out."""
+    """Return FP8 rows with scales, FP8 weights with scales, and an empty tuple.
+
+    The weights together exceed the L2 cache. The scales of the rows' groups have shape [groups,
+    rows], as `quantize_rows` stores them. A serving step transposes them twice, and XLA removes
+    both.
+    """
     num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
     num_rows = max(num_weights, 4 if product.rows > 128 else 32)
     keys = iter(jax.random.split(jax.random.key(seed), 2 * (num_rows + num_weights)))
@@ -295,7 +304,7 @@ def build_fp8(product, seed=0):
 
 
 def measure_fp8(product, backend, repeats):
-    """A product in FP8 with its scales and, of gate and up, its activation."""
+    """Time a GEMM in FP8 with its scales; gate and up include the activation."""
     options = {"dtype": jnp.bfloat16, "backend": backend}
     if product.in_blocks:
         parts = {} if product.gated else {"rows_per_part": [product.width]}
@@ -323,7 +332,7 @@ def measure_fp8(product, backend, repeats):
 
 
 def measure_paging(backend, repeats):
-    """How much longer the first case takes for its blocks being scattered."""
+    """Return a row: how much longer the first case takes when its blocks are scattered."""
     op = attention(PAGING_CASE, backend)
     paged, contiguous = (
         seconds_per_call(op, *build(PAGING_CASE, contiguous=one), repeats) for one in (False, True)
@@ -334,7 +343,7 @@ def measure_paging(backend, repeats):
 
 
 def measure_sampling(backend, repeats, truncation):
-    """A sample step's choice of `SAMPLE_SHAPE`, for logits of a standard normal distribution."""
+    """Time the sampling of logits [batch, vocabulary] drawn from a standard normal distribution."""
     batch, width = SAMPLE_SHAPE
     params = SamplingParams(temperature=1.0, **truncation)
     packed = jnp.asarray(np.stack([pack_params(params, seed) for seed in range(batch)]))
@@ -354,13 +363,13 @@ def measure_sampling(backend, repeats, truncation):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Times the kernels.")
+    parser = argparse.ArgumentParser(description="Time the kernels.")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sweep", action="store_true", help="prefill by head counts and lengths")
-    parser.add_argument("--fp8", action="store_true", help="products of numbers in FP8")
+    parser.add_argument("--fp8", action="store_true", help="GEMMs in FP8")
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
-        raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
+        raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
     if arguments.sweep:
         rows = sweep(Backend.TRITON, arguments.repeats)
         print(record("prefill_sweep", rows))

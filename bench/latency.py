@@ -1,11 +1,11 @@
-"""Time a token and a step take: cases C and D (`python -m bench.latency`).
+"""Measure the time of a decode step and of a prefill: cases C and D (`python -m bench.latency`).
 
-    C  1 request, 128 tokens in and 256 out: ms a token
-    D  64 requests, 1,024 in and 128 out: seconds of the prefill, ms a decode step
+    C  1 request, 128 tokens in and 256 out: ms per token
+    D  64 requests, 1,024 in and 128 out: seconds of the prefill, ms per decode step
 
-Greedy, end tokens ignored, random weights, through `Engine.generate`. A decode step's time is that
-of a generation less that of one which ends after its first token, over the steps between.
-`--format bf16 fp8` measures both in one run.
+Requests are greedy, ignore EOS, and run through `Engine.generate`; the weights are random. The time
+of a decode step is the difference between a whole generation and one of a single token, divided by
+the number of steps between. `--format bf16 fp8` measures both formats in one run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# vLLM 0.24 on an H200, and the figures to reach: ms a decode step, s of the prefill.
+# vLLM 0.24 on an H200 and the target, in ms per decode step; the same in seconds of the prefill.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
@@ -43,7 +43,7 @@ FP8_REFERENCE = {
     ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
 }
 
-# On two GPUs that share the model: figures to reach.
+# Targets on two tensor-parallel GPUs.
 REFERENCE_ON_TWO = {
     ("C", "llama-3.1-8b"): (None, 2.60, None, None),
     ("D", "llama-3.1-8b"): (None, 4.00, None, 0.885),
@@ -51,7 +51,7 @@ REFERENCE_ON_TWO = {
 
 
 def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
-    """Seconds of one generation."""
+    """Return the seconds of one generation."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()
     engine.generate(prompts, params, use_tqdm=False)
@@ -59,7 +59,7 @@ def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
-    """Median times of a case with the floor; every generation has prompts of its own."""
+    """Return a row of a case's median times and lower bounds; each generation has new prompts."""
     count, prompt_len, output_len = CASES[case]
     seeds = itertools.count()
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)
     args = parse_arguments(parser)

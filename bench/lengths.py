@@ -1,10 +1,10 @@
-"""Request lengths as people's conversations have them."""
+"""Request lengths that resemble conversations."""
 
 import numpy as np
 
 
 def sharegpt_like_lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Log-normal prompt and output lengths (sigma 1, means 161 and 338, clipped to 4..1024)."""
+    """Return log-normal prompt and output lengths (sigma 1, means 161 and 338, clip 4 to 1024)."""
     rng = np.random.RandomState(seed)
 
     def draw(mean: float) -> np.ndarray:

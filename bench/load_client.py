@@ -1,8 +1,8 @@
-"""One process of `bench.serving`'s client: sends its share of the requests, times the answers.
+"""A client process of `bench.serving`: it sends a part of the requests and times the answers.
 
-The parent writes one line of JSON to its standard input, a `Share`; the process answers "ready",
-reads the moment to start at (`time.monotonic()`, which all processes of a machine share), and
-writes one line of JSON, a `Report`.
+The process reads a `Share` as a line of JSON from standard input and answers "ready". Then it reads
+the start time, a value of `time.monotonic()`, which all processes of a machine share. At the end it
+writes a `Report` as a line of JSON.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ import aiohttp
 import msgspec
 
 _LAG_PROBE = 0.005
-"""Seconds between two looks at how late the event loop is."""
+"""Seconds between two measurements of the event loop's lag."""
 
 _LEAD = 0.1
 """Seconds from the last process's "ready" to the start."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server: its address up to `/v1`, the model to name (None: none), a key."""
+    """The server: its URL up to `/v1`, the model of the requests (None: no field), an API key."""
 
     url: str
     model: str | None = None
     api_key: str | None = None
     timeout: float = 600.0
-    """Seconds between two pieces of an answer."""
+    """Maximum seconds between two chunks of an answer."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What requests bring besides their content."""
+        """HTTP headers of the requests."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 class Work(msgspec.Struct, frozen=True):
-    """One request: token ids in, so many out, `due` seconds after the start."""
+    """One request: prompt token ids, number of output tokens, seconds from the start."""
 
     prompt: list[int]
     num_outputs: int
@@ -47,13 +47,13 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What became of a request; times in seconds since it was due.
+    """Result of a request; times are in seconds since the request was due.
 
     Attributes:
-        chunk_times: When each piece of text came.
-        end: When the stream ended.
-        num_prompt_tokens, num_output_tokens: As the server counts them.
-        error: Why it does not count; None if it does.
+        chunk_times: Arrival time of each chunk of text.
+        end: End of the stream.
+        num_prompt_tokens, num_output_tokens: The server's token counts.
+        error: Why the request failed; None if it succeeded.
     """
 
     chunk_times: list[float] = []
@@ -64,19 +64,19 @@ class Answer(msgspec.Struct):
 
 
 class Share(msgspec.Struct):
-    """What one process does."""
+    """The work of one client process."""
 
     target: Target
     work: list[Work]
 
 
 class Report(msgspec.Struct):
-    """What came of a share.
+    """Result of a share.
 
     Attributes:
-        answers: In the order of its work.
-        busy: Share of one processor that the process took while requests were under way.
-        lags: How late the event loop was, in seconds, at each look.
+        answers: Results in the order of `Share.work`.
+        busy: Fraction of one processor that the process used while requests were in flight.
+        lags: Measured lags of the event loop in seconds.
     """
 
     answers: list[Answer]
@@ -99,10 +99,10 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 def run_shares(target: Target, work: Sequence[Work], num_processes: int) -> list[Report]:
-    """Send `work` from so many processes, request `i` from process `i % num_processes`.
+    """Send request `i` from process `i % num_processes`, and return the processes' reports.
 
     Raises:
-        RuntimeError: a process failed; its standard error says why.
+        RuntimeError: a process failed.
     """
     shares = [Share(target, list(work[i::num_processes])) for i in range(num_processes)]
     processes = [_spawn() for share in shares]
@@ -136,19 +136,19 @@ def _write(process: subprocess.Popen, line: bytes) -> None:
 def _read(process: subprocess.Popen) -> bytes:
     line = process.stdout.readline() if process.stdout is not None else b""
     if not line:
-        raise RuntimeError("a process of the client failed")
+        raise RuntimeError("a client process failed: see its error above")
     return line
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Any number of connections to the target."""
+    """Open a session without a limit of connections."""
     limits = aiohttp.ClientTimeout(total=None, sock_read=target.timeout)
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=limits, headers=target.headers)
 
 
 async def serve_share(share: Share, start: float) -> Report:
-    """Send each request when it is due."""
+    """Send each request when it is due, and wait for all answers."""
     report, used = Report([]), time.process_time()
     async with session(share.target) as client:
         asking = [_ask(client, share.target, one, start + one.due) for one in share.work]
@@ -177,14 +177,18 @@ async def _ask(client: aiohttp.ClientSession, target: Target, work: Work, due: f
         answer.error = str(error) if isinstance(error, ValueError) else type(error).__name__
     answer.end = time.monotonic() - due
     if answer.error is None and answer.num_output_tokens != work.num_outputs:
-        answer.error = "not as many tokens as asked for"
+        answer.error = "wrong number of output tokens"
     return answer
 
 
 async def _stream(
     client: aiohttp.ClientSession, target: Target, work: Work
 ) -> AsyncIterator[_Chunk]:
-    """The answer's chunks. ValueError if the server refuses, or says what cannot be read."""
+    """Yield the answer's chunks.
+
+    Raises:
+        ValueError: the server returned an error status or an unreadable chunk.
+    """
     body = {
         "prompt": work.prompt,
         "max_tokens": work.num_outputs,
@@ -208,7 +212,7 @@ async def _stream(
 
 
 def _reason(body: bytes) -> str:
-    """What the server says of an error, if it does so as OpenAI does."""
+    """Return the message of an error in OpenAI's format, or an empty string."""
     try:
         return f": {msgspec.json.decode(body)['error']['message']}"[:300]
     except (ValueError, LookupError, TypeError):

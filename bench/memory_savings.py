@@ -1,19 +1,21 @@
-"""Memory saved by sharing blocks: the paper's figure 15 (`python -m bench.memory_savings`).
+"""Measure the memory that block sharing saves: the paper's figure 15.
 
-Requests of Alpaca-like and ShareGPT-like lengths, each of 2, 4 or 6 samples or beams, are served in
-a pool large enough for all that run. After each step `memory_report()` tells the blocks that are
-held and those it would take not to share. The saving is what sharing saved of the latter, both
-summed over all steps, so that a step counts by its blocks; `mean_of_steps` counts each step alike.
-Prefix caching is off: only what a request's own sequences share counts, as in the paper.
+    python -m bench.memory_savings --engine | --simulate
 
-Lengths are log-normal (sigma 1, seeded, each at most half of `--max-model-len`), scaled so that
-their means are the paper's: 19 prompt and 58 output tokens, 161 and 338. End tokens are ignored.
-Samples of one request share all but the prompt's last token, so the last block, partly filled, is
-copied for each at once; the model has no part in that. What beams share is up to the model:
+Requests have Alpaca-like and ShareGPT-like lengths, and 2, 4 or 6 samples or beams each. The pool
+is large enough for all running requests. After each step `memory_report()` counts the physical
+blocks, and the logical blocks that would be needed without sharing. Both counts are summed over all
+steps, and the saving is 1 - physical / logical. `mean_of_steps_%` weights all steps equally. Prefix
+caching is off, so that only the sequences of a request share blocks, as in the paper.
 
-    --engine    a model's own log-probabilities: the embedded model, prompts cut from this
-                project's text, or with --shape a model of that shape with random weights
-    --simulate  the scheduler alone, with made-up ones (see `bench.synthetic_beams`)
+Lengths are log-normal (sigma 1, seeded, at most half of `--max-model-len`). The means are the
+paper's: 19 prompt and 58 output tokens, and 161 and 338. EOS is ignored. The samples of a
+request share all of the prompt except its last token, whatever the model. So the last, partial
+block is copied for each sample immediately. The blocks that beams share depend on the model:
+
+    --engine    real log-probabilities: the embedded model with prompts from ARCHITECTURE.md,
+                or with --shape a model of that shape with random weights
+    --simulate  the scheduler alone, with synthetic ones (see `bench.synthetic_beams`)
 """
 
 import argparse
@@ -37,8 +39,10 @@ WIDTHS = (2, 4, 6)
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by their mean lengths, and what the paper saved on them: in percent, lowest and
-    highest, or for each of `WIDTHS`."""
+    """Requests of given mean lengths.
+
+    `paper` has the paper's savings in percent: (lowest, highest), or one for each of `WIDTHS`.
+    """
 
     name: str
     mean_prompt: float
@@ -47,7 +51,7 @@ class Workload:
     paper: dict[str, tuple[float, ...]]
 
     def lengths(self, scale: float, longest: int) -> tuple[list[int], list[int]]:
-        """Prompt and output lengths of all requests."""
+        """Return the prompt lengths and the output lengths of all requests."""
         count, rng = max(round(self.num_requests * scale), 1), np.random.RandomState(0)
         prompts, outputs = (
             draw_lengths(rng, mean, count, longest) for mean in (self.mean_prompt, self.mean_output)
@@ -69,7 +73,7 @@ WORKLOADS = (
 
 
 def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: int) -> list[int]:
-    """Log-normal lengths from 1 to `longest` of the given mean, the clipping allowed for."""
+    """Return log-normal lengths from 1 to `longest` whose mean after clipping is `mean`."""
     drawn, scale = rng.lognormal(0.0, 1.0, count), mean
     for _ in range(50):
         lengths = np.clip(np.rint(drawn * scale), 1, longest).astype(int)
@@ -78,7 +82,7 @@ def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: i
 
 
 class Savings:
-    """What sharing saved over many steps."""
+    """Accumulates the savings of block sharing over steps."""
 
     def __init__(self):
         self.num_logical = self.num_physical = self.num_steps = 0
@@ -109,7 +113,7 @@ def params_of(decoding: str, width: int, max_tokens: int) -> SamplingParams:
 
 
 def prompts_for(engine: Engine, lengths: list[int]) -> list[list[int]]:
-    """Pieces of this project's text; random tokens for a model that has no tokenizer."""
+    """Return passages of ARCHITECTURE.md, or random tokens for a model without a tokenizer."""
     if engine.tokenizer is None:
         return random_prompts(lengths, engine.vocab_size)
     text = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -121,7 +125,7 @@ def prompts_for(engine: Engine, lengths: list[int]) -> list[list[int]]:
 def run_engine(
     engine: Engine, decoding: str, width: int, prompts: list[int], outputs: list[int]
 ) -> Iterator[MemoryReport]:
-    """Serve the requests through an engine; its report after each step."""
+    """Serve the requests through an engine; yield its memory report after each step."""
     for prompt, max_tokens in zip(prompts_for(engine, prompts), outputs, strict=True):
         engine.add_request(prompt, params_of(decoding, width, max_tokens))
     while engine.has_unfinished_requests:
@@ -132,7 +136,7 @@ def run_engine(
 def run_simulated(
     decoding: str, width: int, prompts: list[int], outputs: list[int], max_model_len: int
 ) -> Iterator[MemoryReport]:
-    """Serve the requests with the scheduler alone; its report after each step."""
+    """Serve the requests with the scheduler alone; yield its memory report after each step."""
     num_seqs = int(AS_VLLM["max_num_seqs"])
     return serve(
         list(zip(random_prompts(prompts, VOCAB_SIZE), outputs, strict=True)),
@@ -147,7 +151,7 @@ def run_simulated(
 def measure(
     engine: Engine | None, workload: Workload, decoding: str, width: int, args: argparse.Namespace
 ) -> dict:
-    """A row of the table."""
+    """Serve a workload and return a row of the table."""
     longest = args.max_model_len // 2
     prompts, outputs = workload.lengths(args.scale, longest)
     start, savings = time.perf_counter(), Savings()
@@ -173,7 +177,7 @@ def measure(
 
 
 def engine_for(args: argparse.Namespace) -> Engine:
-    """The embedded model, or a published shape with random weights."""
+    """Create an engine of the embedded model, or of `--shape` with random weights."""
     if args.shape is not None:
         return make_engine(args.shape, block_size=BLOCK_SIZE)
     options = {"enable_prefix_caching": False, "block_size": BLOCK_SIZE}
@@ -185,14 +189,14 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--engine", action="store_true", help="a model's log-probabilities")
-    how.add_argument("--simulate", action="store_true", help="made-up ones, no model")
+    how.add_argument("--engine", action="store_true", help="use a model's log-probabilities")
+    how.add_argument("--simulate", action="store_true", help="use synthetic log-probabilities")
     parser.add_argument("--shape", choices=[*SHAPES], help="with --engine: random weights")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests to run")
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="default 2048, embedded model 1024"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="of the embedded model")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="with the embedded model")
     parser.add_argument("--lengths", choices=[w.name for w in WORKLOADS], nargs="+")
     parser.add_argument("--decoding", choices=[PARALLEL, BEAM], nargs="+", default=[PARALLEL, BEAM])
     parser.add_argument("--width", type=int, choices=WIDTHS, nargs="+", default=[*WIDTHS])

@@ -1,4 +1,4 @@
-"""An engine without its device: its programs compute nothing."""
+"""An engine whose compiled programs are stubs, to measure the host's work."""
 
 import threading
 import time
@@ -36,12 +36,14 @@ from pallas_kernels import NUM_TOKEN_COLUMNS, TOKEN_COLUMN, Backend
 SHAPE = "qwen3-0.6b"
 BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
 TOKEN = 7
-"""What every step samples."""
+"""The token id that every step samples."""
 
 
 class Clock:
-    """Seconds spent in parts of the current step, the time of inner parts left out; those of
-    several threads, where no two of them are in the same part."""
+    """Measures the seconds of each part of a step, without the time of nested parts.
+
+    Several threads may run parts, but no two threads the same part at the same time.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
@@ -49,7 +51,7 @@ class Clock:
         self._threads = threading.local()
 
     def timed(self, part: str, function: Callable) -> Callable:
-        """A function that counts for `part`."""
+        """Return `function`, wrapped to add its time to `part`."""
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -66,13 +68,13 @@ class Clock:
         return run
 
     def take(self) -> dict[str, float]:
-        """The parts of the step that is over."""
+        """Return the seconds by part, and reset them."""
         taken, self.parts = dict(self.parts), defaultdict(float)
         return taken
 
 
 def runtime_of(num_seqs: int) -> RuntimeConfig:
-    """For `num_seqs` requests at once."""
+    """Return the configuration for `num_seqs` concurrent sequences."""
     return RuntimeConfig(
         block_size=BLOCK_SIZE,
         num_blocks=num_seqs * MAX_MODEL_LEN // BLOCK_SIZE + 1,
@@ -87,7 +89,7 @@ def runtime_of(num_seqs: int) -> RuntimeConfig:
 def make_engine(
     runtime: RuntimeConfig, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED
 ) -> Engine:
-    """An engine over null programs, timed; it takes and gives token ids."""
+    """Create a timed engine over stub programs, without a tokenizer."""
     limits = SchedulerConfig(
         runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
     )
@@ -116,12 +118,12 @@ def make_engine(
 
 
 def tiny_model() -> ModelConfig:
-    """Of the shape's vocabulary, with next to no arrays."""
+    """Return a config with the vocabulary of `SHAPE`, one layer and small heads."""
     return read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
 
 
 def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
-    """The engine's runner with null programs and next to no arrays."""
+    """Create the engine's runner with stub programs and small arrays."""
     tiny, dtype = tiny_model(), np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
     shapes = DeviceShapes.of(tiny, runtime, dtype)
@@ -135,7 +137,7 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
 
 
 def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) -> Programs:
-    """Programs that compute nothing; calling one counts as "dispatch"."""
+    """Return stub programs, timed as "dispatch"."""
     programs = dict[ProgramName, Callable[..., Any]]()
     sampled = {rows: _sampled(rows) for rows in runtime.buckets.logits_row_sizes}
     for step in PROGRAMS.values():
@@ -153,7 +155,7 @@ def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) ->
 
 
 def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **given: Any) -> Any:
-    """Return what was made for the results, or was given by their names."""
+    """Return the results by name: an argument of that name, else the prepared value."""
     return results(made | given)
 
 

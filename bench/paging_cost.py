@@ -1,18 +1,18 @@
-"""What paging costs when memory is plenty (`python -m bench.paging_cost`).
+"""Measure the cost of paging when memory is plentiful (`python -m bench.paging_cost`).
 
-The same requests, end to end, through jpaged's engine and through the contiguous decoder of
-`bench.contiguous`, with room for all of them in both:
+jpaged's engine and the contiguous decoder of `bench.contiguous` serve the same requests from start
+to end. Both have memory for all requests:
 
     A   256 requests, 128 tokens in and 128 out
-    B   512 requests with ShareGPT-like lengths (not alike: a static batch waits for its longest)
+    B   512 requests with ShareGPT-like lengths (a static batch waits for its longest sequence)
     D   64 requests, 1,024 tokens in and 128 out
 
-The decoder knows how long outputs get: its static batches are of requests alike, in slabs as narrow
-as they allow. Paging costs the engine's seconds over those of the faster of the two batchings. The
-systems are made in turn, in as many rounds as asked for, so that a device that changes its pace
-shows; of all runs the median counts, but for the first one of each case, in which the decoder
-compiles what the case needs. The engine is used as it comes, whatever else it does better. Each
-system has a process of its own, and with it the whole of the device's memory.
+The decoder knows the output lengths, so static batches group requests of similar length in narrow
+slabs. The cost is the engine's time divided by the time of the faster batching mode, less 1.
+The engine has its default options, so its other optimizations count too. The systems take turns for
+`--rounds` rounds, so that a change of the device's speed shows. The median of all runs counts. The
+first run of each case is left out, because the decoder compiles in it. Each system runs in a
+separate process with all of the device's memory.
 """
 
 import argparse
@@ -38,22 +38,24 @@ from jpaged.config import EMBEDDED_MODEL
 
 CASES = ("A", "B", "D")
 MARK = 0.02
-"""At most so much longer than the contiguous decoder."""
+"""Maximum cost of paging to reach, as a fraction."""
 
 EMBEDDED = "embedded"
 Tokens = list[list[int]]
 
 
 class Work(NamedTuple):
-    """Requests of a run: prompts, and the tokens that each is to be answered with."""
+    """Requests of a run: prompts, and the number of output tokens of each."""
 
     prompts: Tokens
     outputs: list[int]
 
 
 def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -> Work:
-    """A case's requests, or the first of them, as long as `max_len` allows; each seed has prompts
-    of its own."""
+    """Return the first `scale` of a case's requests, cut to `max_len` tokens.
+
+    The seed determines the prompts.
+    """
     if case == "D":
         count = max(round(64 * scale), 1)
         prompts, outputs = np.full(count, 1024), np.full(count, 128)
@@ -66,7 +68,7 @@ def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -
 
 @dataclass(frozen=True)
 class Setting:
-    """What every system is measured with."""
+    """Model and workload, equal for all systems."""
 
     shape: str
     cases: tuple[str, ...]
@@ -77,7 +79,7 @@ class Setting:
 
 
 def start(system: str, at: Setting) -> Callable[[Work], Tokens]:
-    """A system that answers requests."""
+    """Create a system; return the function that serves requests."""
     if system == "engine":
         engine = _engine(at)
 
@@ -105,7 +107,7 @@ def _engine(at: Setting) -> Engine:
 
 
 class Times(NamedTuple):
-    """Of a system and a case: seconds of each run but the first, and the last run's answers."""
+    """Results of a system and a case: seconds of each run after the first, last run's tokens."""
 
     seconds: list[float]
     answers: Tokens
@@ -115,7 +117,7 @@ def time_system(system: str, at: Setting) -> dict[str, Times]:
     """Start a system and run each case.
 
     Raises:
-        ValueError: an answer has another length than asked for.
+        ValueError: an answer has a wrong length.
     """
     run, vocab_size = start(system, at), _vocab_size(at.shape)
     found = {}
@@ -129,16 +131,16 @@ def time_system(system: str, at: Setting) -> dict[str, Times]:
             seconds.append(time.perf_counter() - started)
             print(f"{at.shape}, {system}, case {case}: {seconds[-1]:.3f} s", flush=True)
             if list(map(len, tokens)) != work.outputs:
-                raise ValueError(f"{system}: answers of case {case} are not as long as asked")
+                raise ValueError(f"{system}: case {case} has answers of a wrong length")
         found[case] = Times(seconds[1:], tokens)
     return found
 
 
 def measure(at: Setting, rounds: int) -> list[dict]:
-    """A row a case: the median seconds of each system, and what paging costs.
+    """Return one row per case: the median seconds of each system, and the cost of paging.
 
     Raises:
-        ValueError: as `time_system`.
+        ValueError: an answer has a wrong length.
     """
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     answers: dict[tuple[str, str], Tokens] = {}
@@ -176,7 +178,7 @@ def row_of(shape: str, case: str, seconds: dict, answers: dict) -> dict:
 def _vocab_size(shape: str) -> int:
     if shape != EMBEDDED:
         return ALL_SHAPES[shape]["vocab_size"]
-    return 256  # of the embedded model's 264 the bytes
+    return 256  # the byte tokens of the embedded model
 
 
 def main() -> None:
@@ -186,12 +188,12 @@ def main() -> None:
     shapes = [*ALL_SHAPES, EMBEDDED]
     parser.add_argument("--model", choices=shapes, nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--case", choices=CASES, nargs="+", default=[*CASES])
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
-    parser.add_argument("--rounds", type=int, default=2, help="times each system is made")
-    parser.add_argument("--repeats", type=int, default=3, help="runs a round, after one to warm up")
-    parser.add_argument("--num-seqs", type=int, default=256, help="sequences in a batch")
-    parser.add_argument("--max-len", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests to run")
+    parser.add_argument("--rounds", type=int, default=2, help="times to start each system")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs per round")
+    parser.add_argument("--num-seqs", type=int, default=256, help="maximum sequences in a batch")
+    parser.add_argument("--max-len", type=int, default=2048, help="maximum tokens of a sequence")
+    parser.add_argument("--output", type=Path, help="folder of the results (bench/results)")
     args = parse_arguments(parser)
     names = ("scale", "repeats", "num_seqs", "max_len")
     given: dict[str, Any] = {name: getattr(args, name) for name in names}

@@ -1,4 +1,4 @@
-"""The NVIDIA driver's own copy between the device and pinned memory: what a transfer can reach."""
+"""Copies by the NVIDIA driver between the device and pinned memory: the fastest transfer."""
 
 import ctypes
 import statistics
@@ -6,7 +6,10 @@ import time
 
 
 def pinned_copy_seconds(num_bytes: int, repeats: int) -> tuple[float, float] | None:
-    """Median seconds of a copy to pinned host memory, and back; None without an NVIDIA driver."""
+    """Return the median seconds of a copy to pinned host memory, and of a copy back.
+
+    Returns None without an NVIDIA driver.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -14,7 +17,7 @@ def pinned_copy_seconds(num_bytes: int, repeats: int) -> tuple[float, float] | N
     context, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
     size = ctypes.c_size_t(num_bytes)
     _check(driver.cuInit(0))
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))  # the one that JAX has
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))  # JAX's context
     _check(driver.cuCtxPushCurrent_v2(context))
     try:
         _check(driver.cuMemAllocHost_v2(ctypes.byref(host), size))
@@ -42,4 +45,4 @@ def _median(repeats: int, copy) -> float:
 
 def _check(code: int) -> None:
     if code:
-        raise RuntimeError(f"the CUDA driver answers with error {code}")
+        raise RuntimeError(f"the CUDA driver returned error {code}")

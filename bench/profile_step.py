@@ -1,13 +1,12 @@
-"""Where a decode step's time goes (`python -m bench.profile_step --model qwen3-0.6b --batch 64`).
+"""Profile the kernels of a step (`python -m bench.profile_step --model qwen3-0.6b --batch 64`).
 
-Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
-each kernel its launches and time a step; then how long the device worked and waited in a step, and
-how long the host was busy with one. With `--prefill` the same of the steps that compute the
-requests' prompts. Greedy, random weights, in bfloat16 or in what `--format` names, several of which
-are profiled in one run. The steps are those of requests whose tokens are waited for:
-`Engine.generate` has bursts where these have none.
+The script runs an engine until all requests decode, and traces some steps with JAX's profiler. It
+prints each kernel's launches and time per step, then the busy time of the device and the whole time
+of a step. `--prefill` profiles the steps that compute the prompts instead. Requests are greedy and
+the weights are random. `--format` takes several formats. Decode steps are single steps, as for
+streaming clients, while `Engine.generate` also launches bursts of several steps.
 
-A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
+A kernel's name is the compiler's without the numbers, so equal fusions share a line.
 """
 
 import argparse
@@ -51,16 +50,17 @@ class Kernel:
 
     @property
     def end(self) -> float:
-        """When it was over."""
+        """End time in microseconds."""
         return self.start + self.duration
 
 
 def read_trace(folder: Path) -> list[Kernel]:
-    """The kernels of all of the first device's streams, in order of their start; devices that share
-    a model launch the same.
+    """Return the kernels of all streams of the first device, in order of their start.
+
+    Tensor-parallel devices launch the same kernels.
 
     Raises:
-        RuntimeError: the trace has no device in it.
+        RuntimeError: the trace has no kernel of a GPU.
     """
     (path,) = folder.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -91,12 +91,12 @@ def _meta(events: Iterable[dict]) -> Iterator[dict]:
 
 
 def family(name: str) -> str:
-    """A kernel's name without what tells one instance from another."""
+    """Return a kernel's name without template arguments and trailing numbers."""
     return re.sub(r"(_\d+)+$", "", re.sub(r"<.*", "", name))
 
 
 def busy_time(kernels: list[Kernel]) -> float:
-    """Microseconds in which at least one kernel ran."""
+    """Return the microseconds during which at least one kernel ran."""
     total, until = 0.0, 0.0
     for kernel in kernels:
         total += max(kernel.end - max(kernel.start, until), 0.0)
@@ -105,7 +105,7 @@ def busy_time(kernels: list[Kernel]) -> float:
 
 
 def table(kernels: list[Kernel], num_steps: int, top: int) -> list[dict]:
-    """Kernels by family, the longest first."""
+    """Return the `top` kernel families with the most time, as rows."""
     times: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         times[family(kernel.name)].append(kernel.duration)
@@ -127,10 +127,10 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     """Trace about `num_steps` decode steps of `batch` sequences of about `context` tokens.
 
     Returns:
-        `ms_a_step`, untraced, and how many steps (`num_steps`) were launched and traced.
+        `ms_a_step` of untraced steps, and the number of traced steps, `num_steps`.
     """
-    # A sequence can gain no more than a token a step, so that with this many on average the steps
-    # that prefilled, each of a full budget, lie well behind; so do the first decode steps.
+    # A sequence gains at most one token per step. So once the average reaches this number of
+    # tokens, all prefill steps and the first decode steps are over.
     warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
     burst = engine.runtime_config.num_scheduler_steps
     max_tokens = warm + 2 * num_steps + 8 * burst + 16
@@ -158,7 +158,10 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
 
 
 def profile_prefill(engine: Engine, batch: int, context: int, folder: Path) -> dict:
-    """Trace the steps that compute `batch` prompts of `context` tokens; the result as `profile`."""
+    """Trace the steps that compute `batch` prompts of `context` tokens.
+
+    Returns the same keys as `profile`.
+    """
     loop = engine._loop
 
     def run(seed: int) -> tuple[float, int]:
@@ -184,7 +187,7 @@ def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -
 def measure(
     engine: Engine, shape: str, form: str, batch: int, args: argparse.Namespace
 ) -> tuple[dict, list[dict]]:
-    """Steps of `batch` sequences of about `args.context` tokens: their row, and the kernels'."""
+    """Profile steps of `batch` sequences; return the row of the steps and the kernels' rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.prefill:
@@ -214,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--prefill",
         action="store_true",
-        help="profile prompts' steps, all of them",
+        help="profile the prefill steps instead of decode steps",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)

@@ -1,4 +1,4 @@
-"""A benchmark's outcome: a table on the terminal, JSON in `bench/results/`."""
+"""Print a benchmark's results as a table, and write them as JSON to `bench/results/`."""
 
 import datetime
 import json
@@ -24,7 +24,7 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-COMMIT = _commit()  # of the code that runs, which may be committed anew before a long run ends
+COMMIT = _commit()  # read at import, because the repository may change during a long run
 
 
 def record(
@@ -36,16 +36,16 @@ def record(
     by: Sequence[str] = (),
     **more: object,
 ) -> Path:
-    """Write a benchmark's rows with what they were measured on; returns the file.
+    """Write a benchmark's rows, device, versions and settings to a file; return its path.
 
     Args:
-        name: Of the benchmark.
-        rows: What was measured.
-        device: What was measured, for a benchmark whose own process leaves the device alone.
-        folder: Of the file (bench/results).
-        by: What a row is known by. Rows of the earlier record that no new row has the place of are
-            kept, so that a part can be measured again; each row tells its commit.
-        more: The settings of the run.
+        name: Name of the benchmark.
+        rows: The measured rows.
+        device: Name of the device; None for the first device of this process.
+        folder: Folder of the file (bench/results).
+        by: Keys that identify a row. If given, recorded rows with other identities are kept, so
+            that a part can be measured again. Each row then has its commit.
+        more: Settings of the run.
     """
     path = result_path(name, device, folder)
     if by:
@@ -66,7 +66,7 @@ def record(
 
 
 def _with_earlier(path: Path, rows: list[dict], by: Sequence[str]) -> list[dict]:
-    """The recorded rows, those measured anew replaced in their places; then what is new."""
+    """Return the recorded rows with the new rows in their places, then the other new rows."""
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     found = {
         tuple(row.get(name) for name in by): {"commit": earlier.get("commit")} | row
@@ -76,11 +76,11 @@ def _with_earlier(path: Path, rows: list[dict], by: Sequence[str]) -> list[dict]
 
 
 def result_path(name: str, device: str | None = None, folder: Path | None = None) -> Path:
-    """Where `record` writes."""
+    """Return the path that `record` writes."""
     kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
     return (folder or RESULTS) / f"{name}_{kind}.json"
 
 
 def print_table(rows: list[dict]) -> None:
-    """Rows as an aligned table; the keys of the first are the columns."""
+    """Print rows as an aligned table; the keys of the first row are the columns."""
     print(tabulate(rows, headers="keys", floatfmt=",.4g", missingval="-"))

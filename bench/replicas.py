@@ -1,10 +1,12 @@
-"""Two GPUs as two replicas, or as one engine that shares its model (`python -m bench.replicas`).
+"""Compare n GPUs as n replicas with n GPUs as one tensor-parallel engine.
 
-So many requests at once, 128 tokens in and 128 out, greedy, random weights, through
-`Engine.generate`: all of them to an engine with `tensor_parallel_size` n, or an n-th of them to
-each of n engines with a GPU of their own. Such engines have nothing to do with each other, so one
-of them is measured, and n times its tokens count; the host has cores for all. Llama-3.1-8B's shape
-unless told otherwise.
+    python -m bench.replicas [--tensor-parallel-size 2]
+
+Each load is a number of concurrent requests of 128 tokens in and 128 out. The requests are greedy
+and run through `Engine.generate`; the weights are random. One engine with `tensor_parallel_size` n
+serves all requests. Each of n replicas, on one GPU each, serves an n-th of the requests.
+Replicas are independent, so only one is measured, and its throughput is multiplied by n. This
+assumes that the host has enough cores for n replicas. The default shape is Llama-3.1-8B's.
 """
 
 import argparse
@@ -23,14 +25,14 @@ PROMPT_LEN, OUTPUT_LEN = 128, 128
 
 
 class Answered(NamedTuple):
-    """How long a generation took, and how long the engine's thread worked for each of its steps."""
+    """Seconds of a generation, and CPU seconds of the engine's thread per step."""
 
     seconds: float
     host_seconds: float
 
 
 def answer(engine: Engine, num_requests: int, seed: int) -> Answered:
-    """Have so many requests answered."""
+    """Serve `num_requests` requests once."""
     prompts = random_prompts([PROMPT_LEN] * num_requests, engine.vocab_size, seed)
     steps, host = engine.stats().num_steps, time.thread_time()
     seconds = timed(engine, prompts, OUTPUT_LEN)
@@ -39,18 +41,18 @@ def answer(engine: Engine, num_requests: int, seed: int) -> Answered:
 
 
 def median_of(engine: Engine, num_requests: int, repeats: int) -> Answered:
-    """The medians of some runs, after one to warm up; each has prompts of its own."""
+    """Return the medians of `repeats` runs after a warm-up run; each run has new prompts."""
     runs = [answer(engine, num_requests, seed) for seed in range(repeats + 1)][1:]
     return Answered(*map(statistics.median, zip(*runs, strict=True)))
 
 
 def row_of(num_requests: int, replica: Answered, shared: Answered) -> dict:
-    """What both ways make of so many requests.
+    """Return a row that compares both setups.
 
     Args:
-        num_requests: There at once.
-        replica: How a replica answers its part of them.
-        shared: How the engine of all GPUs answers them all.
+        num_requests: Number of concurrent requests.
+        replica: Result of one replica with its part of the requests.
+        shared: Result of the tensor-parallel engine with all requests.
     """
     tokens = num_requests * OUTPUT_LEN
     return {
@@ -70,7 +72,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=[*ALL_SHAPES], default="llama-3.1-8b")
-    parser.add_argument("--loads", type=int, nargs="+", default=LOADS, help="requests at once")
+    parser.add_argument(
+        "--loads", type=int, nargs="+", default=LOADS, help="numbers of concurrent requests"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     args = parse_arguments(parser)

@@ -1,19 +1,19 @@
-"""Latency under load of any server with OpenAI's completions API (`python -m bench.serving`).
-
-An open loop: requests arrive as a Poisson process, whether or not earlier ones were answered, with
-ShareGPT-like lengths; answers are streamed, and none ends before its length. Every time counts
-from the moment a request was due, so that a client that falls behind hides nothing. Normalised
-latency is a request's time over its output tokens: the PagedAttention paper's figure 12.
+"""Measure the latency under load of a server with OpenAI's completions API.
 
     python -m jpaged.serve &
     python -m bench.serving --rate 1,2,4,inf --num-requests 100 --max-tokens 200
 
-The client is several processes. `client_busy` is the share of a processor that the busiest of them
-took, `client_lag_ms_p99` how late its event loop was: where they are high the client was the limit,
-which is said.
+The load is an open loop: requests arrive as a Poisson process, whether or not earlier requests are
+answered. Lengths are ShareGPT-like, answers are streamed, and EOS is ignored. Latencies count from
+the time a request was due, so they include delays of the client. Normalised latency is a request's
+time divided by its output tokens, as in figure 12 of the PagedAttention paper.
 
-With --shape there need be no server: one of a published shape with random weights is started, and
-after it the engine alone serves the same requests (rows "engine"), which shows what HTTP costs.
+The client has several processes. `client_busy` is the fraction of a processor that the busiest
+process used. `client_lag_ms_p99` is the lag of the event loops. If either is high, the client was
+the limit, and the script prints a warning.
+
+With --shape, the script starts a server of a published shape with random weights. Then an engine
+alone serves the same requests (rows "engine"), which shows the cost of HTTP.
 
     python -m bench.serving --shape qwen3-0.6b --rate 20,40,80,inf --num-requests 512
 """
@@ -48,16 +48,19 @@ from bench.synthetic_tokenizer import write_tokenizer
 PERCENTILES = (50, 90, 99)
 MAX_TOKENS = 1024
 BUSY, LAG_MS = 0.85, 10.0
-"""From here on the client is the limit: share of a processor, milliseconds."""
+"""Limits above which the client counts as overloaded: fraction of a processor, milliseconds."""
 
 _NUM_WARM = 8
-"""Requests before the first that count."""
+"""Number of warm-up requests."""
 
 
 def make_work(
     count: int, rate: float, *, vocab_size: int, max_tokens: int, seed: int = 0
 ) -> list[Work]:
-    """Requests with ShareGPT-like lengths of `max_tokens` at most, `rate` a second on average."""
+    """Return `count` requests of ShareGPT-like lengths, which arrive at `rate` per second.
+
+    A prompt and an output have at most `max_tokens` tokens each.
+    """
     rng = np.random.RandomState(seed)
     prompts, outputs = sharegpt_like_lengths(count, seed)
     gaps = np.zeros(count) if math.isinf(rate) else rng.exponential(1 / rate, count)
@@ -68,8 +71,10 @@ def make_work(
 
 
 def summarise(rate: float, work: Sequence[Work], answers: Sequence[Answer]) -> dict:
-    """A row of the table: latencies in milliseconds, of the requests that were answered in full,
-    None if there are none."""
+    """Return a row of the table.
+
+    Latencies are in milliseconds, over the requests without errors; None without such requests.
+    """
     good = [answer for answer in answers if answer.error is None]
     pairs = zip(work, answers, strict=True)
     seconds = max(one.due + answer.end for one, answer in pairs)
@@ -95,7 +100,7 @@ def summarise(rate: float, work: Sequence[Work], answers: Sequence[Answer]) -> d
 
 
 def client_figures(reports: Sequence[Report]) -> dict:
-    """How busy the client was, and how late."""
+    """Return the load of the busiest client process, and the lag of the event loops."""
     lags = [lag for report in reports for lag in report.lags]
     return {
         "client_busy": max(report.busy for report in reports),
@@ -104,7 +109,7 @@ def client_figures(reports: Sequence[Report]) -> dict:
 
 
 def merged(reports: Sequence[Report]) -> list[Answer]:
-    """All answers in the order of the work that `run_shares` was given."""
+    """Return all answers in the order of the argument `work` of `run_shares`."""
     answers = [Answer()] * sum(len(report.answers) for report in reports)
     for i, report in enumerate(reports):
         answers[i :: len(reports)] = report.answers
@@ -112,16 +117,20 @@ def merged(reports: Sequence[Report]) -> list[Answer]:
 
 
 def warn(text: str) -> None:
-    """A line next to the table."""
+    """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def half_of_what_fits(target: Target) -> int:
-    """Tokens of a prompt and of an answer that fit the model together, as the server says."""
+    """Return half of the model's maximum length, from the server's `/models`.
+
+    A prompt and an answer of that many tokens fit the model. The maximum is `MAX_TOKENS`, which is
+    also the value if the server does not report a length.
+    """
     url = f"{target.url.rstrip('/')}/models"
     try:
-        asked = urllib.request.Request(url, headers=target.headers)
-        with urllib.request.urlopen(asked, timeout=30) as response:
+        request = urllib.request.Request(url, headers=target.headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
             cards = json.load(response)["data"]
         named = [card for card in cards if target.model in (None, card["id"])]
         return min(int(named[0]["max_model_len"]) // 2, MAX_TOKENS)
@@ -130,7 +139,7 @@ def half_of_what_fits(target: Target) -> int:
 
 
 def sweep(target: Target, runs: dict[float, list[Work]], num_processes: int) -> list[dict]:
-    """A row for each rate."""
+    """Run each rate and return one row per rate."""
     rows = []
     for rate, work in runs.items():
         reports = run_shares(target, work, num_processes)
@@ -141,25 +150,25 @@ def sweep(target: Target, runs: dict[float, list[Work]], num_processes: int) -> 
             warn(f"rate {rate}: {count} requests: {error}")
         if client["client_busy"] > BUSY or client["client_lag_ms_p99"] > LAG_MS:
             warn(
-                f"rate {rate}: the client was the limit, not the server: a process of it took "
-                f"{client['client_busy']:.0%} of a processor and was up to "
-                f"{client['client_lag_ms_p99']:.0f} ms late; use more --processes than "
-                f"{num_processes}, or another machine for the client"
+                f"rate {rate}: the client was the limit, not the server: a client process used "
+                f"{client['client_busy']:.0%} of a processor, and the event loops lagged "
+                f"{client['client_lag_ms_p99']:.0f} ms (p99); use more --processes than "
+                f"{num_processes}, or run the client on another machine"
             )
     return rows
 
 
 def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
-    """A row for each rate, of an engine that serves the same requests with no server around it.
+    """Serve the same requests with an engine without a server, and return one row per rate.
 
     Raises:
-        subprocess.CalledProcessError: it failed; its standard error says why.
+        subprocess.CalledProcessError: the engine's process failed.
     """
-    asked = msgspec.json.encode(Runs(options, list(runs.values())))
+    line = msgspec.json.encode(Runs(options, list(runs.values())))
     command = [sys.executable, "-m", "bench.serving_engine"]
     folder = Path(__file__).parent.parent
     done = subprocess.run(
-        command, input=asked + b"\n", stdout=subprocess.PIPE, check=True, cwd=folder
+        command, input=line + b"\n", stdout=subprocess.PIPE, check=True, cwd=folder
     )
     found = msgspec.json.decode(done.stdout.splitlines()[-1], type=list[list[Answer]])
     return [
@@ -170,10 +179,10 @@ def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
 
 @contextmanager
 def server_of(options: dict) -> Iterator[str]:
-    """A server of an engine with these options, started and ended; gives its API's address.
+    """Run a server of an engine with these options while the context lasts; yield the API's URL.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: the server did not start.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     flags = [flag for flag in flags if not flag.endswith(("=False", "=True"))]
@@ -187,7 +196,7 @@ def server_of(options: dict) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen, log: TextIO) -> str:
-    """Where the server's API is, once it serves."""
+    """Wait until the server listens, and return the URL of its API."""
     while process.poll() is None:
         log.seek(0)
         text = log.read()
@@ -199,7 +208,7 @@ def _address(process: subprocess.Popen, log: TextIO) -> str:
 
 
 def of_shape(args: argparse.Namespace) -> list[dict]:
-    """Rows of a server of `args.shape`, and of the engine alone."""
+    """Return the rows of a server of `args.shape`, and of the engine alone."""
     if args.max_tokens is None:
         args.max_tokens = MAX_TOKENS
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +226,7 @@ def of_shape(args: argparse.Namespace) -> list[dict]:
 
 
 def runs_of(args: argparse.Namespace) -> dict[float, list[Work]]:
-    """The requests at each rate."""
+    """Return the requests of each rate."""
     names = ("vocab_size", "max_tokens", "seed")
     options = {name: getattr(args, name) for name in names}
     return {rate: make_work(args.num_requests, rate, **options) for rate in args.rate}
@@ -226,44 +235,45 @@ def runs_of(args: argparse.Namespace) -> dict[float, list[Work]]:
 def _rates(text: str) -> list[float]:
     rates = [float(rate) for rate in text.split(",")]
     if not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: rates are above 0, such as 1,2,4,inf")
+        raise argparse.ArgumentTypeError(f"{text!r}: give rates above 0, such as 1,2,4,inf")
     return rates
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000/v1", help="the API (%(default)s)")
-    add("--model", help="the model to name (default: none, if the server lets us)")
+    add("--url", default="http://127.0.0.1:8000/v1", help="URL of the API (%(default)s)")
+    add("--model", help="model of the requests (none: the server's default)")
     add("--api-key")
-    add("--shape", choices=[*SHAPES], help="start a server of this shape, then the engine alone")
-    add("--rate", type=_rates, default=[math.inf], help="requests a second: 1,2,4,inf (inf)")
-    add("--num-requests", type=_count, default=100, help="at each rate (%(default)s)")
+    add("--shape", choices=[*SHAPES], help="start a server of this shape, then an engine alone")
+    add("--rate", type=_rates, default=[math.inf], help="requests per second: 1,2,4,inf (inf)")
+    add("--num-requests", type=_count, default=100, help="requests per rate (%(default)s)")
     add(
         "--max-tokens",
         type=_count,
-        help=f"of a prompt, and of an answer (half of what the model takes, at most {MAX_TOKENS})",
+        help="maximum tokens of a prompt, and of an answer (half of the model's maximum length, "
+        f"at most {MAX_TOKENS})",
     )
-    add("--vocab-size", type=_count, default=256, help="prompts' token ids lie below (%(default)s)")
+    add("--vocab-size", type=_count, default=256, help="bound of prompt token ids (%(default)s)")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds between two chunks (%(default)s)")
     processes = max(1, min(6, (os.cpu_count() or 2) // 2))
-    add("--processes", type=_count, default=processes, help="of the client (%(default)s)")
-    add("--device", help="what the server runs on, for the results' file")
+    add("--processes", type=_count, default=processes, help="client processes (%(default)s)")
+    add("--device", help="name of the server's device, for the results")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, record; 1 if any request failed."""
+    """Measure, print and record; return 1 if any request failed."""
     args = parse_arguments(build_parser(), argv)
     if args.shape:
         rows = of_shape(args)

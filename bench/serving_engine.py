@@ -1,8 +1,8 @@
-"""The engine of `bench.serving --shape` by itself: the same requests, with no HTTP around it.
+"""An engine without a server, for `bench.serving --shape`.
 
-The process reads one line of JSON from its standard input, a `Runs`, and writes one line with the
-answers of each, timed as `bench.load_client` times them. So the two tables differ by what the
-server costs.
+The process reads a `Runs` as a line of JSON from standard input. It serves the requests, and writes
+one line with the answers of each run. The times are defined as in `bench.load_client`, so the
+difference between the two tables is the cost of the server.
 """
 
 import sys
@@ -17,14 +17,17 @@ from jpaged import Engine, RequestDelta, SamplingParams
 
 
 class Runs(msgspec.Struct):
-    """Options of `Engine`, and the requests of each run."""
+    """The options of `Engine`, and the requests of each run."""
 
     options: dict[str, Any]
     runs: list[list[Work]]
 
 
 def serve_alone(engine: Engine, work: list[Work]) -> list[Answer]:
-    """Add each request when it is due, and step; answers in order, times since each was due."""
+    """Add each request when it is due, and step until all are answered.
+
+    Returns the answers in the order of `work`, with times since each request was due.
+    """
     waiting = deque(sorted(enumerate(work), key=lambda pair: pair[1].due))
     answers = [Answer() for _ in work]
     start, left = time.monotonic(), len(work)
@@ -59,9 +62,9 @@ def _note(answer: Answer, delta: RequestDelta, now: float) -> None:
 
 
 def main() -> None:
-    asked = msgspec.json.decode(sys.stdin.buffer.readline(), type=Runs)
-    engine = Engine(**asked.options)
-    found = [serve_alone(engine, work) for work in asked.runs]
+    runs = msgspec.json.decode(sys.stdin.buffer.readline(), type=Runs)
+    engine = Engine(**runs.options)
+    found = [serve_alone(engine, work) for work in runs.runs]
     sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
 
 

@@ -1,13 +1,14 @@
-"""From the start of a process to its first token (`python -m bench.startup`).
+"""Measure the time from the start of a process to its first token (`python -m bench.startup`).
 
-    cold    an empty folder of compiled programs
-    warm    the folder as the cold start left it; the median of some
+    cold    with an empty compilation cache
+    warm    with the cache of the cold start; the median of several starts
 
-Each start is a process of its own. The shapes have random weights and an engine as in the other
-benchmarks; those of `UNRECORDED` are not in what ships of XLA's measurements. `--model embedded`
-runs `python -m jpaged` with the model that ships inside.
-Phases as the engine tells them: sizing and compiling begin before the model is loaded, and what is
-told of them is how long the start still waits for them then. "other" is what is between phases.
+Each start is a new process. The shapes have random weights and the engine options of the other
+benchmarks. The GEMMs of the shapes in `UNRECORDED` are not in the autotuning records that ship with
+jpaged. `--model embedded` runs `python -m jpaged` with the embedded model.
+
+The phases are those that the engine logs. Sizing and compiling begin before the model is loaded, so
+their figures are the remaining waits after loading. "other" is the time between the phases.
 """
 
 import argparse
@@ -39,24 +40,24 @@ from bench.records import print_table, record
 
 EMBEDDED = "embedded"
 PROMPT = "Count from 1 to 20"
-TIMEOUT_S = 300  # after which a start is ended
-# Seconds to the first token: vLLM 0.24 on an H200 (import and start, no weights read), to reach.
+TIMEOUT_S = 300
+# Seconds to the first token of vLLM 0.24 on an H200 (import and start, without reading weights).
 VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
 TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
 TO_REACH_EMBEDDED = {"cold": 10, "warm": 10}
 TO_REACH_ON_SEVERAL = {"cold": 60, "warm": 15}
-TO_REACH_FP8 = {"cold": 45, "warm": 15}  # five more than of bfloat16
+TO_REACH_FP8 = {"cold": 45, "warm": 15}
 
 PHASES = {
     "imports": "imports",
     "starting": "device",
     "loading": "loading",
     "sizing": "sizing",
-    "waiting": "compiling",  # for programs
+    "waiting": "compiling",
     "warming": "warming_up",
 }
-"""First word of a phase as the engine tells it: column."""
+"""Column of a phase, by the first word of the engine's log line."""
 
 SERVE = """
 import json, sys, time
@@ -74,7 +75,7 @@ engine.abort_all()
 
 
 class Kind(NamedTuple):
-    """What is started: a shape, or `EMBEDDED`; in one of `FORMATS`; on so many GPUs."""
+    """A kind of start: a shape or `EMBEDDED`, a key of `FORMATS`, and the number of GPUs."""
 
     model: str
     form: str = "bf16"
@@ -82,26 +83,29 @@ class Kind(NamedTuple):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Seconds to reach."""
+        """Seconds to reach, for "cold" and "warm"."""
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
-        own = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
-        return own.get(self.model, TO_REACH if self.form == "bf16" else TO_REACH_FP8)
+        limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
+        return limits.get(self.model, TO_REACH if self.form == "bf16" else TO_REACH_FP8)
 
     @property
     def vllm(self) -> int | None:
-        """Seconds of vLLM's start, where they are known."""
+        """Seconds of vLLM's start, or None if unknown."""
         return VLLM.get(self.model) if self[1:] == ("bf16", 1) else None
 
     @property
     def label(self) -> dict[str, Any]:
-        """What its rows are known by."""
+        """Columns that identify the rows of this kind."""
         count = {"devices": self.num_devices} if self.num_devices > 1 else {}
         return labelled({"model": self.model, **count}, self.form)
 
 
 def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
-    """What a start runs; its files lie in `folder`, compiled programs in `cache`."""
+    """Return the command of a start, and write its `config.json` to `folder`.
+
+    `cache` is the folder of compiled programs.
+    """
     model = kind.model
     if model == EMBEDDED:
         return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
@@ -117,26 +121,26 @@ def start(kind: Kind, cache: Path) -> dict:
     """Start a process and wait for its first token.
 
     Args:
-        kind: What is started.
-        cache: The folder of compiled programs that it finds.
+        kind: The kind of start.
+        cache: The folder of compiled programs.
 
     Returns:
-        `first_token_s`, seconds by phase, and `processor_s`, which the whole process took of all
-        processors: over their number, what it takes at least on a machine of its own.
+        `first_token_s`, the seconds by phase, and `processor_s`: the CPU seconds of the whole
+        process. Divided by the number of processors, they bound the time on an idle machine.
 
     Raises:
-        RuntimeError: it ended before its first token.
+        RuntimeError: the process ended before its first token.
     """
-    # The driver keeps compiled kernels too; those of earlier runs would make a cold start warmer.
+    # The driver caches compiled kernels too: an old cache would speed up a cold start.
     environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
-    own = str(Path(__file__).parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [os.getenv("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as told:
+    root = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.getenv("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         began, used = time.monotonic(), processor_seconds()
         process = subprocess.Popen(
             command(kind, Path(folder), cache),
             stdout=subprocess.PIPE,
-            stderr=told,
+            stderr=log,
             env=environment,
         )
         watchdog = threading.Timer(TIMEOUT_S, process.kill)
@@ -145,8 +149,8 @@ def start(kind: Kind, cache: Path) -> dict:
         seconds = time.monotonic() - began
         process.communicate()
         watchdog.cancel()
-        told.seek(0)
-        text = told.read()
+        log.seek(0)
+        text = log.read()
     if not first or process.returncode:
         raise RuntimeError(f"{kind} ended with {process.returncode}:\n{text}")
     return {
@@ -157,26 +161,29 @@ def start(kind: Kind, cache: Path) -> dict:
 
 
 def processor_seconds() -> float:
-    """What all processes started so far, and done, took of the processors."""
+    """Return the CPU seconds of all finished child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def phases(told: str, whole: float) -> dict[str, float]:
-    """Seconds by phase, from what a process said on stderr."""
+def phases(log: str, whole: float) -> dict[str, float]:
+    """Return the seconds by phase from a process's log; `whole` is the time to the first token."""
     found = dict.fromkeys(PHASES.values(), 0.0)
-    for name, seconds in re.findall(r"jpaged: (\w+).* took ([\d.]+) s", told):
+    for name, seconds in re.findall(r"jpaged: (\w+).* took ([\d.]+) s", log):
         if name in PHASES:
             found[PHASES[name]] += float(seconds)
     return {**found, "other": whole - sum(found.values())}
 
 
 def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
-    """A cold start, and the median of `repeats` warm ones; what they compile stays in `kept`."""
+    """Return the rows of a cold start and of the median of `repeats` warm starts.
+
+    `kept` is the parent of the compilation cache; None uses a temporary folder.
+    """
     with tempfile.TemporaryDirectory() as cache:
         folder = Path(cache) if kept is None else kept / kind.model
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"--cache-dir: {folder} is not empty, so no start would be cold")
+            raise ValueError(f"--cache-dir: {folder} is not empty: a cold start needs an empty one")
         cold = start(kind, folder)
         warm = [start(kind, folder) for _ in range(repeats)]
     medians = {name: statistics.median(run[name] for run in warm) for name in warm[0]}
@@ -184,11 +191,11 @@ def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
 
 
 def row(which: str, kind: Kind, figures: dict) -> dict:
-    """A start's figures with what they are to be."""
+    """Return a row with the figures of a start and the targets."""
     limit, seconds = kind.limits[which], figures["first_token_s"]
     marks = {"to_reach": limit, "vllm": kind.vllm, "reached": seconds <= limit}
-    own = {"first_token_s": seconds, "processors": os.cpu_count()}
-    return {"start": which, **kind.label, **own, **marks, **figures}
+    first = {"first_token_s": seconds, "processors": os.cpu_count()}
+    return {"start": which, **kind.label, **first, **marks, **figures}
 
 
 def main() -> None:
@@ -197,8 +204,8 @@ def main() -> None:
     )
     models = [*ALL_SHAPES, EMBEDDED]
     parser.add_argument("--model", choices=models, nargs="+", default=[*SHAPES])
-    parser.add_argument("--repeats", type=int, default=3, help="warm starts")
-    parser.add_argument("--cache-dir", type=Path, help="keep what is compiled here, by model")
+    parser.add_argument("--repeats", type=int, default=3, help="number of warm starts")
+    parser.add_argument("--cache-dir", type=Path, help="keep the compiled programs here, by model")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)
     args = parse_arguments(parser)
@@ -207,9 +214,9 @@ def main() -> None:
         for model, form in itertools.product(args.model, args.format)
     ]
     if any(kind.model == EMBEDDED and kind[1:] != ("bf16", 1) for kind in kinds):
-        parser.error("--model embedded starts the command as it is: without other options")
+        parser.error("--model embedded takes no --format and no --tensor-parallel-size")
     if args.cache_dir is not None and len(args.format) > 1:
-        parser.error("--cache-dir has a folder a model, so give one --format")
+        parser.error("--cache-dir has one folder per model: give one --format")
     rows = []
     for kind in kinds:
         rows += measure(kind, args.repeats, args.cache_dir)

@@ -1,18 +1,17 @@
-"""How long steps take on this device (`python -m bench.step_times --shape opt-13b`).
+"""Measure the time of steps on this device (`python -m bench.step_times --shape opt-13b`).
 
-Steps of a shape with random weights, each kind in a steady run of the engine's overlapped loop:
+Each kind of step runs steadily in the engine's overlapped loop, with random weights of a shape:
 
-    decode       rows x context, as far as they fit in the pool
-    prefill      prompts x tokens, computed whole in one step
+    decode       rows x context, if they fit in the pool
+    prefill      prompts x tokens, computed in one step
     mixed        decode rows and prompts in one step
     copy_blocks  blocks copied within the pool
-    swap_out, swap_in   blocks to host memory and back, until they are there
-    attention    one layer's attention of a decode step, with blocks of each of the paper's sizes
+    swap_out, swap_in   blocks copied to host memory and back, until complete
+    attention    attention of one layer in a decode step, for each block size of the paper
 
-The rows go to `results/step_times_<shape>_<device>.json`, from which the device model of
-`bench.paper` is fitted. Another run replaces the rows of its own kinds and keeps the others. All
-but `attention` have blocks of 16 slots: a block's size changes nothing else in a step that takes
-long.
+The rows go to `results/step_times_<shape>_<device>.json`, to which the device model of
+`bench.paper` is fitted. A run replaces the rows of its kinds and keeps the others. The block size
+affects only attention noticeably, so all other kinds have blocks of 16 slots.
 """
 
 import argparse
@@ -36,25 +35,25 @@ from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import round_up
 from pallas_kernels import select_backend
 
-KINDS = ("decode", "prefill", "mixed", "copy", "swap")  # in an engine
-WARM_TURNS = 4  # before the clock: the loop is a step ahead by then
+KINDS = ("decode", "prefill", "mixed", "copy", "swap")  # kinds that need an engine
+WARM_TURNS = 4  # untimed iterations, after which the loop runs one step ahead
 COPIES_IN_A_ROW = 8
-_IMAGE = -1
+_SWAP_ENTRY_ID = -1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The measured points of each kind.
 
     Attributes:
-        decode: Rows and the context of each, in tokens.
-        prefill: Prompts and the tokens of each.
-        mixed: Decode rows, their context, prompts, the tokens of each.
-        copy, swap: Blocks at a time.
-        attention: Rows and the context of each.
-        block_sizes: Of the attention's pools.
-        decode_steps, prefill_steps: Steps timed.
-        repeats: Of copies and swaps; the median counts.
+        decode: (rows, context tokens per row).
+        prefill: (prompts, tokens per prompt).
+        mixed: (decode rows, context tokens per row, prompts, tokens per prompt).
+        copy, swap: Numbers of blocks per transfer.
+        attention: (rows, context tokens per row).
+        block_sizes: Block sizes of the attention points.
+        decode_steps, prefill_steps: Number of timed steps.
+        repeats: Number of timed copies, swaps and attention runs; the median counts.
     """
 
     decode: tuple[tuple[int, int], ...]
@@ -93,7 +92,7 @@ QUICK = Sizes(
 
 
 def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict | None:
-    """A decode step of `rows` sequences of about `context` tokens; None where they do not fit."""
+    """Time a decode step of `rows` sequences of about `context` tokens; None if they do not fit."""
     tokens = _start_decoding(engine, rows, context, num_steps)
     if tokens is None:
         return None
@@ -112,7 +111,7 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
 def time_prompts(
     engine: Engine, prompts: int, length: int, num_steps: int, rows: int = 0, context: int = 0
 ) -> dict | None:
-    """A step of whole prompts and `rows` sequences that decode; None where they do not fit."""
+    """Time a step of whole prompts and `rows` decoding sequences; None if they do not fit."""
     num_tokens, config = prompts * length + rows, engine.runtime_config
     room = (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
     if any(
@@ -146,7 +145,7 @@ def time_prompts(
 
 
 def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
-    """Copies of so many blocks in one launch, launches back to back."""
+    """Time copies of `blocks` blocks per launch, with launches back to back."""
     pairs = tuple((1 + i, 1 + blocks + i) for i in range(blocks))
     plans = [StepPlan(step_id=-1, scheduled=(), block_copies=pairs)] * COPIES_IN_A_ROW
     times = [_time_plans(engine, plans) / COPIES_IN_A_ROW for _ in range(repeats + 1)][1:]
@@ -154,11 +153,11 @@ def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
 
 
 def time_swaps(engine: Engine, blocks: int, repeats: int) -> list[dict]:
-    """Blocks to host memory, and back, until they are there; no rows where it holds fewer."""
+    """Time the swap of blocks to host memory and back; no rows if host memory is too small."""
     if engine.runtime_config.num_host_blocks < blocks:
         return []
-    out = SwapOut(_IMAGE, tuple(range(1, 1 + blocks)))
-    back = SwapIn(_IMAGE, tuple((entry, 1 + entry) for entry in range(blocks)))
+    out = SwapOut(_SWAP_ENTRY_ID, tuple(range(1, 1 + blocks)))
+    back = SwapIn(_SWAP_ENTRY_ID, tuple((entry, 1 + entry) for entry in range(blocks)))
     plans = {
         "swap_out": StepPlan(step_id=-1, scheduled=(), swap_outs=(out,)),
         "swap_in": StepPlan(step_id=-1, scheduled=(), swap_ins=(back,)),
@@ -174,8 +173,10 @@ def time_swaps(engine: Engine, blocks: int, repeats: int) -> list[dict]:
 
 
 def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
-    """Seconds until the device has done what the plans move. No request may be unfinished: blocks
-    are taken as they come."""
+    """Return the seconds until the device has completed the plans' transfers.
+
+    The engine must have no unfinished request, because the plans overwrite arbitrary blocks.
+    """
     runner = engine._loop._runner
     runner.wait()
     start = time.perf_counter()
@@ -186,16 +187,16 @@ def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
 
 
 def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
-    """A row for each point and block size: seconds of one layer's attention of a decode step.
+    """Yield a row per point and block size: seconds of one layer's attention in a decode step.
 
     Raises:
-        ValueError: the shape's heads are not of the size that `bench.kernels` times.
+        ValueError: the shape's head size is not the one that `bench.kernels` times.
     """
     config = read_model_config(ALL_SHAPES[shape])
     if config.head_size != kernels.HEAD_SIZE:
         raise ValueError(
-            f"shape {shape!r} has heads of {config.head_size}, and attention is timed for heads of "
-            f"{kernels.HEAD_SIZE}: leave the kind attention out"
+            f"shape {shape!r} has head size {config.head_size}, and attention is timed only for "
+            f"{kernels.HEAD_SIZE}: leave attention out of --kinds"
         )
     backend = select_backend(jax.default_backend())
     for rows, context in sizes.attention:
@@ -216,7 +217,7 @@ def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
 
 
 def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Iterator[dict]:
-    """A row for each point of the wanted kinds that fits, as it is measured."""
+    """Measure and yield a row for each point of `kinds` that fits."""
     steps = sizes.decode_steps, sizes.prefill_steps
     points: dict[str, Iterator[dict | None]] = {
         "decode": (time_decode(engine, *point, steps[0]) for point in sizes.decode),
@@ -235,8 +236,10 @@ def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Itera
 
 
 def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> int | None:
-    """Have `rows` sequences decode that will have about `context` tokens each half-way through the
-    timed steps. Returns their tokens together; None, with nothing started, if they do not fit."""
+    """Start `rows` sequences that have about `context` tokens half-way through the timed steps.
+
+    Returns the total number of tokens when all sequences decode; None if they do not fit.
+    """
     config, before = engine.runtime_config, engine.stats()
     length = max(context - num_steps // 2 - 2 * WARM_TURNS, 1)
     prefills = -(-rows * length // max(config.max_num_batched_tokens - rows, 1))
@@ -257,10 +260,10 @@ def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> 
 
 
 def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
-    """Seconds a step, `add` called before each; the engine has no request afterwards.
+    """Return the seconds per step, with a call of `add` before each; then abort all requests.
 
     Raises:
-        RuntimeError: the turns were not steps of the same kind.
+        RuntimeError: the steps were not all of the same kind.
     """
     for _ in range(WARM_TURNS):
         add()
@@ -275,14 +278,14 @@ def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float
     preempted = after.num_preemptions - before.num_preemptions
     if steps != num_steps or preempted or after.num_waiting:
         raise RuntimeError(
-            f"{num_steps} turns had {steps} steps, {preempted} preemptions and left "
-            f"{after.num_waiting} requests waiting: these steps are not alike"
+            f"{num_steps} iterations had {steps} steps and {preempted} preemptions, and left "
+            f"{after.num_waiting} requests waiting: the steps are not alike"
         )
     return seconds / num_steps
 
 
 def _row(engine: Engine, kind: str, seconds: float, steps: int) -> dict:
-    """A row with everything a kind may leave out."""
+    """Return a row in which all counts are 0."""
     zeros = dict.fromkeys(_COUNTS, 0)
     block_size = engine.runtime_config.block_size
     return {"kind": kind, "block_size": block_size, **zeros, "seconds": seconds, "steps": steps}
@@ -295,7 +298,7 @@ _COUNTS = (
 
 
 def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """The new rows, and the old ones of other kinds."""
+    """Return the old rows of other kinds, and the new rows."""
     replaced = {row["kind"] for row in new}
     return [*(row for row in old if row["kind"] not in replaced), *new]
 
@@ -309,7 +312,7 @@ def main() -> None:
         "--kinds", choices=[*KINDS, "attention"], nargs="+", default=[*KINDS, "attention"]
     )
     parser.add_argument("--swap-space", type=float, default=2.0, help="GiB of host memory")
-    parser.add_argument("--quick", action="store_true", help="a few points of few steps")
+    parser.add_argument("--quick", action="store_true", help="a few points with few steps")
     args = parse_arguments(parser)
     start, sizes = time.perf_counter(), QUICK if args.quick else FULL
     rows = []
@@ -324,7 +327,7 @@ def main() -> None:
 
 
 def _measure_all(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
-    """The rows of the wanted kinds; an engine is started where one of them needs it."""
+    """Yield the rows of `args.kinds`; start an engine only if a kind needs it."""
     if "attention" in args.kinds:
         yield from time_attention(args.shape, sizes)
     kinds = [kind for kind in args.kinds if kind != "attention"]
@@ -333,7 +336,7 @@ def _measure_all(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
     options: dict = {"max_num_batched_tokens": 2048}
     if "swap" in kinds:
         options |= {"preemption_mode": "swap", "swap_space": args.swap_space}
-    # A burst is several steps in one launch; the device model has steps.
+    # The device model predicts single steps, and a burst has several steps in one launch.
     engine = make_engine(args.shape, num_scheduler_steps=1, verbose=True, **options)
     yield from measure(engine, sizes, kinds)
 

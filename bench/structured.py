@@ -1,26 +1,37 @@
 """Measure the cost of structured output, and validate the answers (`python -m bench.structured`).
 
-    masks       time from a step's tokens to the masks behind them, with answers to 50 published
-                schemas in the rows, with those to a schema of 20 bounded fields, and with those to
-                a schema of unbounded strings and arrays
+    masks       time from a step's tokens to the masks of the next step. The rows have answers to 50
+                published schemas, to a schema of 20 bounded fields, or to a schema of unbounded
+                strings and arrays
     speed       tokens per second of all rows and per row. No row, half of the rows or all rows have
                 a schema: the one of 20 fields, or the unbounded one. `free_of_before` is the speed
                 of the rows without a schema, divided by their speed while no row has one. `single`
-                has neither schemas nor bursts (steps with schemas are in no burst)
-    parts       milliseconds of the host a step, by part, of these cases
-    shares      answers at temperature 1 over the published schemas: how many end by themselves, how
-                many of these an independent validator (`jsonschema`) takes, how many of the others
-                are the beginning of an answer
+                has neither schemas nor bursts (a step with a schema is never part of a burst)
+    parts       host milliseconds per step, by part, of the same cases
+    shares      answers at temperature 1 to the published schemas. `stop`: answers that end by
+                themselves. `valid`: those that an independent validator (`jsonschema`) accepts.
+                `length`: answers that were cut. `beginnings`: those that a valid answer can
+                start with
 
-Random weights with a tokenizer of made-up words (`--shape`), or the embedded model. All rows are
-sampled with seeds, at temperature 1. `--quick` is for CPUs: fewer rows and answers.
+The model has random weights and a tokenizer of synthetic words (`--shape`), or is the embedded
+model. All rows are sampled with seeds at temperature 1. `--quick` is for CPUs: fewer rows and
+answers.
 
-The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_taken`, until the
-mask worker has received them; `update`, what they change; `masks`, the wait for masks
-and their copying; `sampling`, their upload and its launch; `start`, of the thread that sends the
-tokens; `other`. At the same time: `thread_tokens`, that thread's wait for them; `process_accept`
-and `process_masks`, the process's time to take them in and to make most masks together. `sat_out`
-are rows of a step whose masks came too late for it.
+The parts of a step on the engine's thread:
+
+    schedule      scheduling
+    layers        launching the model
+    read          waiting for the sampled tokens
+    await_taken   waiting until the mask worker has received the tokens
+    update        updating the sequences
+    masks         waiting for the masks, and copying them
+    sampling      uploading the masks and launching the sampler
+    start         starting the thread that sends the tokens to the mask worker
+    other         everything else
+
+Concurrent with these: `thread_tokens`, the wait of the sending thread for the tokens;
+`process_accept` and `process_masks`, the mask worker's time to accept the tokens and to compute
+masks. `sat_out` is the number of rows per step that were postponed because their masks were late.
 """
 
 import argparse
@@ -51,10 +62,10 @@ from jpaged.structured_outputs.mask_client import Answer, MaskWorkerClient
 from jpaged.structured_outputs.matcher import GrammarError
 
 _END = 1000
-"""The token that ends answers of random weights: one of the made-up words."""
+"""The EOS token of models with random weights: one of the synthetic words."""
 
 _MASK_STEPS = 96
-"""Of the times of masks: choosing tokens takes longer."""
+"""Maximum number of timed steps of the table `masks`; choosing the tokens takes longer."""
 
 _COUNTED = ("stop", "valid", "length", "beginnings", "error")
 
@@ -84,20 +95,20 @@ UNBOUNDED: dict[str, Any] = {
     "required": ["title", "text", "tags", "notes"],
     "additionalProperties": False,
 }
-"""Strings and arrays of any length."""
+"""A schema with strings and arrays of any length."""
 
 
 def _endless(schema: dict[str, Any]) -> StructuredOutputs:
-    """Return the form of more objects than any answer here has room for."""
+    """Return the spec of an array with more objects than an answer has room for."""
     return StructuredOutputs(json={"type": "array", "items": schema, "minItems": 10_000})
 
 
 FORMS = {"fields": _endless(FIELDS), "unbounded": _endless(UNBOUNDED)}
-"""Of rows, by the names of their schemas."""
+"""Structured-output specs of the rows, by schema name."""
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Numbers of rows, answers, tokens and runs."""
 
     rows: int = 64
     answers: int = 2000
@@ -110,13 +121,13 @@ QUICK = Size(rows=8, answers=100, max_tokens=600, tokens=64, repeats=1)
 
 
 def published() -> dict[str, Any]:
-    """The published schemas by name; `tools.published_schemas` says where they are from."""
+    """Return the published schemas by name; `tools.published_schemas` lists their sources."""
     entries = json.loads(Path(__file__).with_name("published_schemas.json").read_text("utf-8"))
     return {name: entry["schema"] for name, entry in entries.items()}
 
 
 def shares(engine: Engine, size: Size) -> dict[str, Any]:
-    """How many answers end, are valid, or begin one that is."""
+    """Return a row with the numbers of answers that end, are valid, or start a valid answer."""
     forms = {name: StructuredOutputs(json=schema) for name, schema in published().items()}
     asked = [[*forms][i % len(forms)] for i in range(size.answers)]
     params = [
@@ -141,7 +152,7 @@ def shares(engine: Engine, size: Size) -> dict[str, Any]:
 
 
 def _validators() -> Any:
-    """Tells whether a text obeys a schema."""
+    """Return a function of (schema name, text) that returns whether the text is valid."""
     from jsonschema import Draft202012Validator
 
     made = {
@@ -170,7 +181,7 @@ def _end_of(engine: Engine) -> int:
 
 
 def _begins(grammars: GrammarCompiler, form: StructuredOutputs, output: CompletionOutput) -> bool:
-    """Whether an answer that was cut is the beginning of one that obeys."""
+    """Return whether a valid answer can start with the tokens of `output`."""
     matcher = grammars.compile(form).matcher(frozenset())
     try:
         for token in output.token_ids:
@@ -181,7 +192,10 @@ def _begins(grammars: GrammarCompiler, form: StructuredOutputs, output: Completi
 
 
 def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Times of the masks of a step, at first (states are made) and later, and of the compiling."""
+    """Return rows with the times of masks and of compiling.
+
+    The first pass creates the grammar states that the later pass reuses.
+    """
     forms = [StructuredOutputs(json=it) for it in published().values()]
     named = {"published": forms, **{name: [form] for name, form in FORMS.items()}}
     return [_mask_row(engine, size, *each) for each in named.items()]
@@ -191,13 +205,13 @@ def _mask_row(
     engine: Engine, size: Size, name: str, forms: Sequence[StructuredOutputs]
 ) -> dict[str, Any]:
     ending = frozenset({_end_of(engine)})
-    process = MaskWorkerClient(engine.folder, engine.vocab_size, ending)
-    process.submit(StructuredOutputs(choice=["a"]), ending).check()  # it is started
+    client = MaskWorkerClient(engine.folder, engine.vocab_size, ending)
+    client.submit(StructuredOutputs(choice=["a"]), ending).check()  # starts the mask worker
     start = time.perf_counter()
     for form in forms:
-        process.submit(form, ending).check()
+        client.submit(form, ending).check()
     compiling = time.perf_counter() - start
-    times = [_mask_times(process, forms, ending, size, seed) for seed in (0, 1)]
+    times = [_mask_times(client, forms, ending, size, seed) for seed in (0, 1)]
     row: dict[str, Any] = {"schemas": name, "rows": size.rows}
     row["compile_ms"] = 1e3 * compiling / len(forms)
     for when, found in zip(("first", "later"), times, strict=True):
@@ -206,59 +220,62 @@ def _mask_row(
 
 
 def _mask_times(
-    process: MaskWorkerClient,
+    client: MaskWorkerClient,
     forms: Sequence[StructuredOutputs],
     ending: frozenset[int],
     size: Size,
     seed: int,
 ) -> list[float]:
-    """Seconds until the masks of each step are there, of random answers in all rows."""
+    """Return the seconds until the masks of each step are ready, with random answers in all rows.
+
+    Each token is drawn uniformly from the tokens that the mask allows.
+    """
     rng, made = np.random.default_rng(seed), 0
     rows: list[Answer] = []
     times = []
     for _ in range(min(size.tokens, _MASK_STEPS)):
         while len(rows) < size.rows:
-            constraint = process.submit(forms[made % len(forms)], ending)
+            constraint = client.submit(forms[made % len(forms)], ending)
             constraint.check()
             rows += constraint.answers
             made += 1
         items = [(it, i) for i, it in enumerate(rows)]
-        bits, ended, _ = process.gather_masks(items, size.rows)
+        bits, ended, _ = client.gather_masks(items, size.rows)
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
-        if ended:  # their last tokens were matched late
+        if ended:  # the mask worker accepted these rows' last tokens late
             over = {i for i, _ in ended}
             rows = [it for it, i in items if i not in over]
             continue
         allowed = (np.unpackbits(row.view(np.uint8), bitorder="little") for row in bits)
         last = np.array([rng.choice(np.flatnonzero(it)) for it in allowed], np.int32)
         start = time.perf_counter()
-        process.request_masks((), partial(np.copy, last), send_now=True)
-        over = process.await_tokens_received()
+        client.request_masks((), partial(np.copy, last), send_now=True)
+        over = client.await_tokens_received()
         going_on = [item for item in items if item[0] not in over]
-        process.gather_masks(going_on, size.rows)
+        client.gather_masks(going_on, size.rows)
         times.append(time.perf_counter() - start)
         rows = [it for it, i in going_on if last[i] not in ending]
     return times
 
 
 class Speeds(NamedTuple):
-    """Tokens a second of a run: of all rows together, and of each by itself, prompts left out."""
+    """Tokens per second of a run: of all rows together, and of each row without its prefill."""
 
     total: float
     of_rows: np.ndarray
 
 
 class Case(NamedTuple):
-    """How many rows have a form, and which."""
+    """Number of rows with a structured-output spec, and the spec."""
 
     num_constrained: int
     form: StructuredOutputs | None = None
 
 
 def run(engine: Engine, size: Size, case: Case, seed: int) -> Speeds:
-    """Generate in all rows, of which the first ones have a form."""
+    """Generate in all rows; the first `case.num_constrained` rows have a spec."""
     prompts = random_prompts([16] * size.rows, engine.vocab_size, 0)
     params = [
         SamplingParams(
@@ -281,7 +298,7 @@ def run(engine: Engine, size: Size, case: Case, seed: int) -> Speeds:
 
 
 def _cases(size: Size) -> dict[str, Case]:
-    """How many rows have a form, and which, by the names of the cases."""
+    """Return the cases of the tables `speed` and `parts` by name."""
     cases = {"unconstrained": Case(0), "single": Case(0)}
     for prefix, form in (("", FORMS["fields"]), ("unbounded ", FORMS["unbounded"])):
         cases[f"{prefix}beside"] = Case(size.rows // 2, form)
@@ -291,7 +308,7 @@ def _cases(size: Size) -> dict[str, Case]:
 
 @contextmanager
 def _as_case(engine: Engine, case: str) -> Iterator[None]:
-    """Without bursts, if it is the case `single`."""
+    """Disable bursts while the context lasts, if the case is `single`."""
     runner = engine._runner
     burst_steps = runner.burst_steps
     if case == "single":
@@ -303,7 +320,7 @@ def _as_case(engine: Engine, case: str) -> Iterator[None]:
 
 
 def speeds(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """The speeds with no row, half of the rows and all rows in a form; medians of the runs."""
+    """Return rows with the median speeds when no row, half of the rows or all rows have a spec."""
     cases, half = {**_cases(size), "unconstrained again": Case(0)}, size.rows // 2
     rows: list[dict[str, Any]] = []
     before: tuple[float, float] | None = None
@@ -343,7 +360,7 @@ _ELSEWHERE = ("thread_tokens", "process_accept", "process_masks")
 
 
 def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Milliseconds of the host a step, by part."""
+    """Return rows with the host milliseconds per step, by part."""
     found = []
     for name, case in _cases(size).items():
         with _as_case(engine, name):
@@ -402,7 +419,7 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
 
 @contextmanager
 def _folder(shape: str | None) -> Iterator[Path | None]:
-    """A folder with a shape's `config.json` and a tokenizer; None for the embedded model."""
+    """Yield a folder with a shape's `config.json` and a tokenizer; None for the embedded model."""
     if shape is None:
         yield None
         return
@@ -427,15 +444,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=[*SHAPES], help="random weights (the embedded model)")
-    parser.add_argument("--quick", action="store_true", help="less of everything, for CPUs")
-    parser.add_argument("--table", nargs="+", choices=[*TABLES], default=[*TABLES], help="(all)")
-    parser.add_argument("--answers", type=int, help=f"of the shares ({Size().answers})")
-    parser.add_argument("--num-scheduler-steps", type=int, help="1: no bursts, which forms end")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows, answers and tokens, for CPUs"
+    )
+    parser.add_argument(
+        "--table", nargs="+", choices=[*TABLES], default=[*TABLES], help="tables to measure (all)"
+    )
+    parser.add_argument(
+        "--answers", type=int, help=f"answers of the table shares ({Size().answers})"
+    )
+    parser.add_argument(
+        "--num-scheduler-steps", type=int, help="maximum steps per burst; 1 disables bursts"
+    )
     args = parse_arguments(parser)
     size = QUICK if args.quick else Size()
     size = size if args.answers is None else size._replace(answers=args.answers)
     if "shares" in args.table:
-        _validators()  # what they need is missing now, or not at all
+        _validators()  # fail early if a package is missing
     rows = []
     with _folder(args.shape) as folder:
         engine = Engine(folder, **_options(args.shape, size, args.num_scheduler_steps))
@@ -445,7 +470,7 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    by = ("table", "case", "schemas")  # tables that were not asked for stay as they were
+    by = ("table", "case", "schemas")  # keep the recorded rows of other tables
     model = args.shape or "embedded"
     print(record("structured", rows, by=by, model=model, size=size._asdict()))
 

@@ -1,14 +1,14 @@
-"""Swap to host memory: bandwidth, and swap against recompute (`python -m bench.swap`).
+"""Measure swaps to host memory: bandwidth, and swap against recompute (`python -m bench.swap`).
 
-Part 1, `ways`: groups of blocks out and back, by every way that JAX offers, and the driver's
-own copy between the device and pinned memory of the same size. GB/s count the group's own bytes;
-gather and scatter are in the time, and so is the padding of chunks. `first` is a first transfer of
-that size, for which host memory is not pinned yet.
+Part 1, `ways`: the bandwidth of swapping groups of blocks out and in, for each method that JAX
+offers, and for a plain copy by the NVIDIA driver. GB/s count the bytes of the group. The time
+includes gather, scatter and the padding of chunks. `first_out_GB/s` is the first transfer of a
+size, which also pins the host memory.
 
-Part 2, `lengths`: seconds to recompute a context and to swap it out and in again, as the engine
-does both; and a decode step alone and with a swap on its way.
+Part 2, `lengths`: the time to recompute a context, and the time to swap it out and in, as the
+engine does. Also the time of a decode step alone and during a swap.
 
-`--quick` runs tiny sizes anywhere, to see that it runs.
+`--quick` uses tiny sizes on any device, as a smoke test.
 """
 
 import argparse
@@ -55,7 +55,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved and computed."""
+    """Sizes of the transfers and of the model's steps."""
 
     groups: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
@@ -72,7 +72,7 @@ TINY |= {"num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 2, "num_
 
 
 def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) -> tuple:
-    """A row of the table, and the state. What JAX refuses to do is told in the row."""
+    """Time a swap method; return a row of the table, and the state."""
     sizes = chunk_sizes(state.pool, num_blocks)
     way = kind(state, sizes)
     ids, first = [], 1
@@ -83,15 +83,15 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
     for _ in range(repeats + 2):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        images = [way.out(state, chunk) for chunk in ids]
-        images = [way.settle(image) for image in images]
+        entries = [way.out(state, chunk) for chunk in ids]
+        entries = [way.settle(entry) for entry in entries]
         between = time.perf_counter()
-        for chunk, image in zip(ids, images, strict=True):
-            state = way.back(state, chunk, image)
+        for chunk, entry in zip(ids, entries, strict=True):
+            state = way.back(state, chunk, entry)
         jax.block_until_ready(state)
         outs.append(between - start)
         backs.append(time.perf_counter() - between)
-        del images
+        del entries
     gigabytes = num_blocks * pool_block_bytes(state.pool) / 1e9
     row = {
         "way": way.name,
@@ -99,7 +99,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # where nothing was compiled on the way
+    if kind is Plain:  # the only method whose first transfer compiles nothing
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -107,8 +107,8 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
 def measure_ways(
     shape: str, model: ModelConfig, dtype: Any, sizes: Sizes, kinds: list[type[Way]]
 ) -> list[dict]:
-    """Every way, for every group size."""
-    num_blocks = 1 + 2 * max(max(sizes.groups), 8)  # chunks are larger than their groups
+    """Time every method for every group size; a row has the error if JAX rejects the method."""
+    num_blocks = 1 + 2 * max(max(sizes.groups), 8)  # padded chunks exceed their group
     rows = []
     for group in sizes.groups:
         num_bytes = group * pool_block_bytes(make_pool(model, 1, BLOCK_SIZE, dtype))
@@ -127,14 +127,14 @@ def measure_ways(
             except Exception as error:
                 rows.append({**common, "way": kind.name, "error": str(error)[:300]})
             del state
-            print(rows[-1], flush=True)  # should a later way end the process
+            print(rows[-1], flush=True)  # a later method may crash the process
     return rows
 
 
 def swap_seconds(
     model: ModelConfig, dtype: Any, block_size: int, num_tokens: int, repeats: int
 ) -> float:
-    """Seconds to bring so many tokens' blocks to the host and back by the engine's way."""
+    """Return the seconds of the engine's swap of `num_tokens` tokens, out and in."""
     group = -(-num_tokens // block_size)
     pool = make_pool(model, 1 + 2 * max(group, 8), block_size, dtype)
     gigabytes = group * pool_block_bytes(pool) / 1e9
@@ -143,7 +143,7 @@ def swap_seconds(
 
 
 def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunner, RuntimeConfig]:
-    """The engine's device side with random weights."""
+    """Create the engine's runner with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         split = SplitModel.of(plan_model(folder, model, dtype=dtype, load_format="dummy").load())
     largest = -(-sizes.max_model_len // BLOCK_SIZE)
@@ -166,7 +166,7 @@ def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunn
 
 
 def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
-    """Recompute against swap by context length."""
+    """Return rows with the milliseconds of recompute and of swap, by context length."""
     runner, config = parts
     costs = measure_preemption_costs(runner, config)
     rows, tokens = [], min(256, sizes.max_model_len)
@@ -187,7 +187,7 @@ def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
 
 
 def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]:
-    """A decode step alone, with a group on its way out in each, and with one on its way in."""
+    """Return rows with the time of a decode step alone, and with a swap in each step."""
     request = Request.from_prompt(
         "decoding",
         [0] * sizes.context,
@@ -199,7 +199,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    for sequence in request.sequences:  # so that they join
+    for sequence in request.sequences:  # the first step admits them
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()
     for sequence in request.sequences:
@@ -213,8 +213,8 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         "swap out, then drop": ({"swap_outs": (out,)}, {"dropped_swap_entry_ids": (0,)}),
     }
     table = []
-    for name, orders in cases.items():
-        plans = [StepPlan(0, rows, **more) for more in orders]  # pyright: ignore[reportArgumentType]
+    for name, transfers in cases.items():
+        plans = [StepPlan(0, rows, **more) for more in transfers]  # pyright: ignore[reportArgumentType]
         seconds = min(_seconds_a_step(launch, plans, 10 * sizes.repeats) for _ in range(3))
         table.append({"model": shape, "step": name, "blocks": group, "ms": 1e3 * seconds})
     launch(StepPlan(0, (), released_seq_ids=tuple(s.seq_id for s in request.sequences)))
@@ -222,7 +222,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
 
 
 def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> float:
-    """Launched one ahead, as the overlapped loop does."""
+    """Return the seconds per step, launched one step ahead as in the overlapped loop."""
     launch(plans[0]).read()
     launch(plans[1]).read()
     start = time.perf_counter()
@@ -239,7 +239,7 @@ def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> 
 
 
 def _aligned(rows: list[dict]) -> list[dict]:
-    """Rows with the same columns, as a table wants them."""
+    """Return rows with equal columns; missing values are None."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 
@@ -247,11 +247,11 @@ def _aligned(rows: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
     parser.add_argument(
         "--part", choices=["ways", "lengths"], nargs="+", default=["ways", "lengths"]
     )
-    parser.add_argument("--ways", nargs="+", help="of part 1: names, or beginnings of them")
+    parser.add_argument("--ways", nargs="+", help="methods of part 1, by name or prefix")
     args = parse_arguments(parser)
     kinds = [w for w in WAYS if args.ways is None or w.name.startswith(tuple(args.ways))]
     sizes = QUICK if args.quick else FULL

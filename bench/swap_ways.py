@@ -1,4 +1,4 @@
-"""The ways that JAX offers to bring gathered blocks to the host and back (`bench.swap`)."""
+"""Methods that JAX offers to swap gathered blocks to the host and back (`bench.swap`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from jpaged.runtime.swap import (
 
 
 class Way:
-    """One way to bring chunks to the host and back; this one is the engine's."""
+    """A method to swap chunks of blocks; the base class is the engine's method."""
 
     name = "device_put"
 
@@ -29,20 +29,20 @@ class Way:
         self.pinned = SingleDeviceSharding(self.device, memory_kind="pinned_host")
 
     def out(self, state: KVState, ids: np.ndarray) -> Any:
-        """Start the way out of one chunk."""
+        """Start to swap a chunk out; return the swap entry."""
         return to_host(self.gather(state, ids))
 
-    def settle(self, image: Any) -> Any:
-        """Wait for a chunk to be on the host."""
-        return jax.block_until_ready(image)
+    def settle(self, entry: Any) -> Any:
+        """Wait until the entry is on the host, and return it."""
+        return jax.block_until_ready(entry)
 
-    def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        """Start the way back of one chunk."""
-        return self.scatter(state, ids, to_device(image))[0]
+    def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
+        """Start to swap a chunk in; return the new state."""
+        return self.scatter(state, ids, to_device(entry))[0]
 
 
 class OutShardings(Way):
-    """The gather's own result lies on the host; the scatter takes it from there."""
+    """The gather writes its result to the host, and the scatter reads it from there."""
 
     name = "out_shardings"
 
@@ -50,20 +50,20 @@ class OutShardings(Way):
         super().__init__(state, sizes)
         self.gather = jax.jit(gather_blocks_step, out_shardings=self.pinned)
 
-        def scatter(state, ids, image):
-            return scatter_blocks_step(state, ids, jax.device_put(image, jax.memory.Space.Device))
+        def scatter(state, ids, entry):
+            return scatter_blocks_step(state, ids, jax.device_put(entry, jax.memory.Space.Device))
 
         self.scatter = jax.jit(scatter, donate_argnums=0)
 
     def out(self, state: KVState, ids: np.ndarray) -> Any:
         return self.gather(state, ids)
 
-    def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        return self.scatter(state, ids, image)[0]
+    def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
+        return self.scatter(state, ids, entry)[0]
 
 
 class Reused(Way):
-    """The host array of an earlier transfer is donated to the next one."""
+    """The gather donates the host array of an earlier transfer."""
 
     name = "donated host array"
 
@@ -72,7 +72,7 @@ class Reused(Way):
         self.spare: dict[int, list[Any]] = {}
 
         def gather(state, ids, spare):
-            del spare  # its memory is what is wanted
+            del spare  # donated for its memory
             return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)
@@ -83,31 +83,31 @@ class Reused(Way):
             spares.append(to_host(gather_blocks_step(state, jnp.asarray(ids))))
         return self.gather(state, ids, spares.pop())
 
-    def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        state = super().back(state, ids, image)
-        self.spare.setdefault(len(ids), []).append(image)
+    def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
+        state = super().back(state, ids, entry)
+        self.spare.setdefault(len(ids), []).append(entry)
         return state
 
 
 class Numpy(Way):
-    """`copy_to_host_async` to memory that is not pinned."""
+    """`copy_to_host_async` copies to memory that is not pinned."""
 
     name = "copy_to_host_async"
 
     def out(self, state: KVState, ids: np.ndarray) -> Any:
-        image = self.gather(state, ids)
-        image.copy_to_host_async()
-        return image
+        entry = self.gather(state, ids)
+        entry.copy_to_host_async()
+        return entry
 
-    def settle(self, image: Any) -> Any:
-        return np.asarray(image)
+    def settle(self, entry: Any) -> Any:
+        return np.asarray(entry)
 
-    def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        return self.scatter(state, ids, jax.device_put(image, self.device))[0]
+    def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
+        return self.scatter(state, ids, jax.device_put(entry, self.device))[0]
 
 
 class Plain(Way):
-    """An array that is gathered already, to pinned memory and back: the transfer alone."""
+    """The transfer alone: copies an array that is already gathered to pinned memory and back."""
 
     name = "device_put, transfer alone"
 
@@ -120,9 +120,9 @@ class Plain(Way):
     def out(self, state: KVState, ids: np.ndarray) -> Any:
         return to_host(self.gathered[len(ids)])
 
-    def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        jax.block_until_ready(to_device(image))
+    def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
+        jax.block_until_ready(to_device(entry))
         return state
 
 
-WAYS = (Plain, Way, OutShardings, Reused, Numpy)  # the first of them pins the memory
+WAYS = (Plain, Way, OutShardings, Reused, Numpy)  # the first one pins the host memory

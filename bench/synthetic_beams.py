@@ -1,11 +1,11 @@
-"""A stand-in for a model: the scheduler serves requests whose next tokens are made up.
+"""Run the scheduler without a model: synthetic log-probabilities replace the model's.
 
-After each context (all of a sequence's tokens, hashed) the next token's probabilities follow Zipf's
-law over `VOCAB_SIZE` tokens in an order that the hash decides. The law's exponent is the context's
-own, too, uniform between `EXPONENTS`: some contexts leave nearly everything open (the likeliest
-token has a probability of 9 %), others little (83 %), as text does. The exponents are a guess, not
-fitted to measured savings, which depend on them: the surer the model, the longer its beams stay
-apart. From 2 to 4 in place of 1 to 3, beams of Alpaca-like lengths save a third to two fifths less.
+The hash of a sequence's tokens seeds the distribution of its next token. The distribution is Zipf's
+law over `VOCAB_SIZE` tokens in a pseudo-random order. The exponent is uniform between `EXPONENTS`.
+So the likeliest token has a probability between 9 % and 83 %, which varies as in text. The
+exponents are a guess, not fitted to measured savings. The savings depend on them: the more certain
+the model, the longer beams stay apart. With exponents from 2 to 4 instead of 1 to 3, beams of
+Alpaca-like lengths save a third to two fifths less.
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ _LOG_TOTALS = np.array([np.log(np.sum(_RANKS**-exponent)) for exponent in _GRID]
 
 
 def candidates_of(contexts: np.ndarray, num_candidates: int) -> BeamCandidates:
-    """The likeliest next tokens after contexts given by their hashes, uint64 [B]: [B, L] each."""
+    """Return the likeliest next tokens [B, L] of contexts, given by their hashes, uint64 [B]."""
     mixed = _mix(contexts)
     place = (mixed >> np.uint64(40)).astype(np.int64) % len(_GRID)
     ranks = np.arange(num_candidates)
     logprobs = (
         -_GRID[place][:, None] * np.log(_RANKS[:num_candidates]) - _LOG_TOTALS[place][:, None]
     )
-    # An odd stride visits all tokens of a vocabulary of 2**k, each once.
+    # An odd stride visits each token of a vocabulary of 2**k tokens once.
     first, stride = mixed % np.uint64(VOCAB_SIZE), (mixed >> np.uint64(20)) | np.uint64(1)
     token_ids = (first[:, None] + stride[:, None] * ranks.astype(np.uint64)) % np.uint64(VOCAB_SIZE)
     return BeamCandidates(token_ids.astype(np.int64), logprobs.astype(np.float32))
@@ -56,9 +56,9 @@ def serve(
     max_model_len: int,
     block_size: int,
 ) -> Iterator[MemoryReport]:
-    """Serve prompts, each with its number of output tokens, as `width` beams or samples.
+    """Serve (prompt, number of output tokens) pairs, each as `width` beams or samples.
 
-    The pool has room for all that run. Gives the memory report after each step.
+    The pool has room for all running requests. Yields the memory report after each step.
     """
     num_blocks = 1 + max_num_seqs * -(-max_model_len // block_size)
     config = SchedulerConfig(max_num_seqs, MAX_NUM_BATCHED_TOKENS, max_model_len)
@@ -86,7 +86,7 @@ def _candidates_for(plan: StepPlan, width: int) -> BeamCandidates:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spread hashes over all 64 bits: the finaliser of splitmix64."""
+    """Spread hashes over all 64 bits with the finalizer of splitmix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""A tokenizer of any size for models with random weights: byte-level, of made-up words."""
+"""A byte-level tokenizer of any vocabulary size for models with random weights."""
 
 from pathlib import Path
 
@@ -8,13 +8,14 @@ from transformers import PreTrainedTokenizerFast
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SPACE = "Ġ"
-"""How byte-level vocabularies write a space."""
+"""The space character in byte-level vocabularies."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write `tokenizer.json` and its configuration: the 256 bytes, then words of 2 to 8 letters.
+    """Write `tokenizer.json` and its configuration.
 
-    Two of three words begin with a space, as in a text.
+    The vocabulary is the 256 bytes, then random words of 2 to 8 letters. Two thirds of the words
+    begin with a space.
     """
     tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     rng = np.random.RandomState(0)

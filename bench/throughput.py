@@ -1,12 +1,13 @@
-"""Output tokens a second of the whole engine: cases A and B (`python -m bench.throughput`).
+"""Measure the output tokens per second of the engine: cases A and B (`python -m bench.throughput`).
 
     A  256 requests, 128 tokens in and 128 out
     B  512 requests with ShareGPT-like lengths
 
-Greedy, end tokens ignored, random weights, through `Engine.generate`. The median of several runs
-is reported, with the slowest and the fastest: case A of a small model is over in half a second, and
-what else its host does then counts. With `--logprobs 5` or `--penalties` every request asks for
-them (with `--case A --scale 0.5`: 128 requests). `--format bf16 fp8` measures both in one run.
+Requests are greedy, ignore EOS, and run through `Engine.generate`; the weights are random. The
+results have the median, the slowest and the fastest of several runs. Case A of a small model takes
+only half a second, so other work of the host affects it. `--logprobs 5` and `--penalties` apply to
+every request. `--scale` reduces the number of requests. `--format bf16 fp8` measures both formats
+in one run.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-# vLLM 0.24 on an H200, and the figures to reach: output tokens a second.
+# vLLM 0.24 on an H200 and the target, in output tokens per second.
 REFERENCE = {
     ("A", "qwen3-0.6b"): (50_900, 80_000),
     ("B", "qwen3-0.6b"): (28_650, 43_000),
@@ -52,7 +53,7 @@ FP8_REFERENCE = {
 
 
 def lengths_of(case: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and output lengths of a case; `scale` under 1 shortens it for slow machines."""
+    """Return the prompt and output lengths of a case; `scale` below 1 gives fewer requests."""
     if case == "A":
         count = max(round(256 * scale), 1)
         return np.full(count, 128), np.full(count, 128)
@@ -69,7 +70,7 @@ def measure(
     seed: int = 0,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
-    """Serve a case once and report its throughput and the floor; `sampling` is of all."""
+    """Serve a case once and return a row; all requests have the parameters `sampling`."""
     prompt_lens, output_lens = lengths_of(case, scale)
     prompts = random_prompts(prompt_lens.tolist(), engine.vocab_size, seed)
     params = [
@@ -114,8 +115,10 @@ def measure_often(
     repeats: int = 3,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
-    """The median run of a case (of an even number the faster one in the middle), after one to warm
-    up; each has prompts of its own."""
+    """Return the row of the median run, after a warm-up run; each run has new prompts.
+
+    For an even number of runs, the median is the faster of the two middle runs.
+    """
     seeds = range(repeats + 1)
     runs = [measure(engine, shape, case, scale, seed, sampling) for seed in seeds][1:]
     runs.sort(key=lambda run: run["output_tokens_per_s"])
@@ -127,15 +130,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument("--case", choices=["A", "B"], nargs="+", default=["A", "B"])
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs, after one to warm up")
-    parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests to run")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs")
+    parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)
     add_sampling_options(parser)
     args = parse_arguments(parser)
     if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: at least one run is needed")
+        parser.error(f"--repeats is {args.repeats}: give 1 or more")
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
     for shape, form in itertools.product(args.model, args.format):
@@ -152,7 +155,7 @@ def main() -> None:
     name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
-    # Runs that are not the whole have a record to themselves.
+    # Partial and synchronous runs replace the whole record.
     by = CASE if args.scale == 1.0 and not args.synchronous else ()
     print(record(name, rows, by=by, **asked, **sampling_options(args)))
 

@@ -1,10 +1,10 @@
-"""What a start without recorded measurements costs in service (`python -m bench.unrecorded`).
+"""Measure how much a start without autotuning records slows serving (`python -m bench.unrecorded`).
 
-A shape whose GEMM measurements do not ship is compiled with few of its GEMMs measured
-(`docs/decisions/0013`). The same requests are served by an engine that was compiled so, and by one
-all of whose GEMMs and fusions XLA measured, which takes a long start: cases A, C and D of
-`bench.throughput` and `bench.latency`. Each engine is a process of its own with an empty folder of
-compiled programs. The mark: few measured is at most 2 % slower.
+For a shape without shipped autotuning records, XLA measures only a few GEMMs at the start
+(`docs/decisions/0013`). This script compares such an engine ("few") with one for which XLA measured
+all GEMMs and fusions ("all"), which takes a long start. Both serve cases A, C and D of
+`bench.throughput` and `bench.latency`. Each engine runs in a new process with an empty compilation
+cache. The target: "few" is at most 2 % slower.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jpaged.compile import compilation
 from jpaged.compile.gemm_autotuning import Compiler
 
 MARK = 1.02
-"""Times the seconds with all measured."""
+"""Maximum ratio of the times, few to all, to reach."""
 
 WAYS = ("few", "all")
 CASES = {
@@ -32,11 +32,11 @@ CASES = {
     "C": ("ms_a_step", "prefill_s"),
     "D": ("ms_a_step", "prefill_s"),
 }
-"""Case: what is compared of it."""
+"""Compared figures, by case."""
 
 
 def serve(shape: str, way: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Figures of each case, and of the start, of an engine compiled in a way."""
+    """Start an engine with `way` of autotuning; return the figures of the start and each case."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         options = {"compilation_cache_dir": folder, "verbose": True}
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*UNRECORDED], nargs="+", default=["qwen2.5-1.5b"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--way", choices=WAYS, help="only this one; prints its figures as JSON")
+    parser.add_argument("--way", choices=WAYS, help="measure one engine, and print JSON")
     args = parse_arguments(parser)
     if args.way:
         print(json.dumps(serve(args.model[0], args.way, args.repeats)))

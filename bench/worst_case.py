@@ -1,9 +1,9 @@
-"""Memory under the largest batch (`python -m bench.worst_case`).
+"""Measure the device memory under the largest batch (`python -m bench.worst_case`).
 
-As many sequences as an engine takes, each up to its longest, with penalties, top-p and
-log-probabilities of every token, in the largest prefill steps there are; some want their prompt's
-log-probabilities too. The engine's account is compared with what the device says of itself: JAX's
-allocator, and the driver, which counts its own context, kernels and graphs as well.
+The batch has the maximum number of sequences of the maximum length, in the largest prefill steps.
+All use penalties, top-p and log-probabilities; a few also want prompt log-probabilities. The table
+compares the engine's memory account with JAX's allocator and with the driver. The driver also
+counts its context, kernels and graphs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def params(index: int) -> SamplingParams:
-    """All that sampling can do; the first few score their prompts besides."""
+    """Return parameters that use all sampling features; the first few score their prompts."""
     return SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -41,10 +41,10 @@ def params(index: int) -> SamplingParams:
 
 
 def run(engine: Engine) -> float:
-    """Seconds of the batch.
+    """Serve the batch and return its seconds.
 
     Raises:
-        RuntimeError: an answer is not whole.
+        RuntimeError: an answer has a wrong length.
     """
     count, longest = AS_VLLM["max_num_seqs"], AS_VLLM["max_model_len"]
     prompts = random_prompts([longest - OUTPUT_TOKENS] * count, engine.vocab_size)
@@ -52,23 +52,23 @@ def run(engine: Engine) -> float:
     outputs = engine.generate(prompts, [params(i) for i in range(count)], use_tqdm=False)
     lengths = {len(output.outputs[0].token_ids) for output in outputs}
     if lengths != {OUTPUT_TOKENS}:
-        raise RuntimeError(f"answers of {sorted(lengths)} tokens, not of {OUTPUT_TOKENS}")
+        raise RuntimeError(f"answers have {sorted(lengths)} tokens, not {OUTPUT_TOKENS}")
     return time.perf_counter() - start
 
 
 def driver_bytes() -> tuple[int | None, int | None]:
-    """The first GPU's bytes in use and in all, as `nvidia-smi` has it; None where there is none."""
+    """Return the used and total bytes of the first GPU from `nvidia-smi`, or (None, None)."""
     query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    used, total = (int(part) * MIB for part in told.splitlines()[0].split(","))
+    used, total = (int(part) * MIB for part in text.splitlines()[0].split(","))
     return used, total
 
 
 def row(model: str, engine: Engine, seconds: float) -> dict:
-    """The account in MiB with what the device says, and by what share they are apart."""
+    """Return a row with the account and the device's figures in MiB, and their relative errors."""
     account, stats = engine.memory_account, jax.local_devices()[0].memory_stats()
     used, total = driver_bytes()
     return {
@@ -93,13 +93,13 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=[*SHAPES], default="qwen3-0.6b")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--cache-dir", type=Path, help="as bench.startup kept it")
+    parser.add_argument("--cache-dir", type=Path, help="--cache-dir of bench.startup")
     args = parse_arguments(parser)
     cached = {"compilation_cache_dir": args.cache_dir / args.model} if args.cache_dir else {}
     share = args.gpu_memory_utilization
     engine = make_engine(args.model, gpu_memory_utilization=share, verbose=True, **cached)
     if not jax.local_devices()[0].memory_stats():
-        parser.error("this device does not say what it has in use: run it on a GPU")
+        parser.error("this device does not report its memory use: run this on a GPU")
     rows = [row(args.model, engine, run(engine))]
     print_table([{"figure": name, "value": value} for name, value in rows[0].items()])
     print(record("worst_case", rows, gpu_memory_utilization=share))

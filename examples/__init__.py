@@ -1,1 +1,1 @@
-"""Examples to read and to run from the repository's root; they are not installed."""
+"""Examples to run from the root of the repository; they are not installed."""

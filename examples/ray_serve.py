@@ -1,4 +1,4 @@
-"""Replicas of jpaged behind one address, by Ray Serve.
+"""Serve replicas of jpaged behind one address with Ray Serve.
 
     pip install ".[ray]"
     python examples/ray_serve.py                                # the embedded model, 2 replicas
@@ -7,16 +7,16 @@
     client ──► Ray's proxy ──► Front ── PrefixRouter ──► Replica ──► engine's process, its GPUs
                                reads the prompt     └──► Replica ──► engine's process, its GPUs
 
-A `Replica` has the whole application of `python -m jpaged.serve` and an engine of its own: the API,
-streams and errors are the same. Connections are Ray's: docs/operators.md says which flags have no
-effect. Ray starts replicas, again where one dies, asks after their health, drains those it takes
-away, and makes more of them while requests wait.
+A `Replica` runs the application of `python -m jpaged.serve` with one engine, so the API, streams
+and errors are the same. Ray handles the connections; docs/operators.md lists the flags without
+effect. Ray restarts failed replicas, checks health, drains replicas that it removes, and adds
+replicas while requests wait.
 
-Ray's proxy chooses a replica when it has a request's headers, before its body is there, and so
-cannot know the prompt. Hence the `Front`, which the proxy calls: it reads the body and hands it on
-through a handle, whose router sees it. There is one `Front`, so that one router knows all prefixes.
+Ray's proxy would choose a replica from the headers, before the body with the prompt arrives. So the
+proxy calls the `Front`, which reads the body and calls a replica through a handle. The handle's
+router sees the prompt. Only one `Front` runs, so that one router knows all prefixes.
 """
-# Types are checked where Ray is not installed, too.
+# Type checks also run without Ray.
 # pyright: reportMissingImports=false
 
 import argparse
@@ -33,7 +33,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers of each start
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
 
 import ray
 from ray import serve
@@ -63,7 +63,7 @@ APP = "jpaged"
 
 
 class Replica:
-    """One engine and the server's application, which Ray calls instead of a socket."""
+    """One engine and the server's application, which Ray calls without a socket."""
 
     async def __init__(self, flags: Flags):
         self._stack = AsyncExitStack()
@@ -73,18 +73,20 @@ class Replica:
         self._watching = asyncio.create_task(self._end_with_engine())
         print(f"replica {self._name} serves", flush=True)
 
-    async def answer(self, asked: dict[str, Any], pieces: list[bytes]) -> AsyncGenerator[Any, None]:
-        """Answer a request: first (status, headers), then the body as it is made.
+    async def answer(
+        self, fields: dict[str, Any], pieces: list[bytes]
+    ) -> AsyncGenerator[Any, None]:
+        """Answer a request: yield (status, headers), then the chunks of the body.
 
         Args:
-            asked: Fields of an ASGI scope, and the "body".
-            pieces: For the router, which sees the arguments of a call.
+            fields: Fields of an ASGI scope, and the "body".
+            pieces: Digests for the router, which reads the arguments of the call.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        body = [{"type": "http.request", "body": asked.pop("body"), "more_body": False}]
+        body = [{"type": "http.request", "body": fields.pop("body"), "more_body": False}]
 
         async def receive() -> Message:
-            # A client that goes makes Ray cancel this call; nothing else comes after the body.
+            # Nothing follows the body: when a client disconnects, Ray cancels this call.
             return body.pop() if body else await asyncio.Future()
 
         async def send(message: Message) -> None:
@@ -92,7 +94,7 @@ class Replica:
 
         async def run() -> None:
             try:
-                await self._app({"type": "http", **asked}, receive, send)
+                await self._app({"type": "http", **fields}, receive, send)
             finally:
                 messages.put_nowait(None)
 
@@ -106,26 +108,29 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            running.cancel()  # the application then aborts what the engine still computes
+            running.cancel()  # the application then aborts the engine's request
 
     async def metrics(self) -> tuple[str, str]:
-        """The replica's name, and its figures for Prometheus."""
+        """Return the replica's name and metrics in Prometheus format."""
         return self._name, self._serving.metrics.text(self._serving.engine.stats).decode()
 
     async def _end_with_engine(self) -> None:
-        """End this process when its engine is gone. Ray notices at once; until it had asked after
-        the health a few times, a replica that refuses everything would seem to have most room."""
+        """End this process when the engine ends.
+
+        Ray notices the end immediately. A replica without an engine would reject every request, and
+        so look least loaded until the health checks failed.
+        """
         await self._serving.engine.closed.wait()
         print(f"replica {self._name} ends: {self._serving.engine.close_reason}", flush=True)
         os._exit(1)
 
     def check_health(self) -> None:
-        """Raise unless the engine's loop goes round; Ray replaces a replica that hangs."""
+        """Raise unless the engine's loop makes progress; Ray then replaces the replica."""
         if not self._serving.is_healthy:
             raise RuntimeError("the engine does not respond")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scale` goes by: what the engine's own metrics tell."""
+        """Return the metrics that `scale` reads."""
         stats = self._serving.engine.stats
         if stats is None:
             return {"num_requests_waiting": 0, "busy": 0}
@@ -133,16 +138,16 @@ class Replica:
         return {"num_requests_waiting": stats.num_waiting, "busy": busy}
 
     async def __del__(self) -> None:
-        """End the engine. Ray calls this when no request is left, or their time is over."""
+        """End the engine; Ray calls this after the last request or the shutdown timeout."""
         self._watching.cancel()
         await self._stack.aclose()
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has computed the longest beginning of its prompt."""
+    """Sends a request to the replica that has computed the longest prefix of the prompt."""
 
     def initialize_state(self, max_extra_load: int) -> None:
-        """Ray calls this once, with `request_router_kwargs`."""
+        """Initialize the router; Ray calls this once with `request_router_kwargs`."""
         self._max_extra_load = max_extra_load
         self._memory = PrefixMemory()
         self._in_flight: dict[str, str] = {}
@@ -152,41 +157,41 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Replicas by rank; Ray takes the first that has room."""
+        """Return the replicas by rank; Ray takes the first with room."""
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         in_flight = Counter(self._in_flight.values())
         pieces = _pieces_of_call(pending_request)
         loads = {name: in_flight[name] for name in by_name}
         ranked = self._memory.rank(pieces, loads, self._max_extra_load)
         if ranked and pending_request is not None:
-            # Now, not when it is sent: the next request of this prefix may be a moment later.
+            # Note the prompt before it is sent, because the next request may have the same prefix.
             self._memory.note(pieces, ranked[0])
         return [[by_name[name]] for name in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """A replica has taken a request, as a rule the one that was ranked first."""
+        """Note the replica that took a request, usually the first in rank."""
         self._in_flight[pending_request.metadata.internal_request_id] = replica_id.unique_id
         self._memory.note(_pieces_of_call(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request is over, however it ended."""
+        """Remove a finished or failed request from the load."""
         self._in_flight.pop(internal_request_id, None)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica is gone: what it knew is lost."""
+        """Forget the prefixes of a replica that died."""
         super().on_replica_actor_died(replica_id)
         self._memory.forget(replica_id.unique_id)
 
 
 def _pieces_of_call(call: PendingRequest | None) -> list[bytes]:
-    """The argument `pieces` of a call of `Replica.answer`."""
+    """Return the argument `pieces` of a call of `Replica.answer`."""
     return [] if call is None else call.kwargs.get("pieces", [])
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Ray's autoscaling policy: how many replicas there should be, within --replicas."""
+    """Return the target number of replicas; Ray's autoscaling policy, bounded by --replicas."""
     figures = context.aggregated_metrics or {}
     waiting = sum(figures.get("num_requests_waiting", {}).values())
     busy = sum(figures.get("busy", {}).values())
@@ -194,7 +199,7 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 class Front:
-    """Reads requests and hands them to replicas."""
+    """Reads requests and sends them to replicas."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int):
         self._replicas = replicas
@@ -207,7 +212,7 @@ class Front:
             body = await self._body(request)
         except ClientDisconnect:
             return Response(status_code=400)
-        asked = {
+        fields = {
             "method": request.method,
             "path": request.scope["path"],
             "raw_path": request.scope["path"].encode(),
@@ -217,13 +222,13 @@ class Front:
             "body": body,
         }
         owner = request.headers.get("authorization", "").encode()
-        answer: Any = self._answers.remote(asked, pieces=pieces_of(body, owner))
+        answer: Any = self._answers.remote(fields, pieces=pieces_of(body, owner))
         try:
             status, headers = await anext(answer)
         except RayActorError:
             return error_response(_gone())
         if request.method == "GET" and request.url.path == "/metrics" and status == 200:
-            answer.cancel()  # the replica has let the client in; its own figures are not all
+            answer.cancel()  # the replica has accepted the API key; return all replicas' metrics
             return await self._metrics()
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
         response = StreamingResponse(_rest(answer, is_stream), status)
@@ -231,7 +236,7 @@ class Front:
         return response
 
     async def _body(self, request: Request) -> bytes:
-        """The body, or enough of one that is too large for a replica to say so."""
+        """Return the body, cut just above the maximum, so that the replica rejects a larger one."""
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -240,11 +245,11 @@ class Front:
         return bytes(body)
 
     async def _metrics(self) -> Response:
-        """The figures of all replicas, labelled, and grouped by name as Prometheus wants them."""
+        """Return the metrics of all replicas, labelled by replica and grouped by metric."""
         calls = self._replicas.broadcast("metrics")
-        told = await calls.results_async(timeout_s=10, return_exceptions=True)
+        results = await calls.results_async(timeout_s=10, return_exceptions=True)
         families: dict[str, list[str]] = {}
-        for name, text in (each for each in told if not isinstance(each, BaseException)):
+        for name, text in (each for each in results if not isinstance(each, BaseException)):
             lines: list[str] = []
             for line in text.splitlines():
                 if line.startswith("# HELP "):
@@ -258,7 +263,7 @@ class Front:
 
 
 async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
-    """An answer's body as it comes. A stream says itself that its replica is gone."""
+    """Yield the chunks of an answer's body; if the replica dies, a stream ends with an error."""
     try:
         async for piece in answer:
             yield piece
@@ -269,11 +274,11 @@ async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
 
 
 def _gone() -> ApiError:
-    return unavailable_error("the replica is gone, and the request with it: send it again", 1)
+    return unavailable_error("the replica ended during the request: send the request again", 1)
 
 
 def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
-    """The deployments: one `Front`, and --replicas of `Replica`."""
+    """Return the application: one `Front`, and --replicas of `Replica`."""
     low, high = args.replicas
     limits = flags.serve.limits
     router: dict[str, Any] = {
@@ -283,11 +288,11 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
     replicas = serve.deployment(
         Replica,
         name="Replica",
-        # An engine waits for its device more than it computes, and Ray gives GPUs by num_gpus:
-        # CUDA_VISIBLE_DEVICES of a replica names its own ones.
+        # An engine mostly waits for its device, so it reserves no CPU. Ray assigns num_gpus GPUs
+        # to a replica by CUDA_VISIBLE_DEVICES.
         ray_actor_options={"num_cpus": 0, "num_gpus": args.num_gpus_per_replica},
-        # All may be in flight that the engine takes, so that requests wait in the engine, whose
-        # figures say so, and not in Ray; what is too much the application refuses with a 503.
+        # Requests wait in the engine, where the metrics count them, and not in Ray. The
+        # application answers further requests with status 503.
         max_ongoing_requests=MAX_NUM_SEQS + limits.max_num_queued_reqs,
         autoscaling_config=AutoscalingConfig(
             min_replicas=low,
@@ -300,7 +305,7 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         request_router_config=RequestRouterConfig(**router),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        # Ray sends a replica that goes nothing new, and waits so long for what runs there.
+        # Ray sends no new requests to a replica that it stops, and waits for its running requests.
         graceful_shutdown_timeout_s=flags.serve.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
@@ -315,41 +320,51 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
 
 
 def read_command_line(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Flags]:
-    """Ray's part of the command line, and the server's."""
+    """Return the options of this script, and the server's flags."""
     parser = argparse.ArgumentParser(
         prog="python examples/ray_serve.py",
-        description="Replicas of jpaged behind one address. All flags of python -m jpaged.serve "
-        "are taken too, such as --model, --host, --port, --tensor-parallel-size.",
+        description="Serve replicas of jpaged behind one address. The flags of python -m "
+        "jpaged.serve work too, such as --model, --host, --port and --tensor-parallel-size.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--replicas", nargs=2, type=int, default=(2, 2), metavar=("MIN", "MAX"), help="2 2"
+        "--replicas",
+        nargs=2,
+        type=int,
+        default=(2, 2),
+        metavar=("MIN", "MAX"),
+        help="bounds of autoscaling (2 2)",
     )
     parser.add_argument(
-        "--num-gpus-per-replica", type=int, metavar="N", help="as --tensor-parallel-size; no GPU: 0"
+        "--num-gpus-per-replica",
+        type=int,
+        metavar="N",
+        help="--tensor-parallel-size or 0 (0 without a GPU, else --tensor-parallel-size)",
     )
     parser.add_argument(
         "--max-extra-load",
         type=int,
         default=MAX_EXTRA_LOAD,
         metavar="N",
-        help="requests in flight beyond the least loaded replica with which one still gets what it "
-        f"knows the prefix of ({MAX_EXTRA_LOAD})",
+        help="maximum requests in flight, beyond the least loaded replica, of a replica that is "
+        f"preferred for its cached prefix ({MAX_EXTRA_LOAD})",
     )
     parser.add_argument(
-        "--ray-address", metavar="ADDRESS", help="a running cluster's, or auto; unset: start one"
+        "--ray-address",
+        metavar="ADDRESS",
+        help="address of a running cluster, or auto (start a local cluster)",
     )
     args, rest = parser.parse_known_args(argv)
     low, high = args.replicas
     if not 1 <= low <= high:
-        parser.error(f"--replicas is {low} {high}: give at least 1 and then as many or more")
+        parser.error(f"--replicas is {low} {high}: give MIN of 1 or more, and MAX of MIN or more")
     if args.max_extra_load < 0:
         parser.error(f"--max-extra-load is {args.max_extra_load}: give 0 or more")
     return args, read_flags(rest)
 
 
-def serve_until_a_signal(args: argparse.Namespace, flags: Flags, host: str, port: int) -> None:
-    """Deploy, say where, wait, and drain."""
+def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: int) -> None:
+    """Deploy the application, print its URL, wait for SIGTERM or SIGINT, and drain."""
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -357,7 +372,7 @@ def serve_until_a_signal(args: argparse.Namespace, flags: Flags, host: str, port
 
     try:
         serve.run(application(args, flags), name=APP)
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
+        for number in (signal.SIGTERM, signal.SIGINT):  # replaces Ray's handlers
             signal.signal(number, end)
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
@@ -367,21 +382,21 @@ def serve_until_a_signal(args: argparse.Namespace, flags: Flags, host: str, port
             flush=True,
         )
         ended.wait()
-    finally:  # also of what was deployed in part
+    finally:  # also after a partial deployment
         serve.delete(APP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; gives the exit code."""
+    """Serve until a signal; return the exit code."""
     args, flags = read_command_line(argv)
     host = flags.serve.host
     try:
-        with listen(host, flags.serve.port) as sock:  # or the proxy fails, and Ray tries for ever
+        with listen(host, flags.serve.port) as sock:  # if the proxy failed, Ray would retry forever
             address, port = sock.getsockname()[:2]
     except (OSError, ValueError) as error:
         print(f"cannot listen at {host}:{flags.serve.port} ({error}): use another --port or --host")
         return 1
-    # The picture shows one engine's blocks, and requests of its page would reach any.
+    # The dashboard shows one engine, but its requests could reach any replica.
     hosts = served_hosts(flags, address)
     flags = replace(flags, serve=replace(flags.serve, dashboard=False, allowed_hosts=hosts))
     if args.ray_address:
@@ -395,21 +410,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.num_gpus_per_replica not in (0, share):
             print(
                 f"--num-gpus-per-replica is {args.num_gpus_per_replica}, but a replica uses "
-                f"--tensor-parallel-size {share}: give as many, or 0 for none"
+                f"--tensor-parallel-size {share}: give {share}, or 0 without GPUs"
             )
             return 2
         num_gpus, needed = ray.cluster_resources().get("GPU", 0), args.num_gpus_per_replica
         if not args.ray_address and args.replicas[0] * needed > num_gpus:
             print(
-                f"--replicas is {args.replicas[0]} and more, of {needed} GPUs each, but there are "
-                f"{num_gpus:g}: lower it, or give --num-gpus-per-replica 0"
+                f"--replicas needs {args.replicas[0]} replicas of {needed} GPUs, but there are "
+                f"{num_gpus:g} GPUs: lower --replicas, or give --num-gpus-per-replica 0"
             )
             return 2
         serve.start(http_options=HTTPOptions(host=host, port=port))
-        serve_until_a_signal(args, flags, host, port)
+        serve_until_signal(args, flags, host, port)
         return 0
     finally:
-        if not args.ray_address:  # in a cluster that was there, others may serve too
+        if not args.ray_address:  # other applications may run in an existing cluster
             serve.shutdown()
         ray.shutdown()
 

@@ -1,9 +1,8 @@
-"""Which replica gets a request, and how many replicas there are: choices that need no Ray.
+"""Choose the replica of a request and the number of replicas, without Ray.
 
-A replica keeps the KV of prompts that it computed in blocks, by their beginnings. The router cannot
-look there without asking each replica about each request, so it remembers which replica it sent
-which beginning to: a prompt is cut into pieces of 64 bytes, and a piece is known by a digest of
-itself and all before it.
+A replica caches the KV of prompt prefixes. Asking every replica about every request would be slow,
+so the router remembers the prefixes that it sent to each replica. A prompt is cut into pieces of 64
+bytes. The digest of a piece covers the piece and all earlier pieces, so it identifies a prefix.
 """
 
 import hashlib
@@ -14,20 +13,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 PIECE = 64
-"""Bytes of a prompt that are known as one: some 16 tokens, which is a block."""
+"""Bytes of a piece: about 16 tokens, the size of a KV block."""
 
 MAX_PIECES = 1024
-"""Pieces of a prompt that are looked at: two prompts with 64 KiB in common differ little."""
+"""Maximum number of pieces per prompt: a longer common prefix than 64 KiB matters little."""
 
 MAX_EXTRA_LOAD = 16
-"""By how many requests in flight a replica that knows a prompt may exceed the least loaded one."""
+"""Maximum number of requests in flight of a preferred replica beyond the least loaded one."""
 
 WAITING_PER_REPLICA = 4
-"""Waiting requests for each replica beyond which another one is started."""
+"""Number of waiting requests per replica above which a replica is added."""
 
 
 class _Asked(msgspec.Struct):
-    """What of a body decides which replica knows it. Raw JSON: nothing is built of it."""
+    """The fields of a request body that determine its prefix, as raw JSON to save parsing."""
 
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
@@ -35,12 +34,12 @@ class _Asked(msgspec.Struct):
 
 
 def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
-    """Digests of the beginnings of the prompt in a request's body, shortest first.
+    """Return the digests of the prompt's prefixes, shortest first.
 
     Args:
-        body: As JSON; none for what is not JSON or has no prompt, which any replica may refuse.
-        owner: Whose request it is. The prefix caches of owners (API keys) are apart, and so are
-            those of salts.
+        body: Body of the request. The result is empty if the body is not JSON or has no prompt;
+            any replica can reject such a request.
+        owner: API key of the request. Owners and cache salts have separate prefix caches.
     """
     try:
         asked = msgspec.json.decode(body, type=_Asked)
@@ -49,7 +48,7 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
     text = bytes(asked.messages) or bytes(asked.prompt)
     digest = hashlib.blake2b(b"%d:%b%b" % (len(owner), owner, bytes(asked.cache_salt))).digest()
     digests = []
-    # The last piece is left out unless it is full: its beginning is not known by its digest.
+    # A partial last piece is left out, because a longer prompt would have another digest there.
     for start in range(0, min(len(text) - PIECE + 1, MAX_PIECES * PIECE), PIECE):
         piece = text[start : start + PIECE]
         digest = hashlib.blake2b(digest + piece, digest_size=16).digest()
@@ -58,11 +57,11 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
 
 
 class PrefixMemory:
-    """Remembers which replicas were sent which beginnings of prompts.
+    """Remembers the prompt prefixes that were sent to each replica.
 
     Args:
-        max_pieces: Pieces to remember; those used least recently are forgotten first, as a
-            replica's cache forgets its blocks.
+        max_pieces: Maximum number of digests. The least recently used are evicted first, as in a
+            replica's prefix cache.
     """
 
     def __init__(self, max_pieces: int = 1 << 18):
@@ -77,16 +76,17 @@ class PrefixMemory:
         loads: Mapping[str, int],
         max_extra_load: int = MAX_EXTRA_LOAD,
     ) -> list[str]:
-        """Replicas, the best for a prompt first.
+        """Return the replicas, the best for a prompt first.
 
-        The one that knows the longest beginning comes first, of equals the least loaded, of equals
-        the one whose turn was longest ago. Replicas with more than `max_extra_load` requests in
-        flight beyond the least loaded come last: to compute a prefix again costs less than such a
-        queue, and from then on two replicas know it.
+        The order is by the longest known prefix, then the lowest load, then the least recent use.
+        Replicas with more than `max_extra_load` requests in flight beyond the least loaded replica
+        come last. Another replica then computes the prefix again, which costs less than the queue,
+        and later requests can use both.
 
         Args:
-            pieces: As of `pieces_of`.
-            loads: Requests in flight of each replica there is.
+            pieces: Digests from `pieces_of`.
+            loads: Number of requests in flight, by replica.
+            max_extra_load: Maximum load beyond the least loaded replica.
         """
         known = self._num_known(pieces, loads)
         limit = min(loads.values(), default=0) + max_extra_load
@@ -98,17 +98,17 @@ class PrefixMemory:
         return sorted(loads, key=order)
 
     def note(self, pieces: Sequence[bytes], replica: str) -> None:
-        """A replica is sent a prompt."""
+        """Record that a prompt was sent to a replica."""
         self._turn += 1
         self._last_turn[replica] = self._turn
-        for piece in reversed(pieces):  # the longest beginnings are forgotten first
+        for piece in reversed(pieces):  # so that the longest prefixes are evicted first
             self._holders.setdefault(piece, set()).add(replica)
             self._holders.move_to_end(piece)
         while len(self._holders) > self._max_pieces:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, and its cache with it."""
+        """Remove a replica that ended."""
         self._last_turn.pop(replica, None)
         for piece, holders in [*self._holders.items()]:
             holders.discard(replica)
@@ -116,7 +116,7 @@ class PrefixMemory:
                 del self._holders[piece]
 
     def _num_known(self, pieces: Sequence[bytes], loads: Mapping[str, int]) -> Counter[str]:
-        """How many leading pieces each replica knows."""
+        """Return the number of leading pieces that each replica knows."""
         known = Counter[str]()
         holders = set(loads)
         for piece in pieces:
@@ -128,15 +128,15 @@ class PrefixMemory:
 
 
 def num_replicas(current: int, num_waiting: float, busy: float) -> int:
-    """How many replicas there should be.
+    """Return the number of replicas that should run.
 
-    Enough that each has at most `WAITING_PER_REPLICA` waiting requests; one fewer when nothing
-    waits and what runs would fill less than half of the others' batches.
+    A replica may have at most `WAITING_PER_REPLICA` waiting requests. One replica is removed if no
+    request waits and the running sequences would fill less than half of the other batches.
 
     Args:
-        current: How many there are.
-        num_waiting: Requests that wait for a place in a batch, of all replicas.
-        busy: Running sequences over the batch's size, summed over the replicas.
+        current: Current number of replicas.
+        num_waiting: Number of waiting requests of all replicas.
+        busy: Running sequences divided by the maximum batch size, summed over the replicas.
     """
     if num_waiting > WAITING_PER_REPLICA * current:
         return max(current + 1, math.ceil(num_waiting / WAITING_PER_REPLICA))

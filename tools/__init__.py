@@ -1,1 +1,1 @@
-"""Programs that make things the package ships; no part of the package."""
+"""Development tools that create files which ship with jpaged; the package does not import them."""

@@ -1,7 +1,7 @@
-"""Takes the README's picture of the picture (`python -m tools.picture_shot`).
+"""Take the README's screenshot of the dashboard (`python -m tools.picture_shot`).
 
-Starts the server with the embedded model, sends it work, stops the page in the middle of it and
-writes `docs/picture.png`. Needs Chromium and the test extra.
+The script starts a server with the embedded model and sends requests. It pauses the dashboard while
+they run, and writes `docs/picture.png`. It needs Chromium and the extra `test`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MOST_BYTES = 200_000
 
 @contextmanager
 def server():
-    """A server of its own; gives its address."""
+    """Run a server while the context lasts; yield its URL."""
     command = [sys.executable, "-m", "jpaged.serve", "--port", "0", "--dashboard-show-text", *FLAGS]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -36,7 +36,7 @@ def server():
 
 
 def ask(page: Any, *presets: str) -> None:
-    """Send presets at once, each named by its beginning."""
+    """Send the presets whose labels start with the given strings."""
     page.evaluate(ASK, presets)
 
 
@@ -51,7 +51,7 @@ ASK = """(presets) => {
 
 
 def pose(page: Any) -> None:
-    """Bring the page to where there is something of everything to see."""
+    """Pause the page after a step that copied a block, and select a shared block."""
     page.wait_for_selector("#line.live")
     page.select_option("#pace", "live")
     ask(page, "A crowd")
@@ -62,9 +62,9 @@ def pose(page: Any) -> None:
     page.focus("#grid")
     while not page.query_selector(".kind.copy.some"):
         if not page.evaluate("jpaged.player.waiting.length"):
-            sys.exit("nothing was seen to be copied: take another picture")
+            sys.exit("no block copy was seen: run the tool again")
         page.keyboard.press(".")
-        page.wait_for_timeout(300)  # until it is told
+        page.wait_for_timeout(300)  # until the page has drawn the step
     block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
     page.evaluate(f"jpaged.grid.select({block}, true)")
     page.wait_for_timeout(1500)
@@ -88,7 +88,7 @@ def main() -> None:
     size = args.out.stat().st_size
     print(f"{args.out}: {size:,} bytes")
     if size > MOST_BYTES:
-        sys.exit(f"the picture has {size:,} bytes, more than {MOST_BYTES:,}: make it smaller")
+        sys.exit(f"{args.out} has {size:,} bytes, more than {MOST_BYTES:,}: reduce the viewport")
 
 
 if __name__ == "__main__":

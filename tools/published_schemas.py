@@ -1,13 +1,18 @@
-"""Writes `bench/published_schemas.json`: schemas that others publish, as grammars enforce them.
+"""Write `bench/published_schemas.json`: published schemas, adapted to what grammars enforce.
 
     pip install check-jsonschema kubernetes-validate nbformat
     python -m tools.published_schemas
 
-Kubernetes' (1.31), SchemaStore's as check-jsonschema ships them (both Apache 2.0), and Jupyter's
-(BSD 3-Clause). All are changed in the same ways: words that allow and forbid nothing are left out;
-strings, arrays, maps and whole numbers get a bound where they have none; objects with properties
-have no others; what may be anything is a short string or a number. Keywords that are not enforced
-are left out, and `oneOf` of cases that do not exclude each other becomes `anyOf`: the entry tells.
+The schemas are from Kubernetes 1.31 and SchemaStore (both Apache 2.0), and Jupyter (BSD 3-Clause).
+The SchemaStore schemas are those that check-jsonschema ships. The tool changes each schema:
+
+- It removes annotations and keywords that grammars do not enforce.
+- Strings, arrays, maps and integers without a bound get one.
+- Objects with properties allow no other properties.
+- A schema that allows any value becomes a short string or an integer.
+- `oneOf` becomes `anyOf` where the cases do not exclude each other.
+
+`left_out` of an entry lists the removed keywords, other than annotations.
 """
 
 import json
@@ -28,10 +33,12 @@ _GRAMMARS = GrammarCompiler(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.e
 
 FILE = Path(__file__).parent.parent / "bench" / "published_schemas.json"
 LENGTH, LONG, ITEMS, NUMBER = 12, 64, 2, 1000
-"""Bounds of what has none."""
+"""Bounds of unbounded strings, strings with a pattern or format, arrays and integers."""
+
+INSTALL = "pip install check-jsonschema kubernetes-validate nbformat"
 
 ENTRIES = 1
-"""Of maps that have no bound: two names that a pattern allows could be the same."""
+"""Bound of unbounded maps; with more entries, two generated names could be equal."""
 
 KUBERNETES = [
     *("affinity-v1", "clusterrole-rbac-v1", "configmap-v1", "container-v1"),
@@ -54,13 +61,13 @@ STORE = [
 
 
 def main() -> None:
-    """Write the file."""
+    """Adapt all schemas and write the file."""
     entries = {name: _adapted(*each) for name, each in _published()}
     FILE.write_text(json.dumps(entries, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def _published() -> Iterator[tuple[str, tuple[str, Any, Any]]]:
-    """Names of schemas with their source, themselves, and the document that references lead to."""
+    """Yield (name, (source, schema, document)); the document resolves references."""
     folder = _folder("kubernetes_validate") / "kubernetes-json-schema" / "v1.31.0-local"
     definitions = _read(folder / "_definitions.json")
     for name in KUBERNETES:
@@ -76,7 +83,7 @@ def _published() -> Iterator[tuple[str, tuple[str, Any, Any]]]:
 def _folder(package: str) -> Path:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"{package} is not installed: see the docstring")
+        raise SystemExit(f"{package} is not installed: {INSTALL}")
     return Path(spec.origin).parent
 
 
@@ -92,7 +99,11 @@ def _adapted(source: str, schema: Any, document: Any) -> dict[str, Any]:
 
 
 def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
-    """An entry. GrammarError: a grammar cannot enforce it."""
+    """Adapt a schema and return its entry.
+
+    Raises:
+        GrammarError: a grammar cannot enforce the schema.
+    """
     own = adapting.schema(schema)
     own = {**own, "$defs": adapting.definitions} if adapting.definitions else own
     _GRAMMARS.compile(StructuredOutputs(json=own))
@@ -100,7 +111,7 @@ def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
 
 
 class _Adapting:
-    """Changes schemas of one document, and gathers the definitions that they lead to."""
+    """Adapts the schemas of one document, and collects the definitions that they refer to."""
 
     def __init__(self, document: Any, *, excluding: bool):
         self._document, self._excluding = document, excluding
@@ -108,7 +119,10 @@ class _Adapting:
         self.left_out: set[str] = set()
 
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
-        """A schema as a grammar can enforce it; a part of one has no bounds of its own."""
+        """Return a schema that a grammar can enforce.
+
+        `is_part` marks a case of `anyOf` or similar, which leaves bounds to the enclosing object.
+        """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}
         if schema is False:
@@ -150,10 +164,10 @@ class _Adapting:
         return value
 
     def _reference(self, pointer: str) -> str:
-        """A reference to a definition of ours, which is made if need be."""
+        """Return a reference to the adapted definition; create the definition if missing."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
-            self.definitions[name] = {}  # it may refer to itself
+            self.definitions[name] = {}  # ends the recursion of a schema that refers to itself
             found = self._document
             for step in pointer.partition("#")[2].split("/")[1:]:
                 found = found[step.replace("~1", "/").replace("~0", "~")]
@@ -164,20 +178,20 @@ class _Adapting:
 _ANYTHING = {"type": "string", "maxLength": LENGTH}
 
 _NAME = f"^[A-Za-z0-9_.-]{{1,{LENGTH}}}$"
-"""The names in maps."""
+"""Pattern of the names in maps."""
 
 _MOVED = {"$defs", "definitions", "id", "$async"}
 
 
 def _kind_of(own: Mapping[str, Any]) -> str | None:
-    """The type that a schema without one is for, if its keywords tell."""
+    """Return the type that the keywords of an untyped schema imply, or None."""
     if own.keys() & {"properties", "required", "additionalProperties", "patternProperties"}:
         return "object"
     return "string" if own.keys() & {"pattern", "format", "minLength", "maxLength"} else None
 
 
 def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    """What is missing of bounds."""
+    """Return the keywords that bound a schema of the given types."""
     if "enum" in own or "const" in own:
         return {}
     found: dict[str, Any] = {}

@@ -1,12 +1,13 @@
-"""Records what XLA measures while it compiles the programs of published shapes on the GPU at hand
-(`python -m tools.record_products`).
+"""Record XLA's autotuning results for published shapes on this machine's GPU.
 
-XLA tries ways to compute each GEMM and fusion on the device, which is most of a cold
-start, and measures the worse the more is compiled at once. Here programs with GEMMs are compiled
-one by one; then an engine of the shape starts in one process, for all the rest: the GEMMs are in
-the record by then, without which it would measure nothing. What XLA then knows replaces what
-`jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
-`jpaged.compile.gemm_autotuning` finds it for an engine's start. Nothing else looks at it.
+    python -m tools.record_products
+
+XLA times several implementations of each GEMM and fusion on the device. This takes most of a cold
+start, and concurrent compilation makes the timings worse. The tool compiles the programs with GEMMs
+one by one, and records the results. Then an engine of the shape starts in one process and compiles
+the other programs. Without the recorded GEMMs, the engine would measure only a few GEMMs. The
+results replace the record in `jpaged/assets/autotuning/` for this kind of device and these versions
+of XLA and cuBLAS. `jpaged.compile.gemm_autotuning` reads the record when an engine starts.
 """
 
 import argparse
@@ -45,21 +46,21 @@ from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 NUM_BLOCKS = 4096
-"""The size of the pool; no GEMM depends on it."""
+"""Size of the pool; the GEMMs do not depend on it."""
 
 _RESULTS = (".pb", ".textproto")
-"""What XLA names a measurement's file; next to them may be what a stopped process left."""
+"""Suffixes of XLA's autotuning files. Other files may be remains of a stopped process."""
 
 
 def model_of(shape: str, form: str) -> ModelConfig:
-    """The shape's model in one of `bench.common.FORMATS`."""
+    """Return the config of the shape's model in one of `bench.common.FORMATS`."""
     options = FORMATS[form]
     model = read_model_config(SHAPES[shape], options.get("quantization"))
     return replace(model, kv_cache_dtype=FP8_DTYPE) if "kv_cache_dtype" in options else model
 
 
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
-    """What an engine of the shape compiles, with nothing allocated."""
+    """Return all programs that an engine of the shape compiles, without allocating arrays."""
     model = model_of(shape, form)
     options: dict[str, Any] = AS_VLLM | FORMATS[form]
     config = EngineConfig(**options)
@@ -78,7 +79,7 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
-    """One program for each kind of GEMMs."""
+    """Return one program for each distinct set of GEMMs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
         if recipe.gemm_key is not None:
@@ -87,7 +88,7 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Rows of the GEMMs of its programs, by the digest of the weights that a device has."""
+    """Return the row counts of the shape's GEMMs, by the digest of one device's weights."""
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)
@@ -98,14 +99,14 @@ def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[
 def measure(
     shape: str, cache: str, path: Path, record: GemmRecord, num_devices: int = 1, form: str = "bf16"
 ) -> GemmRecord:
-    """Let XLA measure: GEMMs one by one, all else as an engine starts.
+    """Let XLA measure the GEMMs one by one, then everything else in an engine's start.
 
     Returns:
-        `record` with what was measured, as it is in `path` then.
+        `record` with the new results, as written to `path`.
     """
     begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices, form)
     for recipe in chosen:
-        recipe.compile(recipe.exported())  # as an engine's start lowers it
+        recipe.compile(recipe.exported())  # lowered as in an engine's start
     quiet = time.perf_counter() - begin
     rows = {**record.rows, **rows_measured(shape, num_devices, form)}
     products = results(Path(cache))
@@ -125,7 +126,7 @@ def measure(
 
 
 def results(cache: Path) -> dict[str, bytes]:
-    """XLA's measurements in a compilation cache, by their paths in its folder of them."""
+    """Return XLA's autotuning files in a compilation cache, by relative path."""
     folder = autotuning_folder(cache)
     files = sorted(
         file
@@ -136,7 +137,7 @@ def results(cache: Path) -> dict[str, bytes]:
 
 
 def write_record(path: Path, record: GemmRecord) -> None:
-    """Write a record, a line an entry."""
+    """Write a record with one line per entry."""
     results = {name: b64encode(record.results[name]).decode() for name in sorted(record.results)}
     rows = "".join(f"\n{json.dumps(m)}: {json.dumps(record.rows[m])}," for m in sorted(record.rows))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,15 +152,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
-    parser.add_argument("--add", action="store_true", help="keep what is recorded of others")
-    what = "devices that share the model, of each engine recorded (1)"
+    parser.add_argument(
+        "--add", action="store_true", help="keep the recorded results of other models"
+    )
+    what = "numbers of tensor-parallel devices to record (1)"
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help=what)
     add_format_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         prepare_jax(EngineConfig(compilation_cache_dir=cache))
         if select_backend(jax.default_backend()) is not Backend.TRITON:
-            raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
+            raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
         path = gemm_record_path(jax.local_devices()[0])
         record = read_record(path) if args.add and path.is_file() else EMPTY_RECORD
         asked = itertools.product(args.model, args.tensor_parallel_size, args.format)

@@ -1,6 +1,6 @@
-"""What `tools.tune` sweeps: each op's fields, the shapes it is timed with, and small ones to check.
+"""The ops that `tools.tune` sweeps: fields, cases to time, and small cases to check.
 
-A case has a state, which its op updates in place (pools), and arguments. Values are random.
+A case has a state, which the op updates in place (pools), and arguments. All values are random.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,10 +32,10 @@ class Case:
     """One shape of an op.
 
     Attributes:
-        make: Seed to (state, arguments).
-        run: (state, *arguments, backend=) to (state, results).
-        reference: (state, *arguments) to the list of arrays that `shown` should give.
-        shown: What `run` gave, as a list of arrays that matter.
+        make: Function from a seed to (state, arguments).
+        run: Function from (state, *arguments, backend=) to (state, results).
+        reference: Function from (state, *arguments) to the expected value of `shown`.
+        shown: Function from the result of `run` to the list of arrays to compare.
     """
 
     name: str
@@ -65,7 +65,10 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax
 def _attention_inputs(
     batch: int, context: int, tokens: int, heads: tuple[int, int], head_size: int, dtype: str
 ) -> Callable[[int], Made]:
-    """`batch` sequences of `tokens` new ones behind `context`; tokens 0: a decode step."""
+    """Return `make` for `batch` sequences with `tokens` new tokens after `context` cached ones.
+
+    `tokens` is 0 for a decode step.
+    """
     seq_len = context + tokens
     width = -(-seq_len // BLOCK_SIZE)
 
@@ -100,7 +103,7 @@ def _attention_case(
 
 
 def decode(head_size: int, dtype: str) -> Op:
-    """Attention of decode steps; the number of splits is left to the heuristic."""
+    """Return the attention of decode steps; the heuristic chooses the number of splits."""
     case = partial(_attention_case, tokens=0, size=head_size, dtype=dtype)
     grid = {"tile_tokens": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
     cases = [
@@ -115,7 +118,7 @@ def decode(head_size: int, dtype: str) -> Op:
 
 
 def prefill(head_size: int, dtype: str) -> Op:
-    """Attention of ragged steps."""
+    """Return the attention of ragged steps."""
     case = partial(_attention_case, size=head_size, dtype=dtype)
     grid = {
         "tile_rows": (64, 128, 256),
@@ -148,7 +151,7 @@ def _write_case(name: str, tokens: int, kv_heads: int, size: int, dtype: str) ->
 
 
 def write(head_size: int, dtype: str) -> Op:
-    """Storing new tokens' keys and values."""
+    """Return the op that stores new tokens' keys and values."""
     case = partial(_write_case, size=head_size, dtype=dtype)
     cases = [case(f"{n} tokens", n, 8) for n in (8, 256, 8192)]
     return _op("write", head_size, dtype, _MOVES, cases, [case("5 tokens", 5, 3)])
@@ -174,7 +177,7 @@ def _copy_case(name: str, pairs: int, layers: int, kv_heads: int, size: int, dty
 
 
 def copy(head_size: int, dtype: str) -> Op:
-    """Copying blocks of all layers."""
+    """Return the op that copies blocks of all layers."""
     case = partial(_copy_case, size=head_size, dtype=dtype)
     cases = [case("64 blocks", 64, 28, 8), case("8 blocks", 8, 28, 8)]
     return _op("copy", head_size, dtype, _MOVES, cases, [case("3 blocks", 3, 2, 3)])
@@ -210,7 +213,7 @@ def _norms_of(weights: tuple[jax.Array, ...]) -> HeadNorms | None:
 
 
 def rope_write(head_size: int, dtype: str) -> Op:
-    """Rotating queries and keys, normalized or not, and storing keys and values."""
+    """Return the op that rotates queries and keys, with optional norms, and stores K and V."""
     case = partial(_rope_case, size=head_size, dtype=dtype)
     grid = {"tile_rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
     cases = [case(f"{n} tokens", n, (32, 8)) for n in (8, 64, 8192)]

@@ -1,4 +1,4 @@
-"""The programs that `tools.tune` makes of a case: how they are lowered, compiled and timed."""
+"""Lower, compile and time the programs of a case for `tools.tune`."""
 
 import dataclasses
 import statistics
@@ -16,19 +16,19 @@ from tools.tune_cases import Case, Op
 
 CACHE_BYTES = 256 << 20  # several times the L2 of any GPU
 MIN_CALLS, MAX_CALLS = 4, 16
-BLOCK_SECONDS = 0.03  # of launches between two waits
+BLOCK_SECONDS = 0.03  # of launches between two synchronizations
 
 Override = Mapping[str, int]
 
 
 @contextmanager
 def using(op: Op, override: Override) -> Iterator[list]:
-    """Let the op be planned as it will be once the table has this entry.
+    """Apply `override` to the op's launch parameters, as if the table had this entry.
 
-    It holds for the whole process: candidates cannot be traced side by side.
+    The override applies to the whole process, so candidates cannot be traced concurrently.
 
     Yields:
-        The configs chosen for the op meanwhile; none if what was traced does not ask for any.
+        A list that collects the configs chosen for the op; empty if the traced code needs none.
     """
     original, chosen = tuning.apply_tuned_config, []
 
@@ -46,22 +46,24 @@ def using(op: Op, override: Override) -> Iterator[list]:
 
 
 def shapes_of(case: Case) -> Any:
-    """What `case.make` gives, as shapes; nothing is allocated."""
+    """Return the shapes of the result of `case.make`, without allocating arrays."""
     return jax.eval_shape(lambda: case.make(0))
 
 
 def num_calls(case: Case) -> int:
-    """Calls of a timed program, each with a state of its own: so many states that none stays in
-    the device's cache until its next turn, and so many calls that a launch is worth it."""
+    """Return the number of calls in a timed program, each with a different state.
+
+    The states together exceed the device's cache, and the calls take longer than a launch.
+    """
     leaves = jax.tree.leaves(shapes_of(case))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     return max(MIN_CALLS, min(MAX_CALLS, -(-CACHE_BYTES // size)))
 
 
 def lower_loop(case: Case, backend: Backend) -> Lowered:
-    """What is timed: (states, inputs) to (states, results); the states are donated.
+    """Lower the timed program: (states, inputs) to (states, results), with the states donated.
 
-    No two calls have the same operands, or XLA would compute one of them only.
+    All calls have different operands, because XLA would merge equal calls.
     """
     state, arguments = shapes_of(case)
     count = num_calls(case)
@@ -78,7 +80,7 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
 
 
 def lower_call(case: Case, backend: Backend) -> Lowered:
-    """What is checked: (state, *arguments) to what `case.run` gives; nothing is donated."""
+    """Lower the checked program: `case.run` without donation."""
     state, arguments = shapes_of(case)
 
     def call(state, *arguments):
@@ -90,13 +92,15 @@ def lower_call(case: Case, backend: Backend) -> Lowered:
 def compile_all(
     lowered: Mapping[str, Lowered], num_threads: int
 ) -> tuple[dict[str, Compiled], dict[str, Exception]]:
-    """Compile side by side: XLA does not hold Python's lock. Returns what was compiled, and why
-    the rest was not."""
+    """Compile programs on several threads; XLA releases Python's GIL.
+
+    Returns the compiled programs, and the exceptions of the others.
+    """
 
     def attempt(one: Lowered) -> Compiled | Exception:
         try:
             return one.compile()
-        except Exception as error:  # too much shared memory, or what Triton refuses
+        except Exception as error:  # too much shared memory, or an error of Triton
             return error
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -108,7 +112,7 @@ def compile_all(
 
 @dataclasses.dataclass
 class Inputs:
-    """A case's states and arguments for all its programs, which take the states and return them."""
+    """States and arguments of a case; its programs consume the states and return new ones."""
 
     states: list
     arguments: list
@@ -119,7 +123,7 @@ class Inputs:
         return cls([state for state, _ in made], [arguments for _, arguments in made])
 
     def run(self, program: Callable, launches: int) -> float:
-        """Seconds a launch, of several back to back."""
+        """Return the seconds per launch of `launches` launches back to back."""
         start, results = time.perf_counter(), None
         for _ in range(launches):
             self.states, results = program(self.states, self.arguments)
@@ -128,7 +132,7 @@ class Inputs:
 
 
 def seconds_a_call(program: Callable, inputs: Inputs, repeats: int = 5) -> float:
-    """Median seconds of a call in a program of `lower_loop`."""
+    """Return the median seconds of a call in a program of `lower_loop`."""
     inputs.run(program, 1)
     launches = max(1, round(BLOCK_SECONDS / inputs.run(program, 3)))
     taken = [inputs.run(program, launches) for _ in range(repeats)]

@@ -1,13 +1,13 @@
-"""The phases of a sweep of `tools.tune`: all that takes the host's time first, then the device, in
-quiet.
+"""Run the phases of a sweep of `tools.tune`: the host's work first, then the device's.
 
-    lower     every candidate, one after the other
-    compile   every program, side by side
+    lower     all candidates, sequentially
+    compile   all programs, concurrently
     check     each program against the reference, on small inputs
     time      case by case, the heuristic first and last
 
-Programs with the same text are one: of a case whose plan a candidate does not change, or changes
-in what the kernel makes nothing of. So a candidate with no program of its own is left out.
+Programs with equal text are compiled and timed once. Candidates have equal programs if they do not
+change the launch parameters of a case, or if the kernel does not use the changed ones. A candidate
+is left out if an earlier candidate or the heuristic has the same programs.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ Clock = Callable[[Callable, Inputs], float]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate.
+    """Result of a candidate.
 
     Attributes:
-        ratios: Its time over the heuristic's, by case; empty if it was rejected.
-        rejected: Why, or an empty string.
+        ratios: The candidate's time divided by the heuristic's, by case; empty if rejected.
+        rejected: The reason of the rejection, or an empty string.
     """
 
     override: Override
@@ -52,20 +52,20 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """Geometric mean of the ratios; infinite if it was rejected."""
+        """Geometric mean of the ratios; infinite if the candidate was rejected."""
         if not self.ratios:
             return math.inf
         return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
 
     @property
     def eligible(self) -> bool:
-        """Whether it may override the heuristic."""
+        """Whether the candidate may override the heuristic."""
         return self.mean < 1 - MIN_GAIN and max(self.ratios.values()) <= 1 + MAX_LOSS
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate, or the heuristic, and the key of its program in each case and check."""
+    """A candidate or the heuristic, with the key of its program for each case and check."""
 
     override: Override
     programs: dict[Case, str] = dataclasses.field(default_factory=dict)
@@ -77,16 +77,16 @@ def sweep(
     """Check and time candidates, and print how long each phase takes.
 
     Args:
-        op: What is tuned.
+        op: The op to tune.
         tried: The candidates.
-        backend: What runs them.
-        clock: Seconds of a call in a compiled program, with a case's inputs.
+        backend: The backend of the op.
+        clock: Function that returns the seconds of a call in a compiled program.
 
     Returns:
-        An outcome for each candidate that has a program of its own.
+        An outcome for each candidate with distinct programs.
 
     Raises:
-        RuntimeError: the heuristic's own programs fail.
+        RuntimeError: the heuristic's programs fail.
     """
     work = Sweep(op, tried, backend, clock)
     for phase in (work.lower, work.compile, work.check, work.time):
@@ -104,9 +104,9 @@ class Sweep:
     """An op's sweep, phase by phase.
 
     Attributes:
-        heuristic: What candidates are compared with.
-        candidates: After `lower`, those with a program of their own.
-        faults: Why programs failed, by their keys, whatever the phase.
+        heuristic: The baseline of the ratios.
+        candidates: The candidates; after `lower`, only those with distinct programs.
+        faults: Error messages of failed programs, by key.
     """
 
     def __init__(self, op: Op, tried: Iterable[Override], backend: Backend, clock: Clock) -> None:
@@ -119,12 +119,12 @@ class Sweep:
         self._seconds: dict[str, float] = {}
 
     def fault(self, trial: Trial) -> str:
-        """Why it is rejected, or an empty string."""
+        """Return the error of a trial's programs, or an empty string."""
         faults = (self.faults.get(key, "") for key in trial.programs.values())
         return next(filter(None, faults), "")
 
     def lower(self) -> None:
-        """Every program that differs in plan, and leave out candidates that have none."""
+        """Lower every program with distinct launch parameters, and drop duplicate candidates."""
         for case in self.op.cases:
             self._lower_case(case, lower_loop)
         for case in self.op.checks:
@@ -135,12 +135,12 @@ class Sweep:
         self.candidates = [trial for trial in own.values() if trial is not self.heuristic]
 
     def compile(self) -> None:
-        """Every program that lowered, on as many threads as there are processors."""
+        """Compile every lowered program, on one thread per processor."""
         self._compiled, refused = compile_all(self._lowered, os.cpu_count() or 1)
         self.faults |= {key: _reason(error) for key, error in refused.items()}
 
     def check(self) -> None:
-        """Compare with the reference, whose results are computed once."""
+        """Compare each program with the reference."""
         for case in self.op.checks:
             state, arguments = case.make(0)
             expected = case.reference(state, *arguments)
@@ -152,12 +152,12 @@ class Sweep:
                     self.faults[key] = _reason(error)
 
     def time(self) -> None:
-        """Each case with one set of inputs, made once: those of one case at a time."""
+        """Time the cases one after the other, so that only one case's inputs need memory."""
         for case in self.op.cases:
             self._time_case(case)
 
     def outcomes(self) -> list[Outcome]:
-        """What became of the candidates."""
+        """Return the outcome of each candidate."""
         return [
             Outcome(trial.override, {} if why else self._ratios(trial), why)
             for trial in self.candidates
@@ -169,18 +169,18 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # An entry replaces fields of whatever the heuristic chooses: so this is its plan.
+            # An entry replaces fields of the heuristic's configs, so no tracing is needed here.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
                 known[planned], _ = self._lower_one(case, build, trial.override)
             trial.programs[case] = known[planned]
 
     def _lower_one(self, case, build, override: Override) -> tuple[str, tuple]:
-        """A program's key, and the configs that were chosen for the op in it."""
+        """Lower a program; return its key and the configs chosen for the op."""
         try:
             with using(self.op, override) as plan:
                 lowered = build(case, self.backend)
-        except Exception as error:  # a tile that does not lower
+        except Exception as error:  # an unsupported tile size
             key = f"{case.name} with {dict(override)}"
             self.faults[key] = _reason(error)
             return key, ()
@@ -189,20 +189,21 @@ class Sweep:
         return key, tuple(plan)
 
     def _programs(self, case: Case) -> list[str]:
-        """The case's, the heuristic's first, without those of rejected candidates."""
+        """Return the keys of a case's programs, the heuristic's first, without rejected trials."""
         trials = [t for t in (self.heuristic, *self.candidates) if not self.fault(t)]
         return [*dict.fromkeys(trial.programs[case] for trial in trials)]
 
     def _time_case(self, case: Case) -> None:
         inputs = Inputs.of(case)
         base = self.heuristic.programs[case]
-        # Twice, for its better time: neither a clock still cold nor one gone warm may harm it.
+        # Time the heuristic first and last, and keep its better time: the device's clock speed
+        # may change during the case.
         for key in [*self._programs(case), base]:
             try:
                 seconds = self.clock(self._compiled[key], inputs)
             except Exception as error:
                 self.faults[key] = _reason(error)
-                inputs = Inputs.of(case)  # what it took is gone, or came back as its failure
+                inputs = Inputs.of(case)  # the failed program consumed the states
             else:
                 self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 
@@ -219,7 +220,7 @@ def compare_results(case: str, given: list, expected: list, tolerance: float) ->
     for one, other in zip(given, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         worst = float(np.max(np.abs(one - other) / (1 + np.abs(other)), initial=0.0))
-        if not worst <= tolerance:  # NaN is wrong as well
+        if not worst <= tolerance:  # also true for NaN
             raise ValueError(f"wrong results in {case!r}: off by {worst:.3g}")
 
 

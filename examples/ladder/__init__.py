@@ -1,1 +1,1 @@
-"""From naive attention to one ragged launch, a rung a file: `python -m examples.ladder`."""
+"""From naive attention to one ragged launch, one step per file: `python -m examples.ladder`."""

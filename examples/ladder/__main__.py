@@ -1,4 +1,4 @@
-"""All rungs, each checked against the one before, and jpaged's own kernel at the top."""
+"""Run all rungs and jpaged's kernel, and check each against the previous one."""
 
 from examples.ladder import (
     jpaged_kernels,

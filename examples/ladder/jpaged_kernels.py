@@ -1,8 +1,8 @@
-"""The top of the ladder: the same workload through jpaged's own kernel of ragged prefill.
+"""The top of the ladder: the same workload with jpaged's ragged prefill kernel.
 
-`paged_prefill_attention` is rung 5 made fast: larger tiles, several query heads sharing one read of
-a key head (GQA), masks only where the diagonal needs them, several tiles of keys in flight. Its
-numbers are counted as rung 5's, with the tile that its program has: read from the program itself.
+`paged_prefill_attention` is a fast version of rung 5. The tiles are larger, and several query heads
+share one read of a key head (GQA). Masks apply only on the diagonal, and several tiles of keys are
+in flight. The cost is computed as in rung 5, with the tile size of the traced program.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from pallas_kernels import Backend, LayerKV, paged_prefill_attention, select_bac
 
 
 def rungs() -> tuple[SimpleNamespace, ...]:
-    """jpaged's kernel as rungs: for this device, and on a CPU also interpreted as for a GPU."""
+    """Return a rung for this device's backend; without a GPU, also one for the interpreter."""
     backend = select_backend(jax.default_backend())
     others = () if backend is Backend.TRITON else (Backend.INTERPRET,)
     return tuple(rung_of(each) for each in (backend, *others))
 
 
 def rung_of(backend: Backend) -> SimpleNamespace:
-    """The kernel on one back end."""
+    """Return a rung that runs the kernel on a backend."""
 
     @jax.jit
     def attend(q, k_pool, v_pool, block_tables, query_start_loc, seq_lens):
@@ -41,7 +41,7 @@ def rung_of(backend: Backend) -> SimpleNamespace:
 
 
 def prepare(work: Workload):
-    """Flat queries, the pool, block tables [B, M], the sequences' first rows [B + 1], lengths."""
+    """Return queries [T, N, H], the pools, block tables [B, M], row offsets [B + 1] and lengths."""
     _, k_pool, v_pool, tables, *_ = rung_4_block_tables.prepare(work)
     query_start_loc = np.cumsum([0, *work.lengths], dtype=np.int32)
     seq_lens = np.array(work.lengths, np.int32)
@@ -49,14 +49,16 @@ def prepare(work: Workload):
 
 
 def tile_of(function, arguments) -> tuple[int, int]:
-    """Queries and keys of a tile: the sides of the weights that a traced kernel multiplies by the
-    values, which is the last GEMM in it."""
+    """Return the numbers of queries and keys of a tile in the traced kernel.
+
+    The last GEMM of the kernel multiplies the weights [queries, keys] by the values.
+    """
     *_, last = products(jax.make_jaxpr(function)(*arguments).jaxpr)
     return last[-2], last[-1]
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The left shape of each GEMM of a program, in order; loops and calls looked into."""
+    """Yield the shape of each GEMM's left operand in order, also inside loops and calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.invars[0].aval.shape

@@ -1,17 +1,17 @@
 """Rung 1: naive attention over a contiguous cache.
 
-The keys and values of all sequences lie in one array [B, Lmax, N, H], which a framework likes: one
-einsum multiplies every query by every key. The array is a rectangle and the sequences are not, so
-short ones are padded to the longest. Padding costs twice: memory that holds nothing, and FLOPs
-that compute nothing. Of the lengths 128, 64, 32 and 8, padding takes
+The keys and values of all sequences are in one array [B, Lmax, N, H], so one einsum multiplies
+every query by every key. Short sequences are padded to the longest. Padding wastes memory and
+FLOPs. With the lengths 128, 64, 32 and 8, padding takes
 
     1 - (128^2 + 64^2 + 32^2 + 8^2) / (4 * 128^2) = 67.1 %
 
-of the multiplications, and 55 % of the slots (1 - 232 / 512); a server that does not know how long
-answers will be reserves its longest sequence for each, and loses more. The scores, a square a head
-of every sequence, are written and read as well: they grow with the square of the length.
+of the multiplications, and 55 % of the slots (1 - 232 / 512). A server that does not know the
+output lengths wastes more, because it reserves the maximum length for each sequence. The scores,
+one square matrix per head and sequence, are also written to memory and read back. Their size grows
+with the square of the length.
 
-Rung 2 cuts the cache into blocks, so that a sequence holds, and computes, what it fills.
+Rung 2 cuts the cache into blocks, so that a sequence holds and computes only its own tokens.
 """
 
 import jax
@@ -23,30 +23,30 @@ TITLE = "1 naive, contiguous cache"
 
 
 def prepare(work: Workload):
-    """Queries, and the contiguous cache; which positions of the rectangle hold tokens."""
+    """Return padded queries, keys and values, and each token's sequence and position."""
     arrays = (work.padded(x) for x in (work.q, work.k, work.v))
     return *arrays, work.sequence, work.position
 
 
 @jax.jit
 def attend(q, k_cache, v_cache, sequence, position):
-    """Causal attention of every token, [T, N, H]; q and the cache are [B, Lmax, N, H]."""
+    """Return the causal attention of every token, [T, N, H]; q and the cache are padded."""
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k_cache) / HEAD_SIZE**0.5
-    # A token sees itself and what comes before it. Padding comes after all tokens, so this mask
-    # hides it too; but what is masked has been computed already.
+    # A token sees itself and the tokens before it. Padding follows all tokens, so the causal mask
+    # hides padding too. But the masked scores have already been computed.
     places = jnp.arange(q.shape[1])
     visible = places[None, :] <= places[:, None]  # [query, key]
     scores = jnp.where(visible[None, None], scores, -jnp.inf)
-    # Softmax needs all scores of a query: e^(s - max), over their sum. Subtracting the largest
-    # score changes nothing but keeps e^s in range.
+    # Softmax divides e^(s - max) by the sum over all scores of a query. The subtraction leaves the
+    # result unchanged and keeps e^s in range.
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum("bnqk,bknh->bqnh", weights, v_cache)
-    return out[sequence, position]  # rows of padding are dropped, after they were computed
+    return out[sequence, position]  # drops the padding rows, after their computation
 
 
 def cost(work: Workload) -> Cost:
-    """One call, whole squares of the longest sequence for each."""
+    """Return the cost of one call with an Lmax x Lmax score matrix per sequence and head."""
     num_slots = len(work.lengths) * max(work.lengths)
     num_pairs = num_slots * max(work.lengths)
     return Cost(

@@ -1,13 +1,13 @@
 """Rung 2: two-pass safe softmax over blocks.
 
-The cache is a pool of blocks of 16 slots. A sequence holds as many as its tokens fill, anywhere in
-the pool; its block table lists them in order. Padding is gone but for empty slots of a last block.
+The cache is a pool of blocks of 16 slots. A sequence holds the blocks that its tokens fill,
+anywhere in the pool. The block table lists them in order. Only the last block may have empty slots.
 
-A block shows only 16 of a query's keys, but softmax needs the largest score of all and the sum. The
-"safe" way goes over the blocks twice, for the largest first, then for the sums. No more than a
-block's scores exist at a time.
+A block has only 16 keys, but softmax needs the largest score and the sum over all keys. "Safe"
+softmax reads the blocks twice: first for the largest score, then for the sums. Only one block's
+scores exist at a time.
 
-Its price: keys are read and multiplied twice, in two calls for each block. Rung 3 needs one pass.
+The cost: keys are read and multiplied twice, in two calls per block. Rung 3 needs only one pass.
 """
 
 import jax
@@ -20,13 +20,13 @@ TITLE = "2 two passes over blocks"
 
 
 def prepare(work: Workload):
-    """Queries [L, N, H] of each sequence, the pool [P, S, N, H], the block table of each."""
+    """Return each sequence's queries [L, N, H], the pools [P, S, N, H], and the block tables."""
     queries = [work.q[work.sequence == b] for b in range(len(work.lengths))]
     return queries, work.pool(work.k), work.pool(work.v), work.block_tables()
 
 
 def attend(queries, k_pool, v_pool, block_tables):
-    """Causal attention of every token, [T, N, H], one sequence after the other."""
+    """Return the causal attention of every token, [T, N, H], one sequence after the other."""
     outs = []
     for q, table in zip(queries, block_tables, strict=True):
         largest = jnp.full(q.shape[:2], -jnp.inf)  # [L, N]
@@ -41,19 +41,19 @@ def attend(queries, k_pool, v_pool, block_tables):
 
 @jax.jit
 def first_pass(largest, q, k_pool, block, index):
-    """The largest score of each query and head, with this block's."""
+    """Update the largest score of each query and head with a block."""
     return jnp.maximum(largest, scores_of_block(q, k_pool[block], index).max(axis=-1))
 
 
 @jax.jit
 def second_pass(total, out, largest, q, k_pool, v_pool, block, index):
-    """The sums of weights and of weighted values, with this block's."""
+    """Add a block to the sums of weights and of weighted values."""
     weights = jnp.exp(scores_of_block(q, k_pool[block], index) - largest[..., None])
     return total + weights.sum(axis=-1), out + jnp.einsum("qns,snh->qnh", weights, v_pool[block])
 
 
 def scores_of_block(q, keys, index):
-    """Scores [L, N, S] of a sequence's `index`-th block; -inf where a key is later than a query."""
+    """Return the scores [L, N, S] of the `index`-th block, -inf for keys later than the query."""
     scores = jnp.einsum("qnh,snh->qns", q, keys) / HEAD_SIZE**0.5
     positions = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
     visible = positions[None, :] <= jnp.arange(q.shape[0])[:, None]
@@ -61,7 +61,7 @@ def scores_of_block(q, keys, index):
 
 
 def cost(work: Workload, passes: int = 2) -> Cost:
-    """A pass reads all keys of a sequence once; the last one the values too."""
+    """Return the cost; each pass reads all keys once, and the last pass also the values."""
     num_pairs = sum(n * -(-n // BLOCK_SIZE) * BLOCK_SIZE for n in work.lengths)
     return Cost(
         calls=passes * work.num_blocks,

@@ -1,23 +1,24 @@
 """Rung 3: online softmax over blocks (Milakov and Gimelshein, arXiv:1805.02867).
 
-The largest score need not be known beforehand. Keep the largest so far, and weights relative to it;
-when a block brings a larger one, all that was added up is too large by one factor for each query:
+One pass suffices without knowing the largest score in advance. The loop keeps the largest score so
+far, and computes weights relative to it. When a block has a larger score, the earlier weights of a
+query are too large by one factor:
 
     e^(s - new) = e^(s - old) * e^(old - new)
 
-so the running sum and output are rescaled, and the block is added. One pass does it: keys are read
-and multiplied once, as in rung 1, and still only one block's scores exist at a time. This is the
-loop inside FlashAttention, and inside every kernel of jpaged.
+So the loop rescales the running sum and output by e^(old - new), and adds the block. Keys are read
+and multiplied once, as in rung 1, and only one block's scores exist at a time. This loop is the
+core of FlashAttention and of jpaged's attention kernels.
 
-What is left to mend is the number of calls: one for each block of each sequence, all of them too
-small to keep a device busy. Rung 4 takes all sequences in one call.
+One problem remains: each block of each sequence takes a call, which is too small to keep a device
+busy. Rung 4 computes all sequences in one call.
 """
 
 import jax
 import jax.numpy as jnp
 
 from examples.ladder import rung_2_two_pass
-from examples.ladder.rung_2_two_pass import prepare, scores_of_block  # the same pool and scores
+from examples.ladder.rung_2_two_pass import prepare, scores_of_block  # reused unchanged
 from examples.ladder.workload import Cost, Workload, main
 
 TITLE = "3 online softmax over blocks"
@@ -26,7 +27,7 @@ __all__ = ["TITLE", "attend", "cost", "prepare"]
 
 
 def attend(queries, k_pool, v_pool, block_tables):
-    """Causal attention of every token, [T, N, H], one sequence after the other."""
+    """Return the causal attention of every token, [T, N, H], one sequence after the other."""
     outs = []
     for q, table in zip(queries, block_tables, strict=True):
         largest = jnp.full(q.shape[:2], -jnp.inf)  # [L, N]
@@ -39,11 +40,11 @@ def attend(queries, k_pool, v_pool, block_tables):
 
 @jax.jit
 def fold(largest, total, out, q, k_pool, v_pool, block, index):
-    """Largest score, sum of weights and of weighted values, with this block's."""
+    """Update the largest score, the sum of weights and the weighted values with a block."""
     scores = scores_of_block(q, k_pool[block], index)
     new_largest = jnp.maximum(largest, scores.max(axis=-1))
-    # Block 0 shows each query at least one key (the first), so from there on no maximum is -inf;
-    # before it, e^(-inf - new) = 0 clears what is not there.
+    # Every query sees at least the first key of block 0, so new_largest is always finite. In block
+    # 0 the old maximum is -inf, and e^(-inf - new) is 0.
     rescale = jnp.exp(largest - new_largest)
     weights = jnp.exp(scores - new_largest[..., None])
     total = total * rescale + weights.sum(axis=-1)
@@ -52,7 +53,7 @@ def fold(largest, total, out, q, k_pool, v_pool, block, index):
 
 
 def cost(work: Workload) -> Cost:
-    """As rung 2, with one pass."""
+    """Return the cost of rung 2 with one pass."""
     return rung_2_two_pass.cost(work, passes=1)
 
 

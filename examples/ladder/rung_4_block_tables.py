@@ -1,14 +1,13 @@
 """Rung 4: a whole batch through its block tables.
 
-The block tables become an array [B, M], and one call does for all sequences what rung 3 did for
-one: at step i it gathers the i-th block of each from the pool, wherever that lies, and folds it in.
-Sequences come and go, grow and share blocks; the program sees only another array of numbers. This
-is what paging is to a compiler: indirection through an array, at shapes that never change.
+The block tables are an array [B, M], and one call runs the loop of rung 3 for all sequences. Step i
+gathers the i-th block of each sequence from the pool and updates the running sums. Sequences may
+start, end, grow and share blocks; only the numbers in the array change. For a compiler, paging is
+indirection through an array whose shape never changes.
 
-But look at the FLOPs: the padding of rung 1 is back. Memory is still held in blocks, but the
-computation is a rectangle again: every sequence has Lmax queries and M steps, and those that are
-over early gather the null block (0) and multiply what is masked. Paging saves memory by itself,
-and no work. Rung 5 gets rid of the rectangle.
+But the padded FLOPs of rung 1 are back. The memory is in blocks, but the computation is padded:
+every sequence has Lmax queries and M steps. Shorter sequences gather the null block (0) and compute
+scores that are masked. So paging alone saves memory but no computation. Rung 5 removes the padding.
 """
 
 import jax
@@ -23,7 +22,7 @@ TITLE = "4 batched through block tables"
 
 
 def prepare(work: Workload):
-    """Padded queries, the pool, the block tables [B, M] (0 past a sequence's end), positions."""
+    """Return padded queries, the pools, block tables [B, M] (padded by 0), and token positions."""
     width = max(map(len, tables := work.block_tables()))
     tables = np.array([table + [0] * (width - len(table)) for table in tables])
     pools = work.pool(work.k), work.pool(work.v)
@@ -32,12 +31,12 @@ def prepare(work: Workload):
 
 @jax.jit
 def attend(q, k_pool, v_pool, block_tables, sequence, position):
-    """Causal attention of every token, [T, N, H]; q is [B, Lmax, N, H]."""
+    """Return the causal attention of every token, [T, N, H]; q is [B, Lmax, N, H]."""
     rows = jnp.arange(q.shape[1])
 
     def fold(carry, step):
         (largest, total, out), (index, blocks) = carry, step
-        keys, values = k_pool[blocks], v_pool[blocks]  # [B, S, N, H] of any B blocks
+        keys, values = k_pool[blocks], v_pool[blocks]  # [B, S, N, H]
         scores = jnp.einsum("bqnh,bsnh->bqns", q, keys) / HEAD_SIZE**0.5
         positions = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
         visible = positions[None, :] <= rows[:, None]
@@ -56,7 +55,7 @@ def attend(q, k_pool, v_pool, block_tables, sequence, position):
 
 
 def cost(work: Workload) -> Cost:
-    """One call of M steps; each has a block for every sequence and Lmax queries."""
+    """Return the cost of one call of M steps, each with one block and Lmax queries per sequence."""
     num_slots_read = len(work.lengths) * -(-max(work.lengths) // BLOCK_SIZE) * BLOCK_SIZE
     num_pairs = num_slots_read * max(work.lengths)
     return Cost(

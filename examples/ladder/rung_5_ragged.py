@@ -1,13 +1,12 @@
-"""Rung 5: ragged, in one launch: a kernel of our own.
+"""Rung 5: a ragged batch in one launch of a kernel.
 
-All tokens lie back to back, [T, N, H], with no padding between them, and are cut into tiles of 32
-queries of one sequence. Four numbers say what a tile is: its sequence, its first row, that row's
-position, its number of rows. The device runs a program for each tile and head, all in one launch;
-each loops over the blocks of its sequence up to its own last token, and no further. The length of
-the loop is read at run time: no array of XLA's can say that, which is why there are kernels. Keys
-after a tile are not even read; those before it are read by each tile: more bytes than in rung 3,
-and fewer the larger the tile. A GPU runs what Triton makes of the kernel; on a CPU it is only
-interpreted, so that its time means nothing.
+All tokens are back to back, [T, N, H], without padding, in tiles of at most 32 queries of one
+sequence. A tile is (sequence, first row, position of the first row, number of rows). One launch
+runs a program for each tile and head. The program loops over the sequence's blocks up to the tile's
+last token. The kernel reads the loop length at run time, which XLA's array operations cannot do.
+Keys after a tile are never read. Keys before a tile are read again by each tile: more bytes than in
+rung 3, and fewer with larger tiles. On a GPU, Triton compiles the kernel. On a CPU, the kernel is
+interpreted, so its time has no meaning.
 """
 
 import jax
@@ -24,7 +23,7 @@ TILE = 32
 
 
 def prepare(work: Workload):
-    """Flat queries (and a tile of room behind), the pool, block tables [B, M], tiles [tiles, 4]."""
+    """Return queries [T + TILE, N, H], the pools, block tables [B, M] and tiles [tiles, 4]."""
     _, k_pool, v_pool, tables, *_ = rung_4_block_tables.prepare(work)
     q = jnp.pad(work.q, ((0, TILE), (0, 0), (0, 0)))
     tiles, start = [], 0
@@ -37,7 +36,7 @@ def prepare(work: Workload):
 
 @jax.jit
 def attend(q, k_pool, v_pool, block_tables, tiles):
-    """Causal attention of every token, [T, N, H]."""
+    """Return the causal attention of every token, [T, N, H]."""
     grid, shape = (q.shape[1], tiles.shape[0]), jax.ShapeDtypeStruct(q.shape, q.dtype)
     on_gpu, triton = jax.default_backend() == "gpu", plgpu.CompilerParams(num_warps=4)
     launch = pl.pallas_call(kernel, shape, grid=grid, interpret=not on_gpu, compiler_params=triton)
@@ -45,12 +44,12 @@ def attend(q, k_pool, v_pool, block_tables, tiles):
 
 
 def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
-    """One head of one tile: rung 3's loop, with everything in registers."""
+    """Compute one head of one tile: the loop of rung 3, in registers."""
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
     window = (pl.ds(first_row, TILE), head, slice(None))
-    q = q_ref[window]  # rows past the tile's own belong to the next one: computed, never stored
+    q = q_ref[window]  # rows after the tile are computed but never stored
 
     def fold(index, carry):
         largest, total, out = carry
@@ -70,7 +69,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
 
 
 def cost(work: Workload) -> Cost:
-    """One call; a tile computes TILE queries with the blocks up to its own last token."""
+    """Return the cost of one call; a tile computes TILE queries up to the tile's last block."""
     return tiled_cost(work, TILE, BLOCK_SIZE)
 
 

@@ -1,7 +1,8 @@
-"""What all rungs share: sequences, what a rung costs, the check against the one before, a table.
+"""Workload, cost, check and table that all rungs share.
 
-A rung is a module with `TITLE`; `prepare(work)`, which lays the workload out as the rung wants it;
-`attend(*prepared)`, the attention of all tokens, which is what is timed; and `cost(work)`.
+A rung is a module with `TITLE` and three functions. `prepare(work)` returns the inputs in the
+rung's layout. `attend(*inputs)` is timed, and returns the attention of all tokens. `cost(work)`
+returns a `Cost`.
 """
 
 import argparse
@@ -14,11 +15,11 @@ import numpy as np
 
 LENGTHS = (128, 64, 32, 8)
 NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 64, 16
-GARBAGE = 99.0  # in each slot that holds no token: a rung that lets one count is found out
+GARBAGE = 99.0  # fills empty slots, so that a rung that uses them fails the check
 
 
 class Workload(NamedTuple):
-    """The prompts of several sequences: T tokens back to back, each a query, a key and a value."""
+    """Queries, keys and values of the prompts of several sequences: T tokens back to back."""
 
     lengths: tuple[int, ...]
     q: jax.Array  # [T, N, H]
@@ -27,12 +28,12 @@ class Workload(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold the sequences: only the last of each may be partly filled."""
+        """Number of blocks that hold the sequences; only a sequence's last block may be partial."""
         return sum(-(-length // BLOCK_SIZE) for length in self.lengths)
 
     @property
     def num_real_pairs(self) -> int:
-        """Pairs of two tokens of one sequence: the squares that padding does not touch."""
+        """Number of pairs of tokens of the same sequence: the squares of the lengths."""
         return sum(length * length for length in self.lengths)
 
     @property
@@ -46,22 +47,22 @@ class Workload(NamedTuple):
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     def padded(self, flat: jax.Array) -> jax.Array:
-        """[B, Lmax, N, H]: a rectangle of which the longest sequence alone fills its row."""
+        """Return [B, Lmax, N, H] from [T, N, H], padded with `GARBAGE`."""
         shape = (len(self.lengths), max(self.lengths), *flat.shape[1:])
         return jnp.full(shape, GARBAGE).at[self.sequence, self.position].set(flat)
 
     def unpadded(self, padded: jax.Array) -> jax.Array:
-        """[T, N, H] from `padded`'s [B, Lmax, N, H]."""
+        """Return [T, N, H] from [B, Lmax, N, H]."""
         return padded[self.sequence, self.position]
 
     def block_tables(self) -> list[list[int]]:
-        """The blocks of each sequence, in order: from anywhere in the pool, as in a busy one."""
+        """Return the block ids of each sequence, scattered as in a busy pool."""
         counts = [-(-length // BLOCK_SIZE) for length in self.lengths]
         blocks = 1 + np.random.default_rng(0).permutation(sum(counts))  # block 0 belongs to padding
         return [part.tolist() for part in np.split(blocks, np.cumsum(counts)[:-1])]
 
     def pool(self, flat: jax.Array) -> jax.Array:
-        """[P, S, N, H]: each token in slot `position % S` of its `position // S`-th block."""
+        """Return the pool [P, S, N, H], with the tokens in the slots of their block tables."""
         tables = self.block_tables()
         pairs = zip(self.sequence, self.position // BLOCK_SIZE, strict=True)
         blocks = np.array([tables[sequence][index] for sequence, index in pairs])
@@ -70,35 +71,37 @@ class Workload(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a rung spends; a pair is one query with one key, of every head."""
+    """Cost of a rung; a pair is one query and one key, for all heads."""
 
-    calls: int  # that Python makes to the device
-    num_pairs: int  # computed
-    num_padding_pairs: int  # of these, those whose query or key is no token
+    calls: int  # calls from Python to the device
+    num_pairs: int  # computed pairs
+    num_padding_pairs: int  # computed pairs with padding as the query or the key
     num_rows_read: int  # keys and values read, each [N, H]
-    num_slots: int  # of KV cache held
-    scores_at_once: int  # floats of scores alive at a time; of a kernel, in one of its programs
-    flops_per_pair: int = 4 * HEAD_SIZE  # q . k, and p . v, each a multiplication and an addition
+    num_slots: int  # slots of KV cache held
+    scores_at_once: int  # scores in memory at a time; for a kernel, in one program
+    flops_per_pair: int = 4 * HEAD_SIZE  # q . k and p . v, each a multiplication and an addition
 
     @property
     def num_flops(self) -> int:
-        """All that are computed."""
+        """Number of FLOPs, with padding."""
         return self.num_pairs * NUM_HEADS * self.flops_per_pair
 
     @property
     def waste(self) -> float:
-        """The share of the FLOPs that padding takes, 0 to 1."""
+        """Fraction of the FLOPs that padding takes, 0 to 1."""
         return self.num_padding_pairs / self.num_pairs
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values read."""
         return self.num_rows_read * NUM_HEADS * HEAD_SIZE * 4
 
 
 def tiled_cost(work: Workload, num_rows: int, num_keys: int) -> Cost:
-    """The cost of a kernel whose programs take `num_rows` queries of one sequence and loop over
-    `num_keys` keys at a time, up to the tile's own last token."""
+    """Return the cost of a kernel with tiles of `num_rows` queries and `num_keys` keys.
+
+    A program takes the queries of one tile, and loops over keys up to the tile's last token.
+    """
     keys_computed = keys_seen = num_padding_pairs = 0
     for length in work.lengths:
         for start in range(0, length, num_rows):
@@ -117,7 +120,7 @@ def tiled_cost(work: Workload, num_rows: int, num_keys: int) -> Cost:
 
 
 def make_workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
-    """Random queries, keys and values of these sequences."""
+    """Return random queries, keys and values of sequences of these lengths."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={lengths} must be positive: give one number or more, as 128,8")
     shape = (3, sum(lengths), NUM_HEADS, HEAD_SIZE)
@@ -125,13 +128,13 @@ def make_workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
 
 
 def climb(*rungs: Any, work: Workload) -> list[str]:
-    """Run rungs one after the other; a line of the table for each.
+    """Run the rungs in order and return the lines of the table.
 
     Raises:
-        RuntimeError: a rung's result is not that of the one before.
+        RuntimeError: a rung's result differs from the result of the previous rung.
     """
     lines, before = [HEADER], None
-    with jax.default_matmul_precision("highest"):  # a GPU would round float32 to fewer bits
+    with jax.default_matmul_precision("highest"):  # GPUs round float32 to fewer bits by default
         for rung in rungs:
             out, seconds = timed(rung.attend, rung.prepare(work))
             if before is not None and not np.allclose(out, before, rtol=1e-4, atol=1e-5):
@@ -143,7 +146,7 @@ def climb(*rungs: Any, work: Workload) -> list[str]:
 
 
 def timed(attend, arguments: tuple) -> tuple[np.ndarray, float]:
-    """The result on the host, and the least seconds of five calls after one that compiles."""
+    """Return the result on the host, and the minimum seconds of five calls after a warm-up."""
     out, times = jax.block_until_ready(attend(*arguments)), []
     for _ in range(5):
         start = time.perf_counter()
@@ -159,7 +162,7 @@ HEADER = (
 
 
 def line(title: str, seconds: float, cost: Cost) -> str:
-    """One rung as a line under `HEADER`."""
+    """Format a rung as a line under `HEADER`."""
     return (
         f"{title:34}{seconds * 1e3:8.2f}{cost.calls:7}{cost.num_flops / 1e6:8.1f}"
         f"{cost.waste:12.1%}{cost.bytes_read / 1024:6.0f} KiB{cost.num_slots:7}"
@@ -168,8 +171,8 @@ def line(title: str, seconds: float, cost: Cost) -> str:
 
 
 def main(*rungs: Any) -> None:
-    """What `python -m` of a rung does: the rungs given, on the lengths of the command line."""
-    parser = argparse.ArgumentParser(description="Rungs of the ladder, timed and compared.")
+    """Run `rungs` with the lengths of the command line, and print the table."""
+    parser = argparse.ArgumentParser(description="Time rungs of the ladder and compare them.")
     default = ",".join(map(str, LENGTHS))
     parser.add_argument("--lengths", default=default, help="tokens of each sequence (%(default)s)")
     text = parser.parse_args().lengths
