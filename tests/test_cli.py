@@ -27,7 +27,7 @@ PIECES = ["Hé", "", "llo ", "wörld"]
 
 
 class FakeEngine:
-    """Says `PIECES`; `self.script` can change what happens before a piece."""
+    """An engine that answers `PIECES`; `script` runs before each step."""
 
     made: "list[FakeEngine]" = []  # noqa: RUF012
     script: Any = staticmethod(lambda engine, i: None)
@@ -38,7 +38,7 @@ class FakeEngine:
         self.params: SamplingParams | None = None
         self.aborted = self.is_shut_down = False
         self.num_tokens = 0
-        self.news: list[RequestDelta] = []
+        self.deltas: list[RequestDelta] = []
         FakeEngine.made.append(self)
 
     def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -51,30 +51,29 @@ class FakeEngine:
         steps = self._search if params.beam_width else self._samples if params.n > 1 else self._one
         self.steps = list(steps(params.n))
         self.num_steps = len(self.steps)
-        self.news.append(RequestDelta("of before", [TextDelta("late", index=9)], finished=True))
+        self.deltas.append(RequestDelta("earlier", [TextDelta("late", index=9)], finished=True))
         return "asked"
 
     def advance(self) -> None:
         FakeEngine.script(self, self.num_steps - len(self.steps))
         self.num_tokens += 1
         deltas = self.steps.pop(0)
-        self.news.append(RequestDelta("asked", deltas, finished=not self.steps))
+        self.deltas.append(RequestDelta("asked", deltas, finished=not self.steps))
 
     def take_deltas(self) -> list[RequestDelta]:
-        news, self.news = self.news, []
-        return news
+        deltas, self.deltas = self.deltas, []
+        return deltas
 
     def abort(self, request_id: str) -> None:
         assert request_id == "asked"
         self.aborted = bool(self.steps)
 
     def _search(self, count: int) -> list[list[TextDelta]]:
-        """Three steps, and all answers with the last."""
         found = [TextDelta(f"found {i}", (5, 6), "stop", index=i) for i in range(count)]
         return [[], [], found]
 
     def _samples(self, count: int) -> Iterator[list[TextDelta]]:
-        """Sample i says its number count + 1 - i times: the last ones end first."""
+        """Return `count` samples; sample i repeats its number `count + 1 - i` times."""
         for turn in range(count + 1):
             yield [
                 TextDelta(f"{i}", (i,), "stop" if turn == count - i else None, index=i)
@@ -83,7 +82,6 @@ class FakeEngine:
             ]
 
     def _one(self, _: int) -> list[list[TextDelta]]:
-        """`PIECES`, one a step."""
         last = len(PIECES) - 1
         return [
             [TextDelta(piece, (i,), "stop" if i == last else None)]
@@ -125,7 +123,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_engine(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
-    """Without the look at the old attribute that would load the real one."""
+    """Replace the engine; `setattr` would load the real one to save the old value."""
     monkeypatch.setitem(vars(jpaged), "Engine", engine)
 
 
@@ -146,6 +144,14 @@ def raise_at(index: int, error: BaseException) -> Any:
     return staticmethod(script)
 
 
+def press_ctrl_c_at(index: int, times: int = 1) -> Any:
+    def script(engine: FakeEngine, i: int) -> None:
+        for _ in range(times if i == index else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return staticmethod(script)
+
+
 def exit_code(*argv: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -156,7 +162,7 @@ def exit_code(*argv: str) -> int:
 # One answer
 
 
-def test_streams_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]):
+def test_prompt_alone_prints_only_the_answer(capsys: pytest.CaptureFixture[str]):
     assert main(["Hi there"]) == 0
     assert capsys.readouterr() == ("Héllo wörld\n", "")
     (engine,) = FakeEngine.made
@@ -186,9 +192,9 @@ def test_jpaged_alone_prints_five_lines_of_help(
 ):
     monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
     assert main([]) == 0
-    help_text = capsys.readouterr().out
-    assert len(help_text.splitlines()) == 5
-    assert max(map(len, help_text.splitlines())) <= 80
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(("word", "command"), [("serv", "serve"), ("docter", "doctor")])
@@ -202,7 +208,7 @@ def test_mistyped_command_gets_one_line_with_the_right_word(
     assert FakeEngine.made[0].prompts == [word]
 
 
-def test_flags_reach_engine_and_sampling():
+def test_flags_set_engine_and_sampling_options():
     argv = (
         "x --model m --dtype float32 --load-format dummy --block-size 8 "
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
@@ -247,25 +253,25 @@ def test_flags_reach_engine_and_sampling():
 
 
 def test_every_option_of_the_engine_is_a_flag():
-    told = build_parser().format_help()
+    help_text = build_parser().format_help()
     for option in fields(EngineConfig):
         if option.name not in ("verbose", "skip_tokenizer_init"):  # --quiet; there is text here
-            assert f"--{option.name.replace('_', '-')} " in told, option.name
+            assert f"--{option.name.replace('_', '-')} " in help_text, option.name
 
 
 @pytest.mark.parametrize("argv", [["-"], []])
-def test_prompt_from_stdin(argv: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_prompt_is_read_from_stdin(argv: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", Stdin("two\nlines\n"))
     assert main(argv) == 0
     assert FakeEngine.made[0].prompts == ["two\nlines"]
 
 
-def test_chat_uses_the_template():
+def test_chat_option_applies_the_chat_template():
     assert main(["--chat", "Hi"]) == 0
     assert FakeEngine.made[0].prompts == [[{"role": "user", "content": "Hi"}], [1, 2, 3]]
 
 
-def test_stats(capsys: pytest.CaptureFixture[str]):
+def test_stats_option_prints_tokens_blocks_and_speed(capsys: pytest.CaptureFixture[str]):
     FakeEngine.script = staticmethod(lambda engine, i: time.sleep(0.001))
     assert main(["--stats", "Hi"]) == 0
     out, err = capsys.readouterr()
@@ -281,25 +287,24 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
     assert err.endswith("        1 +\n")
 
 
-def test_stats_of_one_are_singular(
+def test_stats_option_uses_the_singular_for_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     stats = FakeEngine.stats
 
-    def of_one(engine: FakeEngine) -> EngineStats:
-        num_preemptions = min(engine.num_tokens, 1)
-        found = stats(engine)
-        return replace(found, block_size=1, num_cached_blocks=1, num_preemptions=num_preemptions)
+    def stats_of_one(engine: FakeEngine) -> EngineStats:
+        counts = {"block_size": 1, "num_cached_blocks": 1}
+        return replace(stats(engine), num_preemptions=min(engine.num_tokens, 1), **counts)
 
-    monkeypatch.setattr(FakeEngine, "stats", of_one)
+    monkeypatch.setattr(FakeEngine, "stats", stats_of_one)
     assert main(["--stats", "Hi"]) == 0
     err = capsys.readouterr().err
-    for told in ("(of 1 token)", ", 1 free block cached", "pressure  1 preemption\n"):
-        assert told in err
+    for part in ("(of 1 token)", ", 1 free block cached", "pressure  1 preemption\n"):
+        assert part in err
 
 
 @pytest.mark.parametrize("options", [SamplingParams, EngineConfig, ServeConfig, Limits])
-def test_no_help_text_begins_in_the_middle_of_a_sentence(options: type[Options]):
+def test_help_texts_begin_a_sentence(options: type[Options]):
     for name, (_, option) in declared_options(options).items():
         first = option.help.partition(" ")[0]
         continuing = {"or", "and", "of", "to", "for", "until", "that", "without", "taken"}
@@ -309,7 +314,7 @@ def test_no_help_text_begins_in_the_middle_of_a_sentence(options: type[Options])
 # Several answers
 
 
-def test_samples_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]):
+def test_samples_are_printed_one_after_another(capsys: pytest.CaptureFixture[str]):
     assert main(["Hi", "--n", "3", "--temperature", "1", "--seed", "4"]) == 0
     (engine,) = FakeEngine.made
     assert engine.params == SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=512)
@@ -318,7 +323,7 @@ def test_samples_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[s
     assert err.splitlines() == ["answer 1 of 3:", "answer 2 of 3:", "answer 3 of 3:"]
 
 
-def test_a_search_prints_the_best_when_it_is_done(capsys: pytest.CaptureFixture[str]):
+def test_beam_search_prints_the_best_answers_at_its_end(capsys: pytest.CaptureFixture[str]):
     assert main(["Hi", "--beam-width", "4", "--stats"]) == 0
     (engine,) = FakeEngine.made
     assert engine.params == SamplingParams(beam_width=4, temperature=0.0, max_tokens=512)
@@ -332,12 +337,8 @@ def test_a_search_prints_the_best_when_it_is_done(capsys: pytest.CaptureFixture[
     assert err == "answer 1 of 2:\nanswer 2 of 2:\n"
 
 
-def test_ctrl_c_ends_a_search(capsys: pytest.CaptureFixture[str]):
-    def press(engine: FakeEngine, i: int) -> None:
-        if i == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    FakeEngine.script = staticmethod(press)
+def test_ctrl_c_aborts_a_beam_search(capsys: pytest.CaptureFixture[str]):
+    FakeEngine.script = press_ctrl_c_at(1)
     assert main(["Hi", "--beam-width", "2"]) == 130
     assert capsys.readouterr().out == ""
     assert FakeEngine.made[0].aborted
@@ -348,7 +349,7 @@ def test_ctrl_c_ends_a_search(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Flags]]:
-    """The flags of servers that were to run."""
+    """Return the flags of each server that would start."""
     flags = list[Flags]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr("jpaged.serve.http.lifecycle.run_server", lambda it: flags.append(it) or 0)
@@ -371,19 +372,19 @@ def test_serve_starts_the_server(
     assert not FakeEngine.made
 
 
-def test_serve_without_a_model_serves_the_embedded_one(served: list[Flags]):
+def test_serve_without_a_model_serves_the_embedded_model(served: list[Flags]):
     assert main(["serve"]) == 0
     assert "model" not in served[0].engine
     assert served[0].serve.model_names == ("jpaged-tiny",)
 
 
-def test_serve_has_its_own_mistakes(served: list[Flags], capsys: pytest.CaptureFixture[str]):
+def test_serve_with_two_models_is_refused(served: list[Flags], capsys: pytest.CaptureFixture[str]):
     assert exit_code("serve", "one", "--model", "two") == 2
     assert "two models are named: one and --model two" in capsys.readouterr().err
     assert not served
 
 
-def test_serve_can_still_be_a_prompt(served: list[Flags]):
+def test_serve_after_two_dashes_is_a_prompt(served: list[Flags]):
     assert main(["--", "serve"]) == 0
     assert FakeEngine.made[0].prompts == ["serve"]
     assert not served
@@ -422,7 +423,7 @@ def test_serve_can_still_be_a_prompt(served: list[Flags]):
         ([], "the prompt is empty"),
     ],
 )
-def test_mistakes_in_the_command_line(
+def test_invalid_arguments_are_one_line_errors(
     argv: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -437,13 +438,13 @@ def test_mistakes_in_the_command_line(
 
 
 @pytest.mark.parametrize("prompt", ["-5 + 3 = ?", "-5", "-- why?", "-"])
-def test_a_prompt_may_begin_with_a_dash(prompt: str, monkeypatch: pytest.MonkeyPatch):
+def test_prompt_may_begin_with_a_dash(prompt: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", Stdin("-"))
     assert main([prompt]) == 0
     assert FakeEngine.made[0].prompts == [prompt]
 
 
-def test_a_terminal_without_prompt_is_told_what_to_give(
+def test_missing_prompt_error_shows_an_example(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
@@ -451,18 +452,19 @@ def test_a_terminal_without_prompt_is_told_what_to_give(
     assert "prompt is missing: pass one, as in: jpaged" in capsys.readouterr().err
 
 
-def test_an_error_of_the_engine_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("piece", "out"), [(0, ""), (1, "Hé\n")])
+def test_engine_error_is_one_line_after_the_text_so_far(
+    piece: int, out: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(FakeEngine, "script", raise_at(1, ValueError("does\n  not fit")))
+    monkeypatch.setattr(FakeEngine, "script", raise_at(piece, ValueError("does\n  not fit")))
     assert main(["Hi"]) == 1
-    assert capsys.readouterr() == ("Hé\n", "error: does not fit\n")
+    assert capsys.readouterr() == (out, "error: does not fit\n")
     assert FakeEngine.made[0].is_shut_down
     with pytest.raises(ValueError, match="does"):
         main(["Hi", "--traceback"])
 
 
-def test_a_request_that_fails_is_told(
+def test_failed_request_prints_its_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     last = TextDelta("", finish_reason="error")
@@ -472,26 +474,26 @@ def test_a_request_that_fails_is_told(
     assert capsys.readouterr() == ("", "error: the request failed: no memory\n")
 
 
-def test_an_error_before_the_first_text_leaves_stdout_empty(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(FakeEngine, "script", raise_at(0, ValueError("too long")))
-    assert main(["Hi"]) == 1
-    assert capsys.readouterr() == ("", "error: too long\n")
-
-
-def test_an_error_without_words_has_a_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(MemoryError, 1, "error: MemoryError\n"), (KeyboardInterrupt, 130, "")],
+)
+def test_failed_engine_start_sets_exit_code_and_message(
+    error: type[BaseException],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     def fail(**_: object) -> None:
-        raise MemoryError
+        raise error
 
     replace_engine(monkeypatch, fail)
-    assert main(["Hi"]) == 1
-    assert capsys.readouterr().err == "error: MemoryError\n"
+    assert main(["Hi"]) == code
+    assert capsys.readouterr() == ("", message)
 
 
-def test_nobody_reads_stdout(monkeypatch: pytest.MonkeyPatch):
+def test_closed_stdout_exits_with_141(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FakeEngine, "script", raise_at(1, BrokenPipeError()))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert main(["Hi"]) == 141
@@ -500,21 +502,19 @@ def test_nobody_reads_stdout(monkeypatch: pytest.MonkeyPatch):
 # Ctrl-C
 
 
-@pytest.mark.parametrize("how", ["signal", "exception"])
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [(press_ctrl_c_at(2), "Héllo \n"), (raise_at(2, KeyboardInterrupt()), "Hé\n")],
+    ids=["signal", "exception"],
+)
 def test_ctrl_c_keeps_the_text_and_aborts(
-    how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Any, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def press(engine: FakeEngine, i: int) -> None:
-        if i == 2:
-            if how == "exception":
-                raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(FakeEngine, "script", staticmethod(press))
+    monkeypatch.setattr(FakeEngine, "script", script)
     before = signal.getsignal(signal.SIGINT)
     assert main(["Hi", "--stats"]) == 130
     out, err = capsys.readouterr()
-    assert out == ("Héllo \n" if how == "signal" else "Hé\n")
+    assert out == text
     assert "(interrupted)" in err
     (engine,) = FakeEngine.made
     assert engine.aborted
@@ -522,34 +522,18 @@ def test_ctrl_c_keeps_the_text_and_aborts(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait(
+def test_second_ctrl_c_stops_immediately(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def press_twice(engine: FakeEngine, i: int) -> None:
-        if i == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(FakeEngine, "script", staticmethod(press_twice))
+    monkeypatch.setattr(FakeEngine, "script", press_ctrl_c_at(2, times=2))
     assert main(["Hi"]) == 130
     assert capsys.readouterr().out == "Hé\n"
 
 
-def test_an_answer_off_the_main_thread_which_gets_no_ctrl_c(capsys: pytest.CaptureFixture[str]):
+def test_main_answers_outside_the_main_thread(capsys: pytest.CaptureFixture[str]):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(main, ["Hi"]).result() == 0
     assert capsys.readouterr() == ("Héllo wörld\n", "")
-
-
-def test_ctrl_c_while_the_engine_starts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    def interrupted(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    replace_engine(monkeypatch, interrupted)
-    assert main(["Hi"]) == 130
-    assert capsys.readouterr() == ("", "")
 
 
 # A conversation
@@ -573,7 +557,7 @@ def conversation() -> list[Any]:
     return [prompt for prompt in FakeEngine.made[0].prompts if prompt != [1, 2, 3]]
 
 
-def test_a_conversation_keeps_its_history(
+def test_conversation_keeps_its_history(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert converse(monkeypatch, "one", "  ", "two") == 0
@@ -587,7 +571,7 @@ def test_a_conversation_keeps_its_history(
     assert capsys.readouterr().out == "Héllo wörld\nHéllo wörld\n\n"
 
 
-def test_a_failed_turn_is_forgotten(
+def test_failed_turn_is_left_out_of_the_history(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def fail_once(engine: FakeEngine, i: int) -> None:
@@ -601,11 +585,7 @@ def test_a_failed_turn_is_forgotten(
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_conversation(monkeypatch: pytest.MonkeyPatch):
-    def press_once(engine: FakeEngine, i: int) -> None:
-        if len(engine.prompts) == 2 and i == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(FakeEngine, "script", staticmethod(press_once))
+    monkeypatch.setattr(FakeEngine, "script", press_ctrl_c_at(2))
     assert converse(monkeypatch, "one", "two", KeyboardInterrupt()) == 130
     assert conversation()[1][1] == {"role": "assistant", "content": "Héllo "}
     assert FakeEngine.made[0].is_shut_down

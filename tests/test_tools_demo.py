@@ -1,13 +1,13 @@
-"""The tool round trip at the terminal: the calculator, and conversations of a scripted model."""
+"""Test the calculator and the tool conversations of `--tools-demo`."""
 
 import json
+import operator
 import os
 import random
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ScriptedEngine:
-    """Says its script, an answer a request, in pieces of a few characters."""
+    """An engine that answers each request with the next text of its script."""
 
     script: tuple[str, ...] = ()
     writes_tools = True
@@ -34,8 +34,7 @@ class ScriptedEngine:
         self.params: SamplingParams | None = None
 
     def render_chat(self, messages: Messages, tools: Any = None) -> list[int]:
-        said = json.dumps([messages, tools if self.writes_tools else None])
-        return list(said.encode())
+        return list(json.dumps([messages, tools if self.writes_tools else None]).encode())
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         self.prompts.append(bytes(prompt).decode())
@@ -59,6 +58,10 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine()
 
 
+def press_ctrl_c_at(index: int) -> Callable[[int], None]:
+    return lambda i: os.kill(os.getpid(), signal.SIGINT) if i == index else None
+
+
 def demo_of(engine: Any, *script: str) -> ToolsDemo:
     engine.left = list(script)
     return ToolsDemo(engine, SamplingParams(temperature=0, max_tokens=64))
@@ -67,21 +70,17 @@ def demo_of(engine: Any, *script: str) -> ToolsDemo:
 # The calculator
 
 
-def test_expressions_are_computed():
+def test_calculator_computes_random_expressions():
     rng = random.Random(0)
     for _ in range(200):
         a, b, c = (rng.randint(-999, 999) for _ in "abc")
         signs = rng.choices("+-*", k=2)
         text = f"({a} {signs[0]} {b}) {signs[1]} {c}"
-        expected = {"+": a + b, "-": a - b, "*": a * b}[signs[0]]
-        expected = {"+": expected + c, "-": expected - c, "*": expected * c}[signs[1]]
-        assert calculate(text) == str(expected)
+        compute = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+        assert calculate(text) == str(compute[signs[1]](compute[signs[0]](a, b), c))
         if c:
-            quotient = Fraction(a, c)
-            whole = quotient.denominator == 1
-            assert calculate(f"{a} / {c}") == (
-                str(quotient) if whole else f"{float(quotient):.10g}"
-            )
+            expected = str(a // c) if a % c == 0 else f"{a / c:.10g}"
+            assert calculate(f"{a} / {c}") == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_expressions_are_computed():
         ("1" + "0" * 40, "1e+40"),
     ],
 )
-def test_values_are_exact(expression: str, value: str):
+def test_calculator_results_are_exact(expression: str, value: str):
     assert calculate(expression) == value
 
 
@@ -131,12 +130,12 @@ def test_values_are_exact(expression: str, value: str):
         ("1" * 201, "more than 200 characters"),
     ],
 )
-def test_anything_else_is_refused(expression: str, what: str):
+def test_calculator_refuses_everything_but_arithmetic(expression: str, what: str):
     with pytest.raises(ValueError, match=what):
         calculate(expression)
 
 
-def test_the_page_offers_the_same_calculator():
+def test_dashboard_offers_the_same_calculator():
     static = Path(jpaged.__file__).parent / "serve" / "dashboard" / "static"
     script = (static / "tools.js").read_text(encoding="utf-8")
     found = re.search(r"const CALCULATOR = ({.*?^});", script, re.DOTALL | re.MULTILINE)
@@ -145,7 +144,7 @@ def test_the_page_offers_the_same_calculator():
     assert json.loads(re.sub(r",(\s*[}\]])", r"\1", named)) == CALCULATOR
 
 
-def test_expressions_of_any_characters_are_computed_or_refused():
+def test_calculator_answers_or_refuses_random_characters():
     rng = random.Random(1)
     for _ in range(2000):
         text = "".join(rng.choices("0123456789.+-*/() eEj_x'\"[]", k=rng.randint(1, 60)))
@@ -154,7 +153,7 @@ def test_expressions_of_any_characters_are_computed_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "result"),
     [
         ("calculator", '{"expression": "1 + 1"}', "2"),
         ("calculator", '{"expression": 2}', "Error: the arguments need an expression, a string"),
@@ -164,14 +163,16 @@ def test_expressions_of_any_characters_are_computed_or_refused():
         ("weather", "{}", "Error: there is no tool 'weather'"),
     ],
 )
-def test_mistakes_in_calls_are_told_to_the_model(name: str, arguments: str, told: str):
-    assert run_tool_call(name, arguments).startswith(told)
+def test_invalid_tool_calls_return_errors_to_the_model(name: str, arguments: str, result: str):
+    assert run_tool_call(name, arguments).startswith(result)
 
 
 # Conversations
 
 
-def test_a_round_trip(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]):
+def test_model_calls_the_calculator_and_answers_with_its_result(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+):
     demo = demo_of(engine, call_of("17 * 3"), "17 * 3 = 51")
     messages = demo.ask("What is 17 * 3?")
     roles = [message["role"] for message in messages]
@@ -193,7 +194,7 @@ def test_a_round_trip(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
     assert not engine.params.skip_special_tokens
 
 
-def test_thoughts_several_calls_and_broken_ones(
+def test_demo_runs_reasoning_several_calls_and_malformed_calls(
     engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
 ):
     calls = f"<think>\nTwo.\n</think>\n\n{call_of('1 + 1')}\n{call_of('1 / 0')}"
@@ -210,23 +211,19 @@ def test_thoughts_several_calls_and_broken_ones(
     ]
 
 
-def test_a_model_that_calls_for_ever_is_stopped(engine: ScriptedEngine):
+def test_endless_tool_calls_are_stopped(engine: ScriptedEngine):
     demo = demo_of(engine, *[call_of("1 + 1")] * 20)
     assert len(demo.ask("?")) == 1 + 2 * 8
 
 
-def test_a_template_without_tools_is_refused(engine: ScriptedEngine):
+def test_chat_template_without_tools_is_refused(engine: ScriptedEngine):
     engine.writes_tools = False
     with pytest.raises(ValueError, match="ignores tools; omit --model"):
         demo_of(engine)
 
 
 def test_ctrl_c_keeps_the_text_so_far(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]):
-    def press(i: int) -> None:
-        if i == 7:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    engine.press = press
+    engine.press = press_ctrl_c_at(7)
     before = signal.getsignal(signal.SIGINT)
     demo = demo_of(engine, "Seven and seven more", "never")
     messages = demo.ask("?")
@@ -241,7 +238,7 @@ def test_ctrl_c_keeps_the_text_so_far(engine: ScriptedEngine, capsys: pytest.Cap
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
-    """The engines that the command line makes; each answers every question at once."""
+    """Return the engines that the command line makes; each answers "Yes."."""
     engines: list[ScriptedEngine] = []
 
     def make(**options: Any) -> ScriptedEngine:
@@ -253,10 +250,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
     return engines
 
 
-def test_the_demo_asks_its_questions_or_the_prompt(
+def test_demo_asks_its_questions_or_the_prompt(
     made: list[ScriptedEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "stdin", None)  # which is not read
+    monkeypatch.setattr(sys, "stdin", None)
     assert main(["--tools-demo"]) == 0
     out = capsys.readouterr().out
     assert [q in out for q in QUESTIONS] == [True] * len(QUESTIONS)
@@ -266,10 +263,7 @@ def test_the_demo_asks_its_questions_or_the_prompt(
 
 
 def test_ctrl_c_ends_the_demo(made: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch):
-    def press(i: int) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(ScriptedEngine, "press", staticmethod(press))
+    monkeypatch.setattr(ScriptedEngine, "press", staticmethod(press_ctrl_c_at(0)))
     assert main(["--tools-demo"]) == 130
     assert len(made[0].prompts) == 1
     assert made[0].is_shut_down
@@ -287,11 +281,8 @@ def test_ctrl_c_ends_the_demo(made: list[ScriptedEngine], monkeypatch: pytest.Mo
         (["--tools-demo", "--beam-width", "2"], "--tools-demo prints one answer"),
     ],
 )
-def test_mistakes_in_the_command_line(
-    argv: list[str],
-    message: str,
-    made: list[ScriptedEngine],
-    capsys: pytest.CaptureFixture[str],
+def test_invalid_demo_options_are_refused(
+    argv: list[str], message: str, made: list[ScriptedEngine], capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as caught:
         main(argv)
