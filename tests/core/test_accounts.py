@@ -48,7 +48,7 @@ def states(scheduler: Scheduler) -> Counter[BlockState]:
 # Small cases, in figures
 
 
-def test_an_idle_pool():
+def test_memory_report_of_an_idle_pool():
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     free = [BlockInfo(i, BlockState.FREE, 0, 0, (), False, None) for i in (1, 2, 3)]
     assert block_map(scheduler) == {info.block_id: info for info in free}
@@ -58,7 +58,7 @@ def test_an_idle_pool():
     assert report.shared_savings == report.waste == 0.0
 
 
-def test_one_sequence():
+def test_memory_report_of_one_sequence():
     driver = driver_of(make_request("1", 6, max_tokens=9), num_blocks=5)
     driver.step()
     infos = block_map(driver.scheduler)
@@ -79,7 +79,7 @@ def test_slots_past_the_last_possible_token_are_fragmented():
     assert slots(memory_report(driver.scheduler)) == (6, 1, 1, 0, 8)
 
 
-def test_slots_of_a_sequence_that_is_over_are_fragmented():
+def test_slots_of_an_ended_sequence_are_fragmented():
     driver = driver_of(make_request("1", 6, max_tokens=9), num_blocks=5, lag=1)
     driver.step()
     driver.scheduler.abort("1")  # its step is still in flight
@@ -139,7 +139,7 @@ def test_pinned_blocks_are_used_and_save_nothing():
     assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 8, 8)
 
 
-def test_host_blocks():
+def test_memory_report_counts_host_blocks():
     pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
     work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
     driver = driver_of(*work, num_blocks=7, pressure=pressure)
@@ -160,7 +160,7 @@ def test_beams_share_what_they_have_in_common():
     assert max(savings) > 0.5
 
 
-def test_reports_do_not_change():
+def test_memory_reports_are_snapshots():
     with pytest.raises(FrozenInstanceError):
         memory_report(make_scheduler()).num_blocks = 3  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -75,7 +75,7 @@ def make_line(prompt: list[int], num_samples: int, *, spares: bool) -> Line:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_refused_request_fits_as_soon_as_what_it_waits_for_is_there(name: str):
+def test_refused_request_fits_as_soon_as_its_blocks_are_free(name: str):
     change, prompt, num_samples = CHANGES[name]
     line = make_line(prompt, num_samples, spares=change is Line.change_nobody_runs)
     for _ in range(2):  # the second time from memory
@@ -85,7 +85,7 @@ def test_a_refused_request_fits_as_soon_as_what_it_waits_for_is_there(name: str)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_image_fits_as_soon_as_what_it_waits_for_is_there(name: str):
+def test_swapped_request_fits_as_soon_as_its_blocks_are_free(name: str):
     change, prompt, num_samples = CHANGES[name]
     line = make_line(prompt, num_samples, spares=change is Line.change_nobody_runs)
 

@@ -26,13 +26,13 @@ def test_the_first_step_forks_the_prompt():
     assert beams == [Continuation(0, 5, -0.5), Continuation(0, 6, -1.0)]
 
 
-def test_the_best_sums_go_on_whichever_beam_they_continue():
+def test_best_continuations_win_regardless_of_their_beam():
     rows = candidates({5: -2.0, 6: -3.0}, {7: -0.25, 8: -0.5})
     beams = BeamSearch(2).advance([[1], [2]], [-0.5, -1.0], *rows, max_tokens=8)
     assert beams == [Continuation(1, 7, -1.25), Continuation(1, 8, -1.5)]
 
 
-def test_equal_sums_go_by_beam_and_then_by_candidate():
+def test_ties_are_broken_by_beam_and_then_by_candidate():
     rows = candidates({5: -0.5, 6: -0.5}, {7: -0.5, 8: -0.5})
     beams = BeamSearch(3).advance([[1], [2]], [-1.0, -1.0], *rows, max_tokens=8)
     assert [(beam.parent, beam.token_id) for beam in beams] == [(0, 5), (0, 6), (1, 7)]
@@ -41,7 +41,7 @@ def test_equal_sums_go_by_beam_and_then_by_candidate():
     assert [(beam.parent, beam.token_id) for beam in beams] == [divmod(i, 20) for i in range(30)]
 
 
-def test_an_end_token_completes_an_answer_and_others_go_on_in_its_place():
+def test_end_token_completes_an_answer_and_the_next_continuation_is_used():
     search = BeamSearch(2, end_token_ids=frozenset({END}))
     assert search.num_candidates == 3
     rows = candidates({END: -0.5, 5: -1.0, 6: -2.0}, {7: -2.0, 8: -2.5, 6: -3.0})
@@ -50,14 +50,14 @@ def test_an_end_token_completes_an_answer_and_others_go_on_in_its_place():
     assert search.hypotheses == [Hypothesis((1, END), -1.0, -0.5, True)]
 
 
-def test_an_end_token_behind_the_best_continuations_is_passed_over():
+def test_end_token_below_the_best_continuations_is_ignored():
     search = BeamSearch(2, end_token_ids=frozenset({END}))
     beams = first_step(search, {5: -0.5, 6: -1.0, END: -1.5})
     assert [beam.token_id for beam in beams] == [5, 6]
     assert search.hypotheses == []
 
 
-def test_answers_of_full_length_are_complete_without_an_end_token():
+def test_answer_of_maximum_length_needs_no_end_token():
     search = BeamSearch(2, end_token_ids=frozenset({END}))
     rows = candidates({5: -1.0, END: -2.0, 6: -3.0})
     assert search.advance([[1, 2, 3]], [-3.0], *rows, max_tokens=4) == []
@@ -70,7 +70,7 @@ def test_answers_of_full_length_are_complete_without_an_end_token():
 @pytest.mark.parametrize(
     ("length_penalty", "score"), [(0, -4.0), (1.0, -1.0), (2.0, -0.25), (-1.0, -16.0)]
 )
-def test_the_score_is_the_sum_over_a_power_of_the_length(length_penalty: float, score: float):
+def test_score_is_sum_of_logprobs_divided_by_length_power(length_penalty: float, score: float):
     search = BeamSearch(1, length_penalty=length_penalty)
     search.advance([[1, 2, 3]], [-3.0], *candidates({5: -1.0}), max_tokens=4)
     assert search.hypotheses[0].score == score
@@ -102,18 +102,18 @@ def answers_around_a_beam(**options) -> list[Continuation]:
     return beams
 
 
-def test_early_stopping_gives_up_a_beam_that_scores_better_than_an_answer():
+def test_early_stopping_drops_a_beam_with_a_better_score():
     assert answers_around_a_beam(early_stopping=True) == []
     assert answers_around_a_beam(early_stopping=False)[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_scores_a_beam_at_its_present_length_if_more_would_be_worse():
+def test_early_stopping_never_uses_present_length_if_longer_is_worse():
     # With this penalty the worst answer has -5 and the beam -4.5, but at 4 tokens it has -9.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_ends_only_what_no_length_could_improve():
+def test_early_stopping_never_ends_only_if_no_length_can_improve():
     # At 4 tokens the beam of -3 would score -0.75 or, the penalty being 0, still -3.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
     assert [beam.token_id for beam in beams] == [5, 6]
@@ -121,7 +121,7 @@ def test_never_ends_only_what_no_length_could_improve():
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=-1.0)[1] == []
 
 
-def test_a_better_answer_takes_the_place_of_the_worst():
+def test_better_answer_replaces_the_worst():
     search, beams = two_answers_and_a_beam(early_stopping="never")
     rows = candidates({END: -0.5, 5: -1.0}, {5: -1.0, 6: -9.0})
     search.advance([[5], [6]], [beam.score for beam in beams], *rows, max_tokens=4)
@@ -143,13 +143,13 @@ def test_a_small_vocabulary_gives_fewer_beams_and_answers():
     assert [answer.output_token_ids for answer in search.hypotheses] == [(5, 5), (END,)]
 
 
-def test_a_search_is_over_when_every_continuation_ends():
+def test_search_ends_when_every_continuation_ends():
     search = BeamSearch(3, end_token_ids=frozenset({END}))
     assert first_step(search, {END: 0.0}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
 
 
-def test_sums_are_float32():
+def test_beam_scores_are_summed_in_float32():
     score = first_step(BeamSearch(1), {5: -0.1})[0].score
     rows = candidates({6: -0.7})
     beams = BeamSearch(1).advance([[5]], [score], *rows, max_tokens=8)
@@ -157,14 +157,14 @@ def test_sums_are_float32():
 
 
 @pytest.mark.parametrize("length_penalty", [-1e300, -500.0, 500.0, 1e300])
-def test_an_extreme_length_penalty_breaks_nothing(length_penalty: float):
+def test_extreme_length_penalty_gives_finite_scores(length_penalty: float):
     search = BeamSearch(2, length_penalty=length_penalty, early_stopping="never")
     rows = candidates({5: 0.0, 6: -3e9})
     search.advance([[1] * 99], [-1.0], *rows, max_tokens=100)
     assert [answer.output_token_ids[-1] for answer in search.hypotheses] == [5, 6]
 
 
-def test_a_search_keeps_plain_numbers_and_an_own_set():
+def test_search_copies_its_arguments():
     ends = {END}
     options = {"length_penalty": np.float32(0.5), "end_token_ids": ends}
     search = BeamSearch(np.int64(2), **options)  # pyright: ignore[reportArgumentType]
@@ -203,7 +203,7 @@ def test_a_bad_early_stopping_is_refused(early_stopping):
         ([[1], [2, 3]], [0.0, 0.0], 2, r"lengths \[1, 2\]"),
     ],
 )
-def test_beams_that_do_not_match_are_refused(outputs, scores, num_rows, match):
+def test_mismatched_beam_arrays_are_refused(outputs, scores, num_rows, match):
     rows = np.zeros((num_rows, 3), np.int32), np.zeros((num_rows, 3), np.float32)
     with pytest.raises(ValueError, match=match):
         BeamSearch(2).advance(outputs, scores, *rows, max_tokens=8)

@@ -81,7 +81,7 @@ def test_forks_copies_and_prunes():
 
 
 @pytest.mark.parametrize("pruned", [0, 1])
-def test_a_beam_that_nothing_continues_is_let_go(pruned: int, monkeypatch: pytest.MonkeyPatch):
+def test_beam_without_continuation_frees_its_blocks(pruned: int, monkeypatch: pytest.MonkeyPatch):
     """Be it the first: the other one has both of the best continuations."""
     other = 1 - pruned
     following = {(1 + pruned,): {4: 0.1, 5: 0.1}, (1 + other,): {6: 0.6, 7: 0.4}}
@@ -123,7 +123,7 @@ def test_an_end_token_ends_the_search():
     assert len(driver.plans) == 3
 
 
-def test_beams_wait_for_those_that_a_small_step_left_out():
+def test_search_waits_until_all_beams_were_computed():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=1))
     add_search(driver)
     while not driver.plans or not driver.plans[-1].scheduled[0].is_sampled:
@@ -156,7 +156,7 @@ def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     return driver
 
 
-def test_beams_preempted_in_flight_are_searched_on_and_computed_again():
+def test_preempted_beams_take_their_step_and_are_recomputed():
     driver = preempted_in_flight(PreemptionPolicy())
     assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
@@ -173,7 +173,7 @@ def test_beams_preempted_in_flight_are_searched_on_and_computed_again():
     assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
 
 
-def test_beams_swapped_out_in_flight_are_searched_on_in_the_image():
+def test_swapped_out_beams_take_their_step_in_the_swap_entry():
     driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5
@@ -199,7 +199,7 @@ def test_beams_swapped_out_in_flight_are_searched_on_in_the_image():
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_abort_while_preempted_in_flight(mode: PreemptionMode):
+def test_search_can_be_aborted_while_preempted_with_steps_in_flight(mode: PreemptionMode):
     driver = preempted_in_flight(PreemptionPolicy(mode, 8))
     driver.scheduler.abort("2")
     driver.scheduler.check_integrity()
@@ -210,7 +210,7 @@ def test_abort_while_preempted_in_flight(mode: PreemptionMode):
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("budget", [1, 4, 16])
-def test_abort_at_any_time(lag: int, num_steps: int, budget: int):
+def test_search_can_be_aborted_at_any_time(lag: int, num_steps: int, budget: int):
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=budget), lag)
     add_search(driver)
     for _ in range(num_steps):
@@ -221,7 +221,7 @@ def test_abort_at_any_time(lag: int, num_steps: int, budget: int):
     assert num_free(driver) == 10
 
 
-def test_a_model_without_numbers_ends_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_nan_logits_end_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
     nothing = BeamCandidates(np.arange(3, dtype=np.int32), np.full(3, np.nan, np.float32))
     monkeypatch.setattr(core_fake_device, "candidates_of", lambda token_ids: nothing)
     driver = Driver(make_scheduler())
@@ -231,7 +231,7 @@ def test_a_model_without_numbers_ends_the_search_with_an_error(monkeypatch: pyte
     assert answers(driver) == []
 
 
-def test_a_search_is_read_with_candidates():
+def test_update_of_a_search_requires_candidates():
     driver = Driver(make_scheduler())
     add_search(driver)
     plan = the(driver.scheduler.schedule())

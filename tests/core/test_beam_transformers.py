@@ -205,14 +205,14 @@ def test_answers_and_scores_are_those_of_transformers(width: int, max_tokens: in
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_a_prompt_alone_is_searched_as_transformers_does(width: int):
+def test_beam_search_without_max_tokens_equals_transformers(width: int):
     seen = Counter()
     for number, (options, ends) in enumerate(all_options()):
         compare([[number % VOCAB, 7]], width, 9, ends, seen, **options)
     assert seen["went on after an answer"] > seen["searches"] / 3
 
 
-def test_each_rule_of_early_stopping_gives_other_answers():
+def test_early_stopping_rules_give_different_answers():
     def answers(stopping: bool | str) -> list[Answers]:
         options = {"length_penalty": 2.0, "early_stopping": stopping}
         return [our_answers(p, 3, 20, END_IDS, Counter(), **options) for p in PROMPTS]

@@ -20,7 +20,7 @@ def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockCha
     return changes
 
 
-def test_append_gives_just_the_blocks_needed():
+def test_append_allocates_exactly_the_needed_blocks():
     manager, sequence = BlockManager(6, 4), make()
     assert manager.can_admit(sequence, 5)
     assert not manager.can_admit(sequence, 6)
@@ -129,7 +129,7 @@ def test_freeing_one_of_two_forks_frees_only_what_it_holds_alone():
     manager.check_integrity([parent, child])
 
 
-def test_sequences_that_hold_blocks_are_not_filled_anew():
+def test_sequence_with_blocks_cannot_be_assigned_blocks():
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 1)
     with pytest.raises(ValueError, match="already has blocks"):
@@ -159,7 +159,7 @@ def test_check_integrity_finds_a_forgotten_holder():
         manager.check_integrity([])
 
 
-def test_an_extension_is_looked_for_after_what_is_left_of_a_prefix():
+def test_longer_prefix_is_looked_up_after_partial_eviction():
     manager, sequence = BlockManager(8, 2, PrefixCache(2)), Sequence(0, [1, 2, 3, 4, 5, 6], 6)
     grow(manager, sequence, 4)
     manager.register_full_blocks(sequence, 4)

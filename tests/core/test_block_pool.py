@@ -10,7 +10,7 @@ def queue_of(pool: BlockPool) -> list[int]:
     return list(pool.free_block_queue)
 
 
-def test_blocks_are_handed_out_in_order_and_never_the_null_block():
+def test_blocks_are_allocated_in_order_without_the_null_block():
     pool = BlockPool(5)
     assert pool.allocate(2) == [1, 2]
     assert pool.allocate(2) == [3, 4]
@@ -18,7 +18,7 @@ def test_blocks_are_handed_out_in_order_and_never_the_null_block():
     assert pool.block_counts() == BlockCounts(free=0, used=4, cached=0, total=4)
 
 
-def test_freed_blocks_are_taken_last():
+def test_freed_blocks_are_allocated_last():
     pool = BlockPool(6)
     pool.allocate(3)
     pool.free([2, 1])
@@ -36,7 +36,7 @@ def test_touch_keeps_a_block_until_its_last_reference_is_gone():
     assert queue_of(pool) == [2, 3, 1]
 
 
-def test_touch_takes_a_free_block_out_of_the_middle_of_the_queue():
+def test_touch_removes_a_free_block_from_the_middle_of_the_queue():
     pool = BlockPool(5)
     pool.touch([2, 4])
     assert queue_of(pool) == [1, 3]
@@ -56,7 +56,7 @@ def test_too_many_blocks_are_refused_and_nothing_changes():
 
 
 @pytest.mark.parametrize("block_id", [0, -1, 4])
-def test_blocks_that_are_never_handed_out_cannot_be_freed_or_touched(block_id: int):
+def test_null_block_and_unknown_blocks_cannot_be_freed_or_touched(block_id: int):
     pool = BlockPool(4)
     with pytest.raises(IntegrityError, match="is the null block or not in"):
         pool.free([block_id])
@@ -79,7 +79,7 @@ def test_touching_a_free_block_that_is_not_queued_raises():
         pool.touch([3])
 
 
-def test_a_pool_needs_a_block_besides_the_null_block():
+def test_pool_needs_a_block_in_addition_to_the_null_block():
     with pytest.raises(ValueError, match="num_blocks must be at least 2"):
         BlockPool(1)
 

@@ -44,7 +44,7 @@ def test_core_imports_the_standard_library_numpy_and_shared_modules_only():
     assert foreign == set()
 
 
-def test_importing_core_brings_no_jax_along():
+def test_importing_core_does_not_import_jax():
     names = [p.stem for p in CORE.glob("*.py") if p.stem != "__init__"]
     imports = "\n".join(f"import jpaged.core.{name}" for name in sorted(names))
     code = f"import sys\n{imports}\nprint({{'jax', 'flax', 'transformers'}} & set(sys.modules))"

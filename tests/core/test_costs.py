@@ -11,23 +11,23 @@ COSTS = PreemptionCosts(((64, 1.0), (128, 1.5), (256, 2.5)), ((8, 0.1), (32, 0.2
     ("num_tokens", "seconds"),
     [(0, 0.0), (1, 1.0), (64, 1.0), (65, 1.5), (256, 2.5), (257, 3.5), (800, 3 * 2.5 + 1.0)],
 )
-def test_recompute_takes_the_largest_steps_and_one_for_the_rest(num_tokens: int, seconds: float):
+def test_recompute_cost_uses_largest_steps_and_one_for_the_rest(num_tokens: int, seconds: float):
     assert math.isclose(COSTS.recompute_cost(num_tokens), seconds)
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "one_way"), [(0, 0.0), (1, 0.1), (8, 0.1), (20, 0.175), (32, 0.25), (72, 0.5)]
 )
-def test_swap_counts_both_ways(num_blocks: int, one_way: float):
+def test_swap_cost_includes_both_directions(num_blocks: int, one_way: float):
     assert math.isclose(COSTS.swap_cost(num_blocks), 2 * one_way)
 
 
-def test_one_measured_swap_serves_for_all():
+def test_one_measured_swap_size_is_enough():
     costs = PreemptionCosts(((64, 1.0),), ((8, 0.1),))
     assert [round(costs.swap_cost(n), 9) for n in (1, 8, 20)] == [0.2, 0.2, 0.5]
 
 
-def test_long_swaps_cost_what_was_measured():
+def test_large_swaps_cost_the_measured_time():
     """Out of an H200 (Qwen3-0.6B, 128 blocks a chunk): one chunk, two and eight, which overlap."""
     milliseconds = {64: 3.81, 256: 10.16, 1024: 35.58}
     costs = PreemptionCosts(((64, 1.0),), tuple((n, milliseconds[n]) for n in (64, 256)))

@@ -122,13 +122,15 @@ DAMAGES = [function for name, function in globals().items() if name.startswith("
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found(scheduler: Scheduler, damage: Callable[[Scheduler], None]):
+def test_check_integrity_finds_damage_in_groups(
+    scheduler: Scheduler, damage: Callable[[Scheduler], None]
+):
     damage(scheduler)
     with pytest.raises(IntegrityError):
         scheduler.check_integrity()
 
 
-def test_seats_are_counted_by_group():
+def test_check_integrity_counts_rows_by_group():
     driver = Driver(make_scheduler(max_num_seqs=3))
     driver.add(make_request("1", 4, n=3, seq_id=10))
     driver.step()
@@ -140,7 +142,7 @@ def test_seats_are_counted_by_group():
         driver.scheduler.check_integrity()
 
 
-def test_waiting_for_one_that_came_later_is_found():
+def test_check_integrity_finds_a_request_waiting_for_a_later_one():
     driver = Driver(make_scheduler(max_num_seqs=1))
     driver.add(make_request("1", 4))
     driver.add(make_request("2", 4))

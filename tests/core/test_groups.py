@@ -50,7 +50,7 @@ def test_a_prompt_of_one_token_has_nothing_to_share():
     driver.run()
 
 
-def test_a_stem_that_ends_at_a_border_is_shared_without_copies():
+def test_common_prefix_of_whole_blocks_is_shared_without_copies():
     driver = Driver(make_scheduler(block_size=4))
     driver.add(make_request("1", 5, max_tokens=2, seq_id=10, n=2))
     assert shape(driver.step()) == [(10, 0, 4, False)]
@@ -61,7 +61,7 @@ def test_a_stem_that_ends_at_a_border_is_shared_without_copies():
     driver.run()
 
 
-def test_a_prompt_that_ends_at_a_border_fills_its_last_block_once_for_each():
+def test_prompt_of_whole_blocks_copies_its_last_block_per_sample():
     driver = Driver(make_scheduler(block_size=4))
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=2))
     assert shape(driver.step()) == [(10, 0, 3, False)]
@@ -87,7 +87,7 @@ def test_samples_of_a_cached_prompt_join_with_whole_tables():
     driver.run()
 
 
-def test_a_sample_that_ends_early_gives_back_its_block_and_its_seat():
+def test_sample_that_ends_early_frees_its_block_and_row():
     driver = Driver(make_scheduler(block_size=4, max_num_seqs=2))
     driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=2))
     driver.add(make_request("2", 2, max_tokens=2))
@@ -106,7 +106,7 @@ def test_a_sample_that_ends_early_gives_back_its_block_and_its_seat():
     assert [s.finish_reason for s in samples(driver, "1")] == [FinishReason.STOP, "abort"]
 
 
-def test_a_step_too_small_for_the_group_serves_some_of_it():
+def test_step_with_a_small_budget_computes_part_of_a_group():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=2))
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
@@ -135,7 +135,7 @@ def test_the_overlapped_loop_plans_samples_ahead():
     driver.run()
 
 
-def test_a_preempted_group_computes_its_stem_again_and_forks_again():
+def test_preempted_group_recomputes_its_common_prefix_and_forks():
     driver = Driver(make_scheduler(block_size=2, num_blocks=8))
     driver.add(make_request("1", 3, max_tokens=8))
     driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
@@ -156,7 +156,7 @@ def test_a_preempted_group_computes_its_stem_again_and_forks_again():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_a_leader_that_ends_in_its_stem_is_replaced(lag: int):
+def test_first_sample_that_ends_in_the_common_prefix_is_replaced(lag: int):
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=3), lag)
     driver.add(make_request("1", 8, max_tokens=3, seq_id=10, n=3))
     driver.step()
@@ -188,7 +188,7 @@ def test_forks_may_wait_for_blocks():
     driver.run()
 
 
-def test_children_join_by_themselves_if_the_parent_ends_before_they_got_rows():
+def test_children_join_alone_if_the_parent_ends_before_the_fork():
     driver = starved_at_its_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
@@ -209,7 +209,7 @@ def test_a_child_that_ends_before_it_got_a_row_is_not_released():
     driver.run()
 
 
-def test_a_group_has_seats_for_all_or_waits():
+def test_group_waits_until_rows_for_all_samples_are_free():
     driver = Driver(make_scheduler(max_num_seqs=4))
     driver.add(make_request("1", 2, max_tokens=2, n=2, seq_id=10))
     driver.add(make_request("2", 2, max_tokens=2, n=3, seq_id=20))
@@ -249,7 +249,7 @@ def test_a_group_that_was_refused_joins_once_enough_of_it_has_ended():
     driver.run()
 
 
-def test_nobody_joins_while_one_that_runs_waits_for_blocks():
+def test_no_request_joins_while_a_running_one_waits_for_blocks():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
     driver.add(make_request("2", 5, seq_id=20))
@@ -274,5 +274,5 @@ def test_nobody_joins_while_one_that_runs_waits_for_blocks():
         ([[5, 1], [4, 1]], 0),
     ],
 )
-def test_what_sequences_have_in_common(texts: list[list[int]], expected: int):
+def test_common_prefix_length(texts: list[list[int]], expected: int):
     assert common_prefix_length([Sequence(0, text, 1) for text in texts]) == expected

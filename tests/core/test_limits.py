@@ -44,7 +44,7 @@ def test_groups_that_can_never_run_are_refused(request_: Request, message: str):
     driver.run()
 
 
-def test_priority_is_taken_where_it_has_an_effect():
+def test_priority_is_refused_without_priority_scheduling():
     driver = Driver(make_scheduler(by_priority=True))
     driver.add(make_request("1", 2, priority=-7))
     driver.run()
@@ -115,7 +115,7 @@ def pinned(num_blocks: int) -> Driver:
 
 
 @pytest.mark.parametrize("group", [2, BeamSearch(2)], ids=str)
-def test_a_group_finds_no_more_of_a_pin_than_its_prompt_has(group: int | BeamSearch):
+def test_pinned_prefix_counts_at_most_the_prompt_of_a_group(group: int | BeamSearch):
     # Two of the pinned blocks are shared, and each needs two blocks more.
     search = None if isinstance(group, int) else group
     request = make_request("2", [0] * 9, 8, n=2 if search is None else 1, beam=search, seq_id=10)
@@ -136,7 +136,7 @@ def test_samples_compute_the_last_token_of_a_pinned_prompt():
     driver.run()
 
 
-def test_a_prompt_swapped_out_in_its_middle_finds_no_more_of_a_pin_than_it_had_computed():
+def test_partly_computed_swapped_prompt_counts_only_computed_pinned_blocks():
     manager = pinned(7).scheduler.block_manager
     waiting = Sequence(98, [0] * 13, 13)
     assert manager.num_pinned_prefix_blocks(waiting) == 3
@@ -154,7 +154,7 @@ def test_a_pin_must_leave_room_for_a_group():
     driver.run()
 
 
-def test_a_pin_on_a_samples_own_blocks_saves_the_group_nothing():
+def test_pinning_blocks_of_one_sample_saves_the_group_nothing():
     driver = Driver(make_scheduler(num_blocks=10, block_size=4, digest="xxh3"))
     driver.add(make_request("1", 5, max_tokens=8, n=2, seq_id=10))  # one block, and two of each
     while len(driver.streams["1"]) < 4:

@@ -72,7 +72,7 @@ def test_random_faults_in_planning():
     assert all(happened[place.name] >= 5 for place in PLACES), happened
 
 
-def test_the_others_go_on():
+def test_planning_fault_of_one_request_leaves_the_others_running():
     scheduler = make_scheduler(num_blocks=33)
     driver = FaultyDriver(scheduler)
     for name in "123":
@@ -94,7 +94,7 @@ def test_the_others_go_on():
     assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
 
 
-def test_damage_to_the_books_is_nobodys_own():
+def test_inconsistent_state_raises_instead_of_failing_one_request():
     scheduler = make_scheduler(num_blocks=33)
     scheduler.add(make_request("1", 5))
 

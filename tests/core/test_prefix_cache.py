@@ -48,7 +48,7 @@ def free(manager: BlockManager, *sequences: Sequence) -> None:
     manager.check_integrity([])
 
 
-def test_full_blocks_are_hit_after_they_were_freed():
+def test_freed_full_blocks_are_found_by_a_lookup():
     manager = make_manager()
     first = join(manager, LETTERS[:10])
     assert first.block_table == [1, 2, 3]
@@ -85,13 +85,13 @@ def test_blocks_in_use_are_shared():
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(1, []), (4, []), (5, [1]), (8, [1])])
-def test_one_token_at_least_is_left_to_compute(num_tokens: int, expected: list[int]):
+def test_prefix_lookup_leaves_one_token_to_compute(num_tokens: int, expected: list[int]):
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     assert hits(manager, LETTERS[:num_tokens]) == expected
 
 
-def test_a_sequences_tail_is_evicted_before_its_head():
+def test_end_of_a_sequence_is_evicted_before_its_beginning():
     manager = make_manager(6)
     free(manager, join(manager, LETTERS[:20]))
     assert queue_of(manager) == [5, 4, 3, 2, 1]
@@ -112,7 +112,7 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     assert hits(manager, LETTERS[:9]) == [1, 2]
 
 
-def test_salts_are_worlds_apart():
+def test_different_salts_share_no_blocks():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8], "a"))
     assert hits(manager, LETTERS[:9], "a") == [1, 2]
@@ -123,7 +123,7 @@ def test_salts_are_worlds_apart():
     assert hits(manager, LETTERS[:9], "\ud800") == []
 
 
-def test_a_collision_is_a_miss_and_harms_nobody():
+def test_hash_collision_is_a_miss():
     manager = make_manager(digest="constant")
     first = join(manager, LETTERS[:8])
     assert (
@@ -138,7 +138,7 @@ def test_a_collision_is_a_miss_and_harms_nobody():
     assert hits(manager, LETTERS[:9]) == [1]
 
 
-def test_an_evicted_parent_vouches_for_nobody():
+def test_blocks_after_an_evicted_parent_are_not_found():
     """Its block, filled with something else, must not lead to the old child."""
     manager = make_manager(4)
     child = join(manager, LETTERS[:8])
@@ -156,7 +156,7 @@ def test_an_evicted_parent_vouches_for_nobody():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
-def test_two_blocks_of_one_content_stand_in_for_each_other():
+def test_two_blocks_with_the_same_tokens_share_an_entry():
     manager = make_manager(6)
     first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
     for sequence in (first, second):
@@ -172,7 +172,7 @@ def test_two_blocks_of_one_content_stand_in_for_each_other():
     manager.check_integrity([second, taken])
 
 
-def test_only_what_is_computed_and_known_is_registered():
+def test_only_computed_and_known_tokens_are_registered():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
@@ -185,7 +185,7 @@ def test_only_what_is_computed_and_known_is_registered():
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
-def test_room_is_counted_with_the_hits_that_leave_the_free_queue():
+def test_hits_in_the_free_queue_count_as_needed_blocks():
     manager = make_manager(4)
     free(manager, join(manager, LETTERS[:8]))
     sequence = Sequence(1, LETTERS[:13], 13)
@@ -199,7 +199,7 @@ def test_room_is_counted_with_the_hits_that_leave_the_free_queue():
     assert (sequence.block_table, queue_of(manager)) == ([1, 2], [3])
 
 
-def test_reset_forgets_all_and_keeps_what_runs_from_registering():
+def test_reset_clears_the_cache_and_stops_registration():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     running = join(manager, LETTERS[50:58], seq_id=1)
@@ -241,7 +241,7 @@ def test_pinned_blocks_are_never_evicted():
     free(manager, taken)
 
 
-def test_a_fork_goes_on_with_its_parents_chain():
+def test_fork_continues_the_prefix_chain_of_its_parent():
     manager = make_manager()
     parent, child = join(manager, LETTERS[:6]), Sequence(1, LETTERS[:6], 6)
     manager.fork(parent, child)
@@ -272,7 +272,7 @@ def damage_content(manager: BlockManager, sequence: Sequence) -> None:
     sequence.token_ids[0] = 99
 
 
-def test_a_held_block_of_other_content_is_told_with_its_holders():
+def test_check_integrity_names_holders_of_a_wrong_block():
     manager = make_manager()
     sequence = join(manager, LETTERS[:9])
     damage_content(manager, sequence)
@@ -338,7 +338,7 @@ def test_check_integrity_finds_damage(damage):
         manager.check_integrity([sequence])
 
 
-def test_what_is_not_registered_cannot_be_forgotten_nor_registered_as_something_else():
+def test_register_and_unregister_refuse_wrong_blocks():
     manager = make_manager()
     join(manager, LETTERS[:4])
     cache = manager.prefix_cache

@@ -20,7 +20,7 @@ def statuses(driver: Driver) -> list[str]:
     return [status(driver, name) for name in driver.requests]
 
 
-def test_the_urgent_are_served_first():
+def test_urgent_requests_are_served_first():
     driver = make_driver(max_num_seqs=1)
     for name, priority in (("1", 2), ("2", 0), ("3", 1), ("4", 0)):
         driver.add(make_request(name, 2, max_tokens=1, priority=priority))
@@ -29,7 +29,7 @@ def test_the_urgent_are_served_first():
     driver.run()
 
 
-def test_of_equal_priority_the_earlier_is_served_first_and_none_gives_way():
+def test_equal_priorities_are_served_in_order_without_preemption():
     driver = make_driver(max_num_seqs=1)
     for name in "123":
         driver.add(make_request(name, 2, max_tokens=2, priority=5))
@@ -38,7 +38,7 @@ def test_of_equal_priority_the_earlier_is_served_first_and_none_gives_way():
     assert not any(p.preempted_request_ids for p in driver.plans)
 
 
-def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
+def test_urgent_request_preempts_the_least_urgent_for_rows():
     driver = make_driver(max_num_seqs=3)
     for name, priority in (("1", 1), ("2", 3), ("3", 2)):
         driver.add(make_request(name, 2, max_tokens=9, priority=priority))
@@ -51,7 +51,7 @@ def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
     driver.run()
 
 
-def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
+def test_urgent_request_preempts_the_least_urgent_for_blocks():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.add(make_request("2", 8, max_tokens=4, priority=2))
@@ -63,7 +63,7 @@ def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
     driver.run()
 
 
-def test_none_gives_way_to_one_that_fits_beside_it():
+def test_no_request_is_preempted_if_the_urgent_one_fits():
     driver = make_driver()
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.step()
@@ -73,7 +73,7 @@ def test_none_gives_way_to_one_that_fits_beside_it():
     driver.run()
 
 
-def test_none_gives_way_to_the_less_urgent():
+def test_less_urgent_request_preempts_none():
     driver = make_driver(max_num_seqs=1)
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.step()
@@ -84,7 +84,7 @@ def test_none_gives_way_to_the_less_urgent():
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_who_gave_way_comes_back_with_the_same_answer(lag: int, mode: PreemptionMode):
+def test_preempted_request_returns_with_the_same_answer(lag: int, mode: PreemptionMode):
     policy = PreemptionPolicy(mode, 8)
     driver = make_driver(lag, max_num_seqs=2, pressure=policy)
     driver.add(make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10))
@@ -100,7 +100,7 @@ def test_who_gave_way_comes_back_with_the_same_answer(lag: int, mode: Preemption
     assert [len(stream) for stream in driver.streams.values()] == [6, 6, 2]
 
 
-def test_without_priorities_nobody_gives_way_to_a_newcomer():
+def test_new_request_preempts_none_without_priorities():
     driver = Driver(make_scheduler(max_num_seqs=1))
     driver.add(make_request("1", 2))
     driver.step()
@@ -123,7 +123,7 @@ def queue_of(
 
 
 @pytest.mark.parametrize("has_fast_front", [False, True])
-def test_a_queue_is_sorted_whoever_comes(has_fast_front: bool):
+def test_queue_stays_sorted(has_fast_front: bool):
     ranks = (0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6)
     queue, requests = queue_of(*ranks, has_fast_front=has_fast_front)
     assert [r.request_id for r in queue] == ["4", "2", "0", "5", "1", "3"]
@@ -141,7 +141,7 @@ def test_a_queue_is_sorted_whoever_comes(has_fast_front: bool):
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
-def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
+def test_queue_check_finds_disorder(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival_index = rank
@@ -149,7 +149,7 @@ def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
         queue.check_integrity()
 
 
-def test_the_urgent_take_the_tokens_of_a_step_first():
+def test_urgent_requests_get_the_tokens_of_a_step_first():
     driver = make_driver(max_num_batched_tokens=4, num_blocks=30)
     driver.add(make_request("1", 30, max_tokens=2, priority=1))
     driver.step()
@@ -158,7 +158,7 @@ def test_the_urgent_take_the_tokens_of_a_step_first():
     driver.run()
 
 
-def test_nobody_gives_way_in_vain():
+def test_no_request_is_preempted_if_the_urgent_one_would_not_fit():
     driver = make_driver(max_num_seqs=4, num_blocks=30)
     for name, priority in (("1", 0), ("2", 0), ("3", 5), ("4", 5)):
         driver.add(make_request(name, 2, max_tokens=4, priority=priority))
@@ -169,7 +169,7 @@ def test_nobody_gives_way_in_vain():
     assert [plan.preempted_request_ids for plan in driver.plans if plan.preempted_request_ids] == []
 
 
-def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twice():
+def test_blocks_shared_with_victims_are_counted_once():
     """As cached, which costs nothing, and as given back."""
     limits = {"num_blocks": 20, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
@@ -184,7 +184,7 @@ def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twic
     driver.run()
 
 
-def test_those_that_stay_go_on_before_an_urgent_newcomer_joins():
+def test_remaining_requests_continue_before_an_urgent_one_joins():
     """With blocks that are given back, so that one would give way in vain."""
     limits = {"num_blocks": 14, "max_num_batched_tokens": 128, "max_model_len": 48}
     driver = make_driver(**limits)
@@ -198,7 +198,7 @@ def test_those_that_stay_go_on_before_an_urgent_newcomer_joins():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_a_prefix_that_grows_while_no_seat_is_free_lets_others_yield(lag: int):
+def test_prefix_that_grows_without_free_rows_leads_to_preemption(lag: int):
     """The refusal that is remembered is not of another prefix."""
     driver = make_driver(
         lag, num_blocks=13, block_size=8, max_num_seqs=2, max_model_len=96, digest="xxh3"
@@ -215,7 +215,7 @@ def test_a_prefix_that_grows_while_no_seat_is_free_lets_others_yield(lag: int):
     driver.run()
 
 
-def test_blocks_that_a_pin_lets_go_are_room():
+def test_unpinned_blocks_count_as_free():
     limits = {"num_blocks": 21, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(16)]
@@ -235,7 +235,7 @@ def test_blocks_that_a_pin_lets_go_are_room():
     driver.run()
 
 
-def test_that_others_would_not_make_room_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
+def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
     driver = make_driver(num_blocks=20, max_num_batched_tokens=128, max_model_len=72)
     driver.add(make_request("1", 40, max_tokens=24))
     driver.add(make_request("2", 16, max_tokens=24, priority=1))

@@ -130,7 +130,7 @@ def failing_once(target: Any, calls_before: int, is_done: bool) -> Any:
 @pytest.mark.parametrize(("owner", "name", "calls_before"), POINTS)
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_search_that_fails_is_alone(
+def test_failing_search_ends_alone(
     owner: Any, name: str, calls_before: int, is_done: bool, lag: int
 ):
     driver = Driver(make_scheduler(num_blocks=33, max_num_seqs=8), lag)
@@ -168,7 +168,7 @@ def test_a_beam_without_a_token_ends_its_search():
     assert driver.requests["2"].finish_reason is FinishReason.LENGTH
 
 
-def test_blocks_of_a_prompt_without_a_token_serve_nobody():
+def test_blocks_of_a_prompt_without_token_are_not_cached():
     driver = Driver(make_scheduler(num_blocks=33, digest="xxh3"), lag=1)
     driver.add(make_request("1", list(range(9))))
     driver.step()
@@ -181,7 +181,7 @@ def test_blocks_of_a_prompt_without_a_token_serve_nobody():
     assert driver.requests["2"].sequences[0].num_cached_tokens == 0
 
 
-def test_damage_to_the_books_is_nobodys_own():
+def test_inconsistent_state_raises_instead_of_failing_one_request():
     driver = Driver(make_scheduler(num_blocks=33))
     driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
 

@@ -16,7 +16,7 @@ SEEDS = 12
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_everybody_ends_and_memory_comes_back(system: str):
+def test_all_requests_end_and_free_their_memory(system: str):
     most_held = 0
     for seed in range(SEEDS):
         pick = random.Random(seed)

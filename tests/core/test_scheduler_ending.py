@@ -26,7 +26,7 @@ def released(driver: Driver) -> list[int]:
     return [seq_id for plan in driver.plans for seq_id in plan.released_seq_ids]
 
 
-def test_abort_while_waiting_is_never_released():
+def test_aborting_a_waiting_request_releases_no_row():
     driver = Driver(make_scheduler(max_num_seqs=1))
     driver.add(make_request("1", 2))
     driver.add(make_request("2", 2))
@@ -38,7 +38,7 @@ def test_abort_while_waiting_is_never_released():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_abort_in_the_middle_of_a_prompt(lag: int):
+def test_abort_during_chunked_prefill_frees_the_blocks(lag: int):
     driver = Driver(make_scheduler(max_num_batched_tokens=3), lag)
     driver.add(make_request("1", 9))
     driver.step()
@@ -49,7 +49,7 @@ def test_abort_in_the_middle_of_a_prompt(lag: int):
     assert driver.streams["1"] == []
 
 
-def test_blocks_come_back_when_the_last_step_in_flight_is_read():
+def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
     driver = Driver(make_scheduler(block_size=4), lag=2)
     pool = driver.scheduler.block_manager.pool
     driver.add(make_request("1", 4, max_tokens=9))
@@ -104,13 +104,13 @@ def test_abort_while_preempted_with_a_pending_token():
     assert released(driver) == [2, 1]
 
 
-def test_a_preempted_request_goes_on_with_the_token_it_had_pending():
+def test_preempted_request_continues_with_its_pending_token():
     driver = preempted_with_a_pending_token()
     driver.run()
     assert len(driver.streams["2"]) == 5
 
 
-def test_a_request_may_end_while_it_is_preempted():
+def test_pending_token_can_end_a_preempted_request():
     driver = Driver(make_scheduler(num_blocks=6, block_size=2, max_num_seqs=2), lag=3)
     driver.add(make_request("1", 6, max_tokens=5))
     driver.add(make_request("2", 1, max_tokens=2))
@@ -156,7 +156,7 @@ def test_an_idle_scheduler_has_no_plan():
         (make_request("2", 2, seq_id=1), "seq_id 1 is in use"),
     ],
 )
-def test_what_can_never_run_is_refused_and_others_are_untouched(request_, message: str):
+def test_request_that_can_never_run_is_refused_without_effect_on_others(request_, message: str):
     driver = Driver(make_scheduler(num_blocks=10, block_size=4, max_model_len=40))
     driver.add(make_request("1", 2))
     with pytest.raises(ValueError, match=message):
@@ -165,7 +165,7 @@ def test_what_can_never_run_is_refused_and_others_are_untouched(request_, messag
     driver.run()
 
 
-def test_what_just_fits_runs():
+def test_request_that_just_fits_runs():
     driver = Driver(make_scheduler(num_blocks=10, block_size=4, max_model_len=40), lag=1)
     driver.add(make_request("1", 30, max_tokens=7))  # 36 tokens are fed: nine blocks
     driver.run()
@@ -202,7 +202,7 @@ def test_updates_out_of_order_are_refused():
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens must be at least 1"),
     ],
 )
-def test_configuration_is_checked(changes: dict, message: str):
+def test_invalid_scheduler_config_is_refused(changes: dict, message: str):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 40}
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**{**limits, **changes})
@@ -212,7 +212,7 @@ def test_configuration_is_checked(changes: dict, message: str):
     ("max_tokens", "min_tokens", "message"),
     [(0, 0, "max_tokens must be"), (3, 4, "min_tokens must lie"), (3, -1, "min_tokens must lie")],
 )
-def test_stop_criteria_are_checked(max_tokens: int, min_tokens: int, message: str):
+def test_invalid_stop_criteria_are_refused(max_tokens: int, min_tokens: int, message: str):
     with pytest.raises(ValueError, match=message):
         StopCriteria(max_tokens, min_tokens)
 

@@ -17,7 +17,7 @@ def tables(driver: Driver) -> list[list[int]]:
     return [r.sequences[0].block_table for r in driver.scheduler.running]
 
 
-def test_a_prompt_then_decoding():
+def test_prompt_is_computed_and_then_decoded():
     driver = Driver(make_scheduler(block_size=4))
     driver.add(make_request("1", 6, max_tokens=4))
     plan = driver.step()
@@ -33,7 +33,7 @@ def test_a_prompt_then_decoding():
     driver.check_end()
 
 
-def test_chunked_prefill_keeps_to_the_budget():
+def test_chunked_prefill_stays_within_the_token_budget():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=5))
     driver.add(make_request("1", 12, max_tokens=2))
     plans = [driver.step() for _ in range(4)]
@@ -66,7 +66,7 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
     driver.run()
 
 
-def test_a_row_that_is_put_back_computes_the_same_token_again():
+def test_postponed_row_computes_the_same_token_in_a_later_step():
     driver = Driver(make_scheduler(block_size=4, digest="xxh3"), lag=1)
     for name in "12":
         driver.add(make_request(name, 3, max_tokens=6))
@@ -84,7 +84,7 @@ def test_a_row_that_is_put_back_computes_the_same_token_again():
     assert [len(driver.streams[name]) for name in "12"] == [6, 6]
 
 
-def test_the_overlapped_loop_plans_ahead_of_what_it_read():
+def test_overlapped_loop_plans_a_step_before_reading_the_previous_one():
     driver = Driver(make_scheduler(block_size=4), lag=1)
     driver.add(make_request("1", 3, max_tokens=3))
     sequence = driver.requests["1"].sequences[0]
@@ -117,14 +117,14 @@ def test_min_tokens_counts_the_stop_token(min_tokens: int, expected: int):
     assert len(driver.streams["1"]) == expected
 
 
-def test_a_one_token_prompt_is_no_decode_step():
+def test_one_token_prompt_is_not_a_decode_step():
     driver = Driver(make_scheduler())
     driver.add(make_request("1", 1))
     plans = [driver.step(), driver.step()]
     assert [p.is_decode for p in plans if p] == [False, True]
 
 
-def test_a_last_chunk_of_one_token_is_no_decode_step():
+def test_last_chunk_of_one_token_is_not_a_decode_step():
     driver = Driver(make_scheduler(max_num_batched_tokens=4))
     driver.add(make_request("1", 5))
     plans = [driver.step() for _ in range(3)]
@@ -145,7 +145,7 @@ def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
     driver.run()
 
 
-def test_no_one_is_skipped_while_the_head_of_the_line_does_not_fit():
+def test_no_request_overtakes_the_first_waiting_request():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 8, max_tokens=3))
     driver.add(make_request("2", 12, max_tokens=3))  # three blocks and a spare: only three are free
@@ -156,13 +156,13 @@ def test_no_one_is_skipped_while_the_head_of_the_line_does_not_fit():
     assert [p.preempted_request_ids for p in driver.plans if p.preempted_request_ids] == []
 
 
-def test_the_spare_block_is_not_asked_of_one_alone():
+def test_single_request_needs_no_spare_block():
     driver = Driver(make_scheduler(num_blocks=3, block_size=4))
     driver.add(make_request("1", 8, max_tokens=1))
     assert shape(driver.step()) == [(1, 0, 8, True)]
 
 
-def test_the_last_to_arrive_is_preempted_and_computed_again():
+def test_last_arrived_request_is_preempted_and_recomputed():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 7, max_tokens=8))
     driver.add(make_request("2", 1, max_tokens=8))
@@ -189,7 +189,7 @@ def test_the_last_to_arrive_is_preempted_and_computed_again():
     driver.run()
 
 
-def test_preempted_requests_come_back_in_order_of_arrival():
+def test_preempted_requests_return_in_order_of_arrival():
     driver = Driver(make_scheduler(num_blocks=7, block_size=2, max_num_seqs=3), lag=1)
     driver.add(make_request("1", 2, max_tokens=9))
     driver.add(make_request("2", 1, max_tokens=9))
@@ -204,7 +204,7 @@ def test_preempted_requests_come_back_in_order_of_arrival():
     assert firsts == [1, 2, 3, 2, 3, 3]
 
 
-def test_the_last_to_arrive_may_have_to_preempt_itself():
+def test_last_arrived_request_can_preempt_itself():
     driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2))
     driver.add(make_request("1", 3, max_tokens=4))
     driver.add(make_request("2", 1, max_tokens=4))
@@ -218,7 +218,7 @@ def test_the_last_to_arrive_may_have_to_preempt_itself():
     driver.run()
 
 
-def test_blocks_on_their_way_back_are_waited_for_rather_than_preempting():
+def test_request_waits_for_draining_blocks_instead_of_preempting():
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=1)
     stop = frozenset(range(11))
     driver.add(make_request("1", 7, max_tokens=5, stop_token_ids=stop, min_tokens=2))
@@ -237,7 +237,7 @@ def test_blocks_on_their_way_back_are_waited_for_rather_than_preempting():
     driver.run()
 
 
-def test_a_preempted_request_comes_back_with_all_its_tokens():
+def test_preempted_request_returns_with_all_its_tokens():
     driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2), lag=1)
     driver.add(make_request("1", 3, max_tokens=3))
     driver.add(make_request("2", 1, max_tokens=6))
@@ -256,7 +256,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens():
     assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
 
 
-def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room():
+def test_preempted_request_waits_until_its_pending_token_is_read():
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=2)
     driver.add(make_request("1", 7, max_tokens=3))
     driver.add(make_request("2", 1, max_tokens=6))
@@ -278,7 +278,7 @@ def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room()
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_short_way_plans_what_the_long_way_does(
+def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
     """Plans of lone sequences that decode, with samples, beams, preempted and cached ones."""

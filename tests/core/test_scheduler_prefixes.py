@@ -25,7 +25,7 @@ def hits(driver: Driver, token_ids: list[int]) -> list[int]:
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_the_next_request_starts_where_the_cache_ends():
+def test_request_computes_only_tokens_after_its_cached_prefix():
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))
     driver.run()
@@ -42,7 +42,7 @@ def test_the_next_request_starts_where_the_cache_ends():
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (19, 8)
 
 
-def test_hits_that_leave_the_free_queue_take_room():
+def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
     driver = make_driver(num_blocks=5)
     driver.add(make_request("1", PROMPT, max_tokens=1))
     driver.run()
@@ -55,7 +55,7 @@ def test_hits_that_leave_the_free_queue_take_room():
     driver.run()
 
 
-def test_one_missing_token_is_no_decode_step():
+def test_prompt_with_one_uncached_token_is_not_a_decode_step():
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))
     driver.run()
@@ -84,7 +84,7 @@ def test_blocks_are_registered_when_their_step_is_read(lag: int):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_generated_tokens_are_found_in_the_next_turn(lag: int):
+def test_generated_tokens_are_cached_for_the_next_chat_turn(lag: int):
     driver = make_driver(lag)
     driver.add(make_request("1", PROMPT, max_tokens=8))
     driver.run()
@@ -95,7 +95,7 @@ def test_generated_tokens_are_found_in_the_next_turn(lag: int):
     driver.run()
 
 
-def test_a_wasted_step_after_a_stop_registers_what_is_known():
+def test_step_after_a_stop_registers_only_known_tokens():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT[:7], max_tokens=9, stop_token_ids=frozenset(range(11))))
     driver.run()
@@ -105,7 +105,7 @@ def test_a_wasted_step_after_a_stop_registers_what_is_known():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_an_aborted_prompt_leaves_what_its_steps_compute(lag: int):
+def test_aborted_prompt_leaves_its_computed_blocks_in_the_cache(lag: int):
     driver = make_driver(lag, max_num_batched_tokens=8)
     driver.add(make_request("1", [*PROMPT, *PROMPT], max_tokens=2))
     driver.step()
@@ -115,7 +115,7 @@ def test_an_aborted_prompt_leaves_what_its_steps_compute(lag: int):
     assert hits(driver, [*PROMPT, *PROMPT]) == [1, 2]
 
 
-def test_a_preempted_request_finds_what_was_left_of_it():
+def test_preempted_request_finds_its_own_cached_blocks():
     driver = make_driver(num_blocks=6)
     driver.add(make_request("1", [1, 2, 3, 4, 5, 6, 7], max_tokens=8))
     driver.add(make_request("2", [9, 9, 9, 9], max_tokens=8))
@@ -131,7 +131,7 @@ def test_a_preempted_request_finds_what_was_left_of_it():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_steps_in_flight_of_a_preempted_request_register_nothing(lag: int):
+def test_steps_in_flight_of_preempted_request_register_no_blocks(lag: int):
     driver = make_driver(lag, num_blocks=5, block_size=2, max_num_seqs=2)
     driver.add(make_request("1", 3, max_tokens=5))
     driver.add(make_request("2", 1, max_tokens=5))
@@ -141,7 +141,7 @@ def test_steps_in_flight_of_a_preempted_request_register_nothing(lag: int):
     driver.run()
 
 
-def test_one_that_does_not_read_the_cache_fills_it():
+def test_request_that_ignores_the_cache_still_fills_it():
     driver = make_driver()
     for name in "12":
         driver.add(make_request(name, PROMPT, max_tokens=2, reads=False))
@@ -155,7 +155,7 @@ def test_one_that_does_not_read_the_cache_fills_it():
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (9, 8)
 
 
-def test_shared_blocks_make_room_for_one_that_waits():
+def test_shared_prefix_lets_a_waiting_request_fit():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
@@ -165,7 +165,7 @@ def test_shared_blocks_make_room_for_one_that_waits():
     driver.run()
 
 
-def test_a_refused_head_is_looked_up_again_only_when_something_changed(
+def test_refused_first_request_is_checked_again_only_after_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver = make_driver(num_blocks=8)
@@ -180,7 +180,7 @@ def test_a_refused_head_is_looked_up_again_only_when_something_changed(
     assert lookups == [1, 2, 2]  # on joining; refused; when the first had ended
 
 
-def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
+def test_finished_request_does_not_free_shared_blocks():
     driver = make_driver(lag=2, num_blocks=8)
     driver.add(make_request("1", PROMPT, max_tokens=12))
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.run()
 
 
-def test_reset_while_steps_are_in_flight_lets_none_of_them_register():
+def test_cache_reset_stops_registration_by_steps_in_flight():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT, max_tokens=9))
     driver.step()

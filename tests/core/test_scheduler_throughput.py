@@ -15,7 +15,7 @@ from jpaged.core.swap import PreemptionMode, PreemptionPolicy
     ("goal", "joined"),
     [(SchedulingGoal.LATENCY, [1, 1, 1]), (SchedulingGoal.THROUGHPUT, [0, 2, 1])],
 )
-def test_those_who_wait_join_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
+def test_waiting_requests_join_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
     """Two, of 64 seats; or all that wait, if they are fewer."""
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
@@ -43,7 +43,7 @@ def tokens_by_sequence(driver: Driver, num_steps: int) -> list[dict[int, int]]:
     return [{s: n for s, _, n, _ in shape(driver.step())} for _ in range(num_steps)]
 
 
-def test_nobody_decodes_beside_prompts_that_fill_the_step():
+def test_no_row_decodes_in_a_step_that_prompts_fill():
     """A prompt that was begun goes on; what no longer fills a step is computed with decoding."""
     scheduler = make_scheduler(30, max_num_seqs=6, max_num_batched_tokens=10)
     driver = driver_of(scheduler, [6, 6, 6, 6, 6], max_tokens=3)
@@ -57,14 +57,14 @@ def test_nobody_decodes_beside_prompts_that_fill_the_step():
     driver.run()
 
 
-def test_prompts_that_do_not_fill_the_step_join_those_who_decode():
+def test_prompts_that_do_not_fill_a_step_join_decoding_rows():
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [6, 6, 6])
     assert tokens_by_sequence(driver, 3) == [{0: 6, 1: 4}, {0: 1, 1: 2, 2: 6}, {0: 1, 1: 1, 2: 1}]
     driver.run()
 
 
 @pytest.mark.parametrize("digest", [None, "xxh3"])
-def test_a_prompt_longer_than_a_step_is_waited_for_by_itself(digest: str | None):
+def test_prompt_longer_than_a_step_is_computed_alone(digest: str | None):
     """To its last part, which leaves room."""
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10, digest=digest), [8, 27])
     expected = [{0: 8, 1: 2}, {1: 10}, {1: 10}, {0: 1, 1: 5}, {0: 1, 1: 1}]
@@ -72,14 +72,14 @@ def test_a_prompt_longer_than_a_step_is_waited_for_by_itself(digest: str | None)
     driver.run()
 
 
-def test_for_latency_all_decode_in_every_step():
+def test_latency_goal_decodes_all_rows_in_each_step():
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [6, 6, 6, 6])
     driver.goal = SchedulingGoal.LATENCY
     assert tokens_by_sequence(driver, 2) == [{0: 6, 1: 4}, {0: 1, 1: 2, 2: 6, 3: 1}]
     driver.run()
 
 
-def test_where_priorities_count_all_decode_in_every_step():
+def test_priority_policy_decodes_all_rows_in_each_step():
     scheduler = make_scheduler(30, max_num_batched_tokens=10, by_priority=True)
     driver = driver_of(scheduler, [6, 6, 6, 6])
     assert tokens_by_sequence(driver, 2) == [{0: 6, 1: 4}, {0: 1, 1: 2, 2: 6, 3: 1}]
@@ -96,14 +96,14 @@ def test_where_priorities_count_all_decode_in_every_step():
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],
 )
-def test_prompts_fill_a_step_only_with_seats_and_blocks_for_all(limits: dict, second: dict):
+def test_prompts_fill_a_step_only_with_rows_and_blocks_for_all(limits: dict, second: dict):
     given = {"num_blocks": 30, "max_num_batched_tokens": 10, **limits}
     driver = driver_of(make_scheduler(**given), [6, 6, 6, 6])
     assert tokens_by_sequence(driver, 2)[1] == second
     driver.run()
 
 
-def test_samples_of_one_prompt_fill_no_step():
+def test_samples_of_one_prompt_do_not_fill_a_step():
     """Later requests are not looked at, for none is passed."""
     driver = driver_of(make_scheduler(30, max_num_seqs=8, max_num_batched_tokens=10), [10])
     driver.add(make_request("1", 6, seq_id=100, n=2))
@@ -112,7 +112,7 @@ def test_samples_of_one_prompt_fill_no_step():
     driver.run()
 
 
-def test_a_group_whose_prompt_was_begun_is_not_passed():
+def test_no_request_overtakes_a_partly_computed_group():
     driver = driver_of(make_scheduler(30, max_num_seqs=8, max_num_batched_tokens=10), [])
     driver.add(make_request("0", 25, seq_id=0, n=2))
     for i in (2, 3, 4):
@@ -122,7 +122,7 @@ def test_a_group_whose_prompt_was_begun_is_not_passed():
     driver.run()
 
 
-def test_what_is_cached_fills_no_step():
+def test_cached_tokens_do_not_fill_a_step():
     """Running sequences decode in the same steps."""
     scheduler = make_scheduler(30, max_num_batched_tokens=10, digest="xxh3")
     driver = driver_of(scheduler, [])
@@ -133,7 +133,7 @@ def test_what_is_cached_fills_no_step():
     driver.run()
 
 
-def test_those_who_do_not_read_the_cache_fill_a_step_with_what_is_in_it():
+def test_requests_that_ignore_the_cache_fill_a_step_with_cached_tokens():
     scheduler = make_scheduler(30, max_num_batched_tokens=10, digest="xxh3")
     driver = driver_of(scheduler, [])
     for name in "0123":
@@ -142,7 +142,7 @@ def test_those_who_do_not_read_the_cache_fill_a_step_with_what_is_in_it():
     driver.run()
 
 
-def test_a_prompt_that_fits_one_block_finds_nothing():
+def test_prompt_within_one_block_has_no_cached_prefix():
     """The last token is computed in any case."""
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=8, digest="xxh3"), [])
     for name in "0123":
@@ -152,7 +152,7 @@ def test_a_prompt_that_fits_one_block_finds_nothing():
 
 
 @pytest.mark.parametrize("policy", [None, PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=8)])
-def test_for_one_who_comes_back_nobody_waits(policy: PreemptionPolicy | None):
+def test_preempted_request_alone_does_not_stop_decoding(policy: PreemptionPolicy | None):
     """No sequence waits for the requests behind it either."""
     driver = driver_of(make_scheduler(1 + 12, max_num_batched_tokens=10, pressure=policy), [])
     for name, prompt_len, max_tokens in (("0", 3, 20), ("1", 25, 7), ("2", 11, 9)):
@@ -173,7 +173,7 @@ def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_of_four")
-def test_prompts_of_fewer_than_may_join_fill_no_step():
+def test_too_few_prompts_do_not_fill_a_step():
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [3, 3, 3])
     driver.step()
     for name in "34":
@@ -183,7 +183,7 @@ def test_prompts_of_fewer_than_may_join_fill_no_step():
 
 
 @pytest.mark.usefixtures("two_of_four")
-def test_a_prompt_that_was_begun_fills_a_step_whoever_waits():
+def test_partly_computed_prompt_fills_a_step():
     driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [3, 3, 27, 9, 9])
     assert tokens_by_sequence(driver, 3) == [{0: 3, 1: 3, 2: 4}, {2: 10}, {2: 10}]
     driver.run()

@@ -11,7 +11,7 @@ from jpaged.core.request import FinishReason, Sequence
 from jpaged.core.sequence_table import RequestQueue
 
 
-def test_a_sequence_goes_out_and_comes_back():
+def test_sequence_is_swapped_out_and_in():
     driver = swapped_out()
     plan = driver.plans[-1]
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
@@ -34,7 +34,7 @@ def test_a_sequence_goes_out_and_comes_back():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_what_is_in_flight_is_awaited_before_the_return(lag: int):
+def test_swap_in_waits_until_steps_in_flight_are_read(lag: int):
     driver = swapped_out(lag)
     (sequence,) = samples(driver, "2")
     computed = sequence.num_computed_tokens
@@ -56,7 +56,7 @@ def swapped_group(digest: str | None = None, lag: int = 0) -> Driver:
     return driver
 
 
-def test_shared_blocks_go_out_once_and_are_shared_again():
+def test_shared_blocks_are_swapped_once_and_shared_again():
     driver = swapped_group()
     assert driver.plans[-2].block_copies == ((4, 5),)
     assert driver.plans[-1].swap_outs == ((1, (3, 5, 4)),)
@@ -72,7 +72,7 @@ def test_shared_blocks_go_out_once_and_are_shared_again():
     driver.run()
 
 
-def test_a_sample_that_ends_while_out_does_not_come_back():
+def test_sample_that_ends_while_swapped_out_is_not_swapped_in():
     driver = swapped_group()
     driver.scheduler.finish_sequence(samples(driver, "2")[0], FinishReason.ABORT)
     assert driver.scheduler.swap_space.num_used_host_blocks == 3  # the image is one piece
@@ -83,7 +83,7 @@ def test_a_sample_that_ends_while_out_does_not_come_back():
 
 
 @pytest.mark.parametrize("sample_by_sample", [False, True])
-def test_the_image_of_an_ended_group_is_dropped(sample_by_sample: bool):
+def test_swap_entry_of_an_ended_group_is_dropped(sample_by_sample: bool):
     driver = swapped_group()
     if sample_by_sample:
         for sequence in samples(driver, "2"):
@@ -96,7 +96,7 @@ def test_the_image_of_an_ended_group_is_dropped(sample_by_sample: bool):
     driver.run()
 
 
-def test_an_image_dropped_before_it_was_ordered_is_never_made():
+def test_swap_entry_dropped_before_the_next_plan_is_never_created():
     scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2, pressure=SWAP)
     driver = Driver(scheduler, lag=2)
     driver.add(make_request("1", 7, max_tokens=3))
@@ -110,7 +110,7 @@ def test_an_image_dropped_before_it_was_ordered_is_never_made():
     driver.run()
 
 
-def test_what_the_prefix_cache_still_has_is_not_copied_back():
+def test_cached_blocks_are_not_copied_back():
     driver = swapped_out(digest="xxh3")
     (sequence,) = samples(driver, "2")
     driver.step()
@@ -121,7 +121,7 @@ def test_what_the_prefix_cache_still_has_is_not_copied_back():
     driver.run()
 
 
-def test_all_of_it_may_still_be_there():
+def test_swap_in_copies_nothing_if_all_blocks_are_cached():
     driver = Driver(make_scheduler(num_blocks=4, block_size=2, pressure=SWAP, digest="xxh3"))
     driver.add(make_request("1", 1, max_tokens=4))
     driver.add(make_request("2", 1, max_tokens=6))
@@ -134,7 +134,7 @@ def test_all_of_it_may_still_be_there():
     driver.run()
 
 
-def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
+def test_partial_block_is_copied_even_if_a_full_one_is_cached():
     driver = swapped_out(digest="xxh3")
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     sequence.token_ids.append(0)
@@ -152,7 +152,7 @@ def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
     ]
 
 
-def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_reset():
+def test_swapped_request_finds_blocks_cached_again_after_a_reset():
     driver = swapped_out(digest="xxh3")
     (sequence,) = samples(driver, "2")
     driver.scheduler.reset_prefix_cache()
@@ -169,7 +169,7 @@ def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_re
     )  # what it computed before counts no more
 
 
-def test_a_reset_while_out_lets_nothing_of_it_be_registered():
+def test_cache_reset_while_swapped_out_stops_registration():
     driver = swapped_out(digest="xxh3")
     driver.scheduler.reset_prefix_cache()
     driver.step()
@@ -180,7 +180,7 @@ def test_a_reset_while_out_lets_nothing_of_it_be_registered():
     assert manager.find_prefix(Sequence(99, history, 1)) == []
 
 
-def test_a_reset_before_going_out_is_remembered_when_back():
+def test_cache_reset_before_swapping_out_stops_registration():
     scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=SWAP, digest="xxh3")
     driver = Driver(scheduler)
     driver.add(make_request("1", 7, max_tokens=8))
@@ -194,7 +194,7 @@ def test_a_reset_before_going_out_is_remembered_when_back():
     assert scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
 
 
-def test_pinned_blocks_are_found_at_the_return():
+def test_swap_in_uses_pinned_blocks():
     driver = swapped_out(digest="xxh3")
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     pin = manager.pins.pin(manager.find_prefix(sequence))
@@ -208,7 +208,7 @@ def test_pinned_blocks_are_found_at_the_return():
     driver.check_end()
 
 
-def test_a_prefix_is_pinned_while_tokens_of_a_swapped_sequence_are_on_their_way():
+def test_prefix_can_be_pinned_while_a_swapped_sequence_has_unread_tokens():
     """It has computed more than it knows."""
     scheduler = make_scheduler(
         num_blocks=9, max_model_len=28, block_size=4, digest="xxh3", pressure=SWAP
@@ -227,7 +227,7 @@ def test_a_prefix_is_pinned_while_tokens_of_a_swapped_sequence_are_on_their_way(
     driver.run()
 
 
-def test_nobody_passes_a_swapped_head():
+def test_no_request_overtakes_the_first_swapped_request():
     driver = swapped_out()
     driver.add(make_request("3", 1, max_tokens=2))
     assert num_free(driver) == 1
@@ -238,7 +238,7 @@ def test_nobody_passes_a_swapped_head():
     driver.run()
 
 
-def test_a_return_leaves_a_spare_block_to_those_that_run():
+def test_swap_in_leaves_a_spare_block_for_running_requests():
     driver = swapped_out()
     scheduler, request = driver.scheduler, driver.requests["2"]
     scheduler.abort("1")
@@ -261,7 +261,7 @@ def test_a_return_leaves_a_spare_block_to_those_that_run():
     driver.run()
 
 
-def test_a_group_in_its_stem_goes_out_and_goes_on():
+def test_group_is_swapped_while_computing_its_common_prefix():
     scheduler = make_scheduler(
         num_blocks=8, block_size=2, max_num_batched_tokens=4, pressure=SWAP, by_priority=True
     )
@@ -282,7 +282,7 @@ def test_a_group_in_its_stem_goes_out_and_goes_on():
     driver.run()
 
 
-def test_samples_that_share_a_partial_block_return_only_with_a_block_to_copy_it_to():
+def test_swap_in_of_shared_partial_block_needs_a_copy_block():
     scheduler = make_scheduler(
         num_blocks=6, block_size=4, max_num_seqs=6, max_num_batched_tokens=8, pressure=SWAP
     )

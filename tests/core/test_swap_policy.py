@@ -9,7 +9,7 @@ from jpaged.core.block_manager import BlockManager
 from jpaged.core.swap import PreemptionCosts, PreemptionMode, PreemptionPolicy, SwapSpace
 
 
-def test_a_full_host_space_means_recomputing():
+def test_request_is_recomputed_if_swap_space_is_full():
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=1))
     assert (status(driver, "2"), driver.plans[-1].swap_outs) == ("preempted", ())
     driver.run()
@@ -18,7 +18,7 @@ def test_a_full_host_space_means_recomputing():
     driver.run()
 
 
-def test_the_bound_counts_the_images_that_are_there():
+def test_swap_space_counts_existing_swap_entries():
     manager = BlockManager(11, 4)
     space = SwapSpace(PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
     first, second = make_request("1", 12), make_request("2", 12)
@@ -35,7 +35,7 @@ def test_the_bound_counts_the_images_that_are_there():
 @pytest.mark.parametrize(
     ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
 )
-def test_auto_takes_the_cheaper_way(recompute_seconds: float, expected: str):
+def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expected: str):
     # Six tokens to compute, two blocks each way; of equal costs recomputing needs no memory.
     costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.AUTO, 8, costs))
@@ -43,7 +43,7 @@ def test_auto_takes_the_cheaper_way(recompute_seconds: float, expected: str):
     driver.run()
 
 
-def test_auto_counts_shared_tokens_once():
+def test_auto_preemption_counts_shared_tokens_once():
     # Three tokens in common, and one of each sample: five to compute; three blocks.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
     scheduler = make_scheduler(
@@ -71,7 +71,7 @@ def test_bad_policies_are_refused(arguments: tuple, message: str):
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_one_that_only_waits_to_be_read_gives_way_at_once_and_is_not_swapped_out(
+def test_complete_request_is_preempted_without_swapping_out(
     mode: PreemptionMode,
 ):
     policy = PreemptionPolicy(mode, num_host_blocks=20)

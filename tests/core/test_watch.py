@@ -71,7 +71,7 @@ class Replica(PoolReplica):
                 assert self.tokens.get(block_id, [])[: len(own)] == own
 
 
-def test_the_life_of_a_request():
+def test_watch_reports_the_life_of_a_request():
     driver = driver_of(make_request("1", 6, max_tokens=4), num_blocks=6, digest="xxh3")
     replica = Replica(driver.scheduler)
     assert not replica.look()
@@ -91,7 +91,7 @@ def test_the_life_of_a_request():
     replica.check()
 
 
-def test_a_copy_on_write_replaces_the_last_entry():
+def test_watch_reports_copy_on_write():
     driver = driver_of(make_request("1", 6, max_tokens=9, n=2), num_blocks=9)
     replica = Replica(driver.scheduler)
     kept, copies = [], {}
@@ -106,7 +106,7 @@ def test_a_copy_on_write_replaces_the_last_entry():
     replica.check()
 
 
-def test_a_table_that_was_trimmed_and_grew_again():
+def test_watch_reports_a_trimmed_table_that_grows_again():
     driver = driver_of(make_request("1", 12, max_tokens=9), num_blocks=9)
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.step()
@@ -121,7 +121,7 @@ def test_a_table_that_was_trimmed_and_grew_again():
     assert replica.tables[1] == sequence.block_table == [1, 4, 5]
 
 
-def test_a_watch_that_begins_late_sees_all():
+def test_late_watch_reports_the_whole_state():
     driver = driver_of(make_request("1", 9, max_tokens=3), num_blocks=9, digest="xxh3")
     driver.run()
     driver.add(make_request("2", 9, max_tokens=3))
@@ -132,7 +132,7 @@ def test_a_watch_that_begins_late_sees_all():
     assert len(replica.counts) == 5
 
 
-def test_tokens_are_told_a_few_blocks_at_a_time():
+def test_watch_reports_tokens_a_few_blocks_at_a_time():
     driver = driver_of(make_request("1", 12, max_tokens=2), num_blocks=9, digest="xxh3")
     driver.step()
     watch = PoolWatch(driver.scheduler, num_token_blocks=2)
@@ -143,7 +143,7 @@ def test_tokens_are_told_a_few_blocks_at_a_time():
     assert not PoolWatch(driver.scheduler).look().tokens
 
 
-def test_watches_are_told_of_steps_until_they_are_closed_or_dropped():
+def test_watch_is_notified_until_it_is_closed_or_dropped():
     watches = WeakSet[PoolWatch]()
     first, second, third = (PoolWatch(make_scheduler(), watches=watches) for _ in range(3))
     first.close()
@@ -155,7 +155,7 @@ def test_watches_are_told_of_steps_until_they_are_closed_or_dropped():
     assert set(watches) == set()
 
 
-def test_a_block_that_is_pinned_anew_with_other_content():
+def test_watch_reports_a_pinned_block_with_new_content():
     """Between two looks its prefix is unpinned and evicted; pins hold as many blocks as before."""
     driver = driver_of(make_request("1", 5, max_tokens=1), num_blocks=3, digest="xxh3")
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
@@ -174,7 +174,7 @@ def test_a_block_that_is_pinned_anew_with_other_content():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_groups(seed: int):
+def test_watch_agrees_with_snapshots_of_random_groups(seed: int):
     work = Work(seed, Tally())
     replica = Replica(work.driver.scheduler)
     step = work.step
@@ -192,7 +192,7 @@ def test_random_groups(seed: int):
     replica.check()
 
 
-def test_a_swapped_group_has_an_image():
+def test_watch_reports_swap_entries():
     pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
     work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
     driver = driver_of(*work, num_blocks=7, pressure=pressure)
