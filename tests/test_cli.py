@@ -619,7 +619,7 @@ def test_help_and_version_import_no_jax(capsys: pytest.CaptureFixture[str]):
         ("jpaged.serve", "owner/absent", "could not reach the model hub"),
     ],
 )
-def test_a_wrong_model_is_refused_before_anything_large_is_imported(
+def test_wrong_model_is_refused_before_large_imports(
     command: str, model: str, told: str, tmp_path: Path
 ):
     rest = {"jpaged": ["Hi"], "jpaged.serve": ["--port", "0"]}.get(command, ["text", "folder"])

@@ -1,4 +1,4 @@
-"""Whichever test files are named, in whatever order, pytest must find the module each one means."""
+"""Test that pytest finds the right helper modules whichever test files it collects."""
 
 import ast
 from collections import Counter
@@ -10,8 +10,8 @@ FILES = sorted(TESTS.rglob("*.py"))
 NAMES = {file.stem for file in FILES}
 
 
-def imported(source: Path) -> Iterator[str]:
-    """Top-level names of the modules that a file imports."""
+def imported_names(source: Path) -> Iterator[str]:
+    """Yield the top-level names of the modules that a file imports."""
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -24,14 +24,13 @@ def test_no_two_test_modules_share_a_name():
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-def test_each_file_imports_helpers_of_its_own_folder_and_never_a_conftest():
-    """pytest puts the folder of each collected file, and of each conftest.py above it, on the path.
-    What lies in another folder is found only if a file there is collected too, and `conftest` is
-    whichever was loaded first."""
+def test_files_import_helpers_of_their_folder_and_never_a_conftest():
+    """Only the folders of collected files and of their conftest.py are on the path, and the name
+    `conftest` means whichever was loaded first."""
     wrong = [
         f"{file.relative_to(TESTS)} imports {name}"
         for file in FILES
-        for name in imported(file)
+        for name in imported_names(file)
         if (
             name in NAMES
             and not (file.parent / f"{name}.py").is_file()

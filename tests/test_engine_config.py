@@ -26,14 +26,8 @@ from pallas_kernels import Backend, checks
 def resolved(
     num_blocks: int = 100, defaults: PlatformDefaults = CPU_DEFAULTS, **options
 ) -> RuntimeConfig:
-    config = EngineConfig(**options)
-    limits = resolve_limits(
-        config,
-        model_max_len=1024,
-        vocab_size=300,
-        backend=Backend.XLA,
-        defaults=defaults,
-    )
+    config, sizes = EngineConfig(**options), {"model_max_len": 1024, "vocab_size": 300}
+    limits = resolve_limits(config, **sizes, backend=Backend.XLA, defaults=defaults)
     return with_pool(limits, num_blocks, config)
 
 
@@ -42,27 +36,15 @@ def resolved(
     [
         ("dtype", "int8", "dtype='int8' is not supported; choose one of auto, float32"),
         ("load_format", "pt", "load_format='pt' is not supported"),
-        (
-            "kv_cache_dtype",
-            "fp8_e5m2",
-            "kv_cache_dtype='fp8_e5m2' is not supported; choose one of .*fp8, fp8_e4m3",
-        ),
-        (
-            "block_size",
-            0,
-            "block_size=0 is out of range: .* an integer from 1 to 256; use 16",
-        ),
+        ("kv_cache_dtype", "fp8_e5m2", "='fp8_e5m2' is not supported; choose .*fp8, fp8_e4m3"),
+        ("block_size", 0, "block_size=0 is out of range: .* an integer from 1 to 256; use 16"),
         ("block_size", 257, "block_size=257"),
         ("block_size", 16.0, "block_size=16.0"),
         ("block_size", True, "block_size=True"),
         ("num_blocks", 1, "num_blocks=1 is out of range: it must be an integer, 2 or more"),
         ("num_blocks", True, "num_blocks=True"),
         ("max_num_seqs", 0, "max_num_seqs=0 is out of range: it must be an integer"),
-        (
-            "max_num_seqs",
-            2049,
-            r"max_num_seqs=2049 is out of range: .* at most 2048",
-        ),
+        ("max_num_seqs", 2049, r"max_num_seqs=2049 is out of range: .* at most 2048"),
         ("max_num_batched_tokens", 2**18 + 1, "max_num_batched_tokens=262145 .* at most 262144"),
         ("max_model_len", 1, "max_model_len=1 .* an integer, 2 or more"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
@@ -82,43 +64,32 @@ def resolved(
         ("swap_space", float("inf"), "swap_space=inf is out of range"),
     ],
 )
-def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
+def test_invalid_option_is_refused_by_name(option: str, value: object, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_as_many_devices_are_asked_for_as_can_share_a_model():
+def test_limits_and_choices_are_those_of_the_models_kernels_and_scheduler():
     assert config_module.MAX_GPUS == MAX_TENSOR_PARALLEL_SIZE
-
-
-def test_quantizations_are_those_that_checkpoints_are_read_in():
     assert QUANTIZATIONS == QUANTIZATION_METHODS
-
-
-def test_blocks_have_the_sizes_that_the_kernels_take():
     assert config_module.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE
-    for size in (1, 2, 7, 16, 256):
-        assert EngineConfig(block_size=size).block_size == size
+    assert tuple(PreemptionMode) == PREEMPTION_MODES
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 256])
+def test_block_size_is_any_size_that_the_kernels_take(size: int):
+    assert EngineConfig(block_size=size).block_size == size
 
 
 @pytest.mark.parametrize(
     "option", ["async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose"]
 )
-def test_a_switch_is_true_or_false(option: str):
+def test_boolean_option_refuses_a_number(option: str):
     with pytest.raises(TypeError, match=f"{option}=1 must be True or False"):
         EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]
 
 
-def test_the_modes_are_the_schedulers():
-    assert tuple(PreemptionMode) == PREEMPTION_MODES
-
-
-def test_the_pool_is_given_one_way_only():
-    with pytest.raises(ValueError, match="num_blocks or kv_cache_memory_bytes, not both"):
-        EngineConfig(num_blocks=10, kv_cache_memory_bytes=10)
-
-
-def test_none_stands_for_the_devices_defaults():
+def test_limits_default_to_those_of_the_device():
     config = resolved()
     assert config.max_num_seqs == CPU_DEFAULTS.max_num_seqs
     assert config.max_num_batched_tokens == CPU_DEFAULTS.max_num_batched_tokens
@@ -139,39 +110,46 @@ def test_none_stands_for_the_devices_defaults():
         ("cpu", 1e6, {"num_scheduler_steps": 3}, 3),
     ],
 )
-def test_steps_shorter_than_their_launch_come_in_bursts(
+def test_small_models_on_a_gpu_run_bursts_of_steps(
     platform: str, weights: float, options: dict, expected: int
 ):
     defaults = platform_defaults(SimpleNamespace(platform=platform), int(weights))
     assert resolved(defaults=defaults, **options).num_scheduler_steps == expected
 
 
-def test_the_longest_sequence_always_fits_the_pool():
+@pytest.mark.parametrize(
+    ("num_blocks", "options", "message"),
+    [
+        (11, {"max_model_len": 161}, "max_model_len=161 tokens do not fit .* to 160"),
+        (1, {}, "no KV block fits in the memory left"),
+        (100, {"max_model_len": 1025}, "max_model_len=1025 is more than the 1024 positions"),
+        (
+            100,
+            {"max_num_batched_tokens": 8, "max_num_seqs": 16},
+            "max_num_batched_tokens=8 is less than max_num_seqs=16",
+        ),
+        (
+            100,
+            {"num_blocks": 10, "kv_cache_memory_bytes": 10},
+            "num_blocks or kv_cache_memory_bytes, not both",
+        ),
+        (
+            100,
+            {"preemption_mode": "swap", "swap_space": 0},
+            "swap_space=0 leaves preemption_mode='swap' no memory",
+        ),
+    ],
+    ids=str,
+)
+def test_contradicting_limits_are_refused(num_blocks: int, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        resolved(num_blocks, **options)
+
+
+def test_limits_left_out_fit_the_pool_and_the_other_limits():
     assert resolved(11).max_model_len == 160
-    with pytest.raises(ValueError, match=r"max_model_len=161 tokens do not fit .* to 160"):
-        resolved(11, max_model_len=161)
-
-
-def test_a_pool_of_no_blocks_is_an_error():
-    with pytest.raises(ValueError, match="no KV block fits in the memory left"):
-        resolved(1)
-
-
-def test_more_positions_than_the_model_has_are_refused():
-    with pytest.raises(ValueError, match="max_model_len=1025 is more than the 1024 positions"):
-        resolved(max_model_len=1025)
-
-
-def test_a_step_has_room_for_a_token_of_every_sequence():
-    with pytest.raises(ValueError, match="max_num_batched_tokens=8 is less than max_num_seqs=16"):
-        resolved(max_num_batched_tokens=8, max_num_seqs=16)
     assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
     assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
-
-
-def test_swap_needs_space():
-    with pytest.raises(ValueError, match="swap_space=0 leaves preemption_mode='swap' no memory"):
-        EngineConfig(preemption_mode="swap", swap_space=0)
     EngineConfig(preemption_mode="auto", swap_space=0)
 
 
@@ -184,7 +162,7 @@ def test_host_blocks_fit_swap_space_and_pool(mode: str, space: float, expected: 
     assert with_swap(resolved(20), config, 16 * 2**20).num_host_blocks == expected
 
 
-def test_swap_space_of_less_than_a_block():
+def test_swap_space_must_hold_a_block_unless_mode_is_auto():
     config = EngineConfig(preemption_mode="swap", swap_space=1e-6)
     with pytest.raises(ValueError, match="swap_space=1e-06 GiB does not hold a block of 4,096"):
         with_swap(resolved(), config, 4096)
@@ -192,7 +170,7 @@ def test_swap_space_of_less_than_a_block():
     assert with_swap(resolved(), config, 4096).num_host_blocks == 0
 
 
-def test_host_memory_is_told_apart_from_the_devices():
+def test_memory_report_lists_host_memory_apart():
     account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
     assert account.total == 10
     devices, dtype = [SimpleNamespace(device_kind="X")], jnp.dtype("float8_e4m3fn")
@@ -203,7 +181,7 @@ def test_host_memory_is_told_apart_from_the_devices():
     assert len(without) == len(lines) - 1
 
 
-def test_a_small_machine_swaps_less_by_default(monkeypatch: pytest.MonkeyPatch):
+def test_default_swap_space_is_less_on_a_small_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(config_module, "physical_memory_bytes", lambda: 2 * 2**30)
     assert EngineConfig(preemption_mode="swap").host_blocks(2**20) == 1024
     with pytest.raises(ValueError, match=r"swap_space=4 GiB is more than this machine's 2.0 GiB"):

@@ -1,4 +1,4 @@
-"""A start refuses a folder that is wrong, by the name of what is, before it costs anything."""
+"""Test that a start refuses an invalid model folder quickly, with little memory and by name."""
 
 import json
 import os
@@ -16,28 +16,23 @@ from jpaged.config import EMBEDDED_MODEL
 from jpaged.engine.startup import end_token_ids
 
 SECONDS = 60
-"""Far more than a refusal takes, also on a busy machine, and less than a hang."""
+"""More than a refusal takes on a busy machine, and less than a hang."""
 
+SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size"]
 CHANGES: dict[str, dict[str, Any]] = {
-    "num_hidden_layers": {"num_hidden_layers": 10**9},
-    "hidden_size": {"hidden_size": 10**9},
-    "intermediate_size": {"intermediate_size": 10**9},
-    "num_attention_heads": {"num_attention_heads": 10**9},
+    **{name: {name: 10**9} for name in [*SIZES, "num_attention_heads"]},
     "num_key_value_heads": {"num_attention_heads": 10**4, "num_key_value_heads": 10**9},
-    "head_dim": {"head_dim": 10**9},
-    "vocab_size": {"vocab_size": 10**9},
     "max_position_embeddings": {"max_position_embeddings": 10**12},
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded model's files."""
     return Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "model"))
 
 
 def refusal(folder: Path, **options: Any) -> str:
-    """What an engine of the folder is refused with, soon and with hardly any memory."""
+    """Return the error of an engine of the folder; check its time and its memory."""
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ValueError) as caught:
         Engine(folder, compilation_cache_dir=None, **options)
@@ -54,33 +49,31 @@ def change(folder: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("field", CHANGES)
-def test_a_size_that_no_model_has_is_refused_by_its_field(
-    folder: Path, field: str, load_format: str
-):
+def test_impossible_size_is_refused_by_its_field(folder: Path, field: str, load_format: str):
     change(folder, **CHANGES[field])
     assert f"{field}={CHANGES[field][field]} " in refusal(folder, load_format=load_format)
 
 
-def test_sizes_that_are_not_the_checkpoints_are_named(folder: Path):
+def test_size_that_differs_from_the_checkpoint_is_named(folder: Path):
     change(folder, num_hidden_layers=1000)
     assert "num_hidden_layers=1000, but the checkpoint has" in refusal(folder)
     change(folder, num_hidden_layers=6, vocab_size=2**23)
     assert "vocab_size=8388608" in refusal(folder)
 
 
-def test_random_weights_that_no_memory_holds_are_refused(folder: Path):
+def test_random_weights_larger_than_memory_are_refused(folder: Path):
     change(folder, hidden_size=2**20, vocab_size=2**24)
-    said = refusal(folder, load_format="dummy")
-    assert "the model's weights take" in said
-    assert "vocab_size=16777216, hidden_size=1048576" in said
+    error = refusal(folder, load_format="dummy")
+    assert "the model's weights take" in error
+    assert "vocab_size=16777216, hidden_size=1048576" in error
 
 
-def test_a_pool_that_no_memory_holds_is_refused(folder: Path):
+def test_pool_larger_than_memory_is_refused(folder: Path):
     assert "does not fit in this machine's memory" in refusal(folder, num_blocks=2**40)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_fifo_is_not_waited_for(folder: Path, name: str):
+def test_fifo_in_the_folder_is_refused(folder: Path, name: str):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     assert f"{name} is a FIFO" in refusal(folder)
@@ -88,12 +81,11 @@ def test_a_fifo_is_not_waited_for(folder: Path, name: str):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]"])
-def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content: str):
+def test_file_that_is_not_a_json_object_is_named(folder: Path, name: str, content: str):
     (folder / name).write_text(content)
     assert f"/{name} " in refusal(folder)
 
 
-def test_end_tokens_that_no_logits_have_are_left_out():
-    """`min_tokens` forbids the end tokens by their indices in the logits."""
+def test_end_tokens_beyond_the_logits_are_ignored():
     model: Any = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
     assert end_token_ids(model, {"eos_token_id": [256, 264, -1, "x"]}, None) == {258, 256}

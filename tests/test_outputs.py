@@ -7,14 +7,14 @@ from jpaged.observe.statistics import EngineStats, RequestMetrics
 from jpaged.outputs import Logprob, TextDelta
 
 
-def test_delta_prints_as_its_text_and_knows_the_end():
+def test_delta_prints_as_its_text_and_says_if_it_is_the_last():
     delta = TextDelta("héllo", token_ids=(1, 2), request_id="r")
     assert f"{delta}" == str(delta) == "héllo"
     assert not delta.finished
     assert TextDelta("", finish_reason="stop", stop_reason="END").finished
 
 
-def test_completion_and_request():
+def test_completion_is_finished_once_it_has_a_finish_reason():
     completion = CompletionOutput(0, "hi", [5, 6], -0.5, [{5: Logprob(-0.5, 1, "hi")}])
     assert not completion.finished
     assert dataclasses.replace(completion, finish_reason="length").finished
@@ -28,7 +28,7 @@ def test_outputs_are_frozen():
         TextDelta("x").text = "y"  # type: ignore[misc]
 
 
-def test_stats_derive_usage_and_waste():
+def test_stats_compute_usage_and_waste():
     stats = EngineStats(
         block_size=16, num_blocks=10, num_free_blocks=6, peak_used_blocks=5, num_waste_slots=8
     )
@@ -37,12 +37,12 @@ def test_stats_derive_usage_and_waste():
     assert stats.waste == pytest.approx(8 / 64)
 
 
-def test_stats_of_an_empty_pool_have_no_shares():
+def test_usage_and_waste_of_an_empty_pool_are_zero():
     stats = EngineStats(block_size=16, num_blocks=0, num_free_blocks=0, peak_used_blocks=0)
     assert stats.kv_cache_usage == stats.waste == 0.0
 
 
-def test_time_to_first_token():
+def test_time_to_first_token_is_none_before_the_first_token():
     metrics = RequestMetrics(arrival_time=1.0)
     assert metrics.time_to_first_token is None
     metrics.first_token_time = 1.5

@@ -8,7 +8,7 @@ import pytest
 from jpaged.sampling_params import SamplingParams
 
 
-def test_defaults_are_vllms():
+def test_defaults_are_those_of_vllm():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
     assert (params.min_p, params.repetition_penalty, params.max_tokens) == (0.0, 1.0, 16)
@@ -51,7 +51,7 @@ def test_importing_parameters_imports_no_jax():
         ("logit_bias", ({-1: 0.0}, {3: 100.5}, {3: float("nan")}, {3: -101})),
     ],
 )
-def test_out_of_range_is_refused_by_name(name, values):
+def test_value_out_of_range_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ValueError, match=name):
             SamplingParams(**{name: value})
@@ -87,14 +87,14 @@ def test_wrong_type_is_refused_by_name(name, values):
             SamplingParams(**{name: value})
 
 
-def test_edges_are_taken():
+def test_values_at_the_limits_are_accepted():
     SamplingParams(temperature=0.0, top_p=1e-9, top_k=-1, min_p=1.0, max_tokens=None)
     SamplingParams(temperature=1, top_p=1, presence_penalty=-2, frequency_penalty=2)
     SamplingParams(seed=2**64 - 1, min_tokens=16, logprobs=0, prompt_logprobs=0)
     SamplingParams(seed=-(2**63), logit_bias={0: 100, 1: -100.0}, max_tokens=None, min_tokens=99)
 
 
-def test_numpy_numbers_are_numbers():
+def test_numpy_numbers_are_accepted():
     numbers: dict[str, Any] = {"temperature": np.float32(0.5), "seed": np.uint64(2**63)}
     SamplingParams(**numbers)
     not_a_bool: Any = np.bool_(True)
@@ -102,7 +102,7 @@ def test_numpy_numbers_are_numbers():
         SamplingParams(ignore_eos=not_a_bool)
 
 
-def test_samples_are_as_many_as_asked_or_ranked():
+def test_best_of_sets_the_number_of_samples_and_needs_logprobs():
     assert SamplingParams(n=3).num_samples == 3
     assert SamplingParams(n=2, best_of=5).num_samples == 5
     assert SamplingParams(best_of=1, temperature=0.0).num_samples == 1
@@ -111,74 +111,47 @@ def test_samples_are_as_many_as_asked_or_ranked():
     assert not SamplingParams(n=3, best_of=3).needs_logprobs  # nothing to rank
 
 
-def test_no_more_are_returned_than_sampled():
-    with pytest.raises(ValueError, match=r"best_of=2 is less than n=3.*raise best_of or lower n"):
-        SamplingParams(n=3, best_of=2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of=2 is less than n=3.*raise best_of or lower n"),
+        ({"n": 2, "temperature": 0.0}, "n=2 with temperature=0.*leave n at 1"),
+        ({"best_of": 2, "temperature": 0}, "best_of=2 with temperature=0.*leave best_of at 1"),
+        ({"n": 5, "beam_width": 4}, "n=5 is more than beam_width=4.*raise beam_width"),
+        ({"length_penalty": 2.0}, "length_penalty=.* is for beam search only: set beam_width"),
+        ({"early_stopping": True}, "early_stopping=.* is for beam search only: set beam_width"),
+        ({"stop": "end", "detokenize": False}, "detokenize"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is more than max_tokens=4.*raise"),
+    ],
+    ids=str,
+)
+def test_contradicting_options_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
 
 
-def test_greedy_samples_would_all_be_the_same():
-    with pytest.raises(ValueError, match=r"n=2 with temperature=0.*leave n at 1"):
-        SamplingParams(n=2, temperature=0.0)
-    with pytest.raises(ValueError, match=r"best_of=2 with temperature=0.*leave best_of at 1"):
-        SamplingParams(best_of=2, temperature=0)
-
-
-def test_a_beam_search_takes_what_ends_it_and_no_more():
-    params = SamplingParams(
-        n=2,
-        beam_width=3,
-        length_penalty=-0.5,
-        early_stopping="never",
-        temperature=0,
-        top_k=-1,
-        stop=[],
-        seed=5,
-        logit_bias={},
-        stop_token_ids=[5],
-        ignore_eos=True,
-        max_tokens=None,
-        prompt_logprobs=1,
-        skip_special_tokens=False,
-    )
-    assert params.needs_logprobs
+def test_beam_search_takes_options_that_do_not_change_the_logits():
+    search: dict[str, Any] = {"beam_width": 3, "length_penalty": -0.5, "early_stopping": "never"}
+    neutral: dict[str, Any] = {"temperature": 0, "top_k": -1, "stop": [], "logit_bias": {}}
+    ends: dict[str, Any] = {"stop_token_ids": [5], "ignore_eos": True, "max_tokens": None}
+    other: dict[str, Any] = {"seed": 5, "prompt_logprobs": 1, "skip_special_tokens": False}
+    assert SamplingParams(n=2, **search, **neutral, **ends, **other).needs_logprobs
     SamplingParams(beam_width=1, early_stopping=True)
 
 
-BESIDE_BEAMS = [
-    ("best_of", 4),
-    ("temperature", 0.5),
-    ("top_p", 0.9),
-    ("top_k", 5),
-    ("min_p", 0.1),
-    ("repetition_penalty", 1.1),
-    ("presence_penalty", 0.1),
-    ("frequency_penalty", -0.1),
-    ("min_tokens", 1),
-    ("logit_bias", {3: 1.0}),
-    ("allowed_token_ids", [3]),
-    ("stop", "end"),
-    ("logprobs", 0),
-]
+NOT_WITH_BEAMS: dict[str, Any] = {
+    **{"best_of": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_tokens": 1},
+    **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": -0.1},
+    **{"logit_bias": {3: 1.0}, "allowed_token_ids": [3], "stop": "end", "logprobs": 0},
+}
 
 
-@pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS, ids=[name for name, _ in BESIDE_BEAMS])
-def test_beams_do_not_go_with(name: str, value: Any):
-    asked: dict[str, Any] = {"beam_width": 4, name: value}
+@pytest.mark.parametrize("name", NOT_WITH_BEAMS)
+def test_option_that_beam_search_lacks_is_refused_by_name(name: str):
+    options: dict[str, Any] = {"beam_width": 4, name: NOT_WITH_BEAMS[name]}
     message = rf"{name}=.* cannot be combined with beam_width=4, .*: leave {name} at"
     with pytest.raises(ValueError, match=message):
-        SamplingParams(**asked)
-
-
-def test_a_search_has_no_more_answers_than_beams():
-    with pytest.raises(ValueError, match=r"n=5 is more than beam_width=4.*raise beam_width"):
-        SamplingParams(n=5, beam_width=4)
-
-
-@pytest.mark.parametrize(("name", "value"), [("length_penalty", 2.0), ("early_stopping", True)])
-def test_what_only_a_search_knows_needs_one(name: str, value: Any):
-    asked: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=f"{name}=.* is for beam search only: set beam_width"):
-        SamplingParams(**asked)
+        SamplingParams(**options)
 
 
 @pytest.mark.parametrize(
@@ -189,22 +162,24 @@ def test_what_only_a_search_knows_needs_one(name: str, value: Any):
         ("beam_width", SamplingParams(n=2, beam_width=9)),
     ],
 )
-def test_all_sequences_of_a_request_must_run_together(name: str, params: SamplingParams):
+def test_request_with_more_sequences_than_max_num_seqs_is_refused(
+    name: str, params: SamplingParams
+):
     params.validate_for(100, max_num_seqs=9)
     message = rf"{name}=9 .*max_num_seqs=8: lower {name}, or create the engine with max_num_seqs=9"
     with pytest.raises(ValueError, match=message):
         params.validate_for(100, max_num_seqs=8)
 
 
-def test_a_step_must_give_a_beam_enough_candidates():
+def test_beam_width_is_bounded_by_the_candidates_of_a_step():
     params = SamplingParams(beam_width=18, stop_token_ids=[4])
     params.validate_for(100, 20, (2,))
     with pytest.raises(ValueError, match=r"beam_width=18 is more than 17, the .*most 20"):
         params.validate_for(100, 20, (2, 3))
-    params.validate_for(20, 20, (2, 3))  # all there are
+    params.validate_for(20, 20, (2, 3))  # the whole vocabulary
 
 
-def test_what_is_known_only_at_the_end_is_not_streamed():
+def test_beam_search_and_ranked_samples_cannot_be_streamed():
     SamplingParams(n=3).check_streamable()
     SamplingParams(n=3, best_of=3).check_streamable()
     with pytest.raises(ValueError, match=r"beam_width=2 cannot be streamed.*use generate"):
@@ -213,17 +188,10 @@ def test_what_is_known_only_at_the_end_is_not_streamed():
         SamplingParams(n=3, best_of=4).check_streamable()
 
 
-def test_stop_strings_need_text():
+def test_stop_strings_are_a_tuple():
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
-    with pytest.raises(ValueError, match="detokenize"):
-        SamplingParams(stop="end", detokenize=False)
-
-
-def test_max_tokens_bounds_min_tokens():
-    with pytest.raises(ValueError, match=r"min_tokens=5 is more than max_tokens=4.*raise"):
-        SamplingParams(min_tokens=5, max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -234,30 +202,34 @@ def test_max_tokens_bounds_min_tokens():
         SamplingParams(logit_bias={10: 1.0}),
     ],
 )
-def test_ids_are_held_against_the_logits_width(params):
+def test_token_ids_must_be_less_than_the_logits_width(params):
     params.validate_for(11)
     with pytest.raises(ValueError, match=r"ids \[10\].*from 0 to 9"):
         params.validate_for(10)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_logprobs_are_held_against_the_engine(name):
-    asked: dict[str, Any] = {name: 20}
-    params = SamplingParams(**asked)
+def test_logprobs_are_bounded_by_max_logprobs(name):
+    options: dict[str, Any] = {name: 20}
+    params = SamplingParams(**options)
     params.validate_for(100)
     with pytest.raises(ValueError, match=f"{name}=20.*max_logprobs=5"):
         params.validate_for(100, 5)
 
 
-def test_min_tokens_must_leave_something_to_choose():
+def test_min_tokens_must_leave_an_allowed_token():
     params = SamplingParams(min_tokens=1, allowed_token_ids=[2, 3], stop_token_ids=[3])
     params.validate_for(10)
     with pytest.raises(ValueError, match="min_tokens=1 forbids"):
         params.validate_for(10, eos_token_ids=(2,))
     SamplingParams(allowed_token_ids=[2]).validate_for(10, eos_token_ids=(2,))
+    all_of_three = SamplingParams(min_tokens=1, stop_token_ids=[0, 1, 2])
+    all_of_three.validate_for(4)
+    with pytest.raises(ValueError, match="min_tokens=1 forbids every one of the 3 tokens"):
+        all_of_three.validate_for(3)
 
 
-def test_ending_ids_hold_the_models_own_unless_ignored():
+def test_ending_ids_include_the_models_eos_unless_ignored():
     params = SamplingParams(stop_token_ids=[5])
     assert params.ending_ids((2,)) == {2, 5}
     assert params.first_forbidden_ids((2,)) == frozenset()
@@ -266,14 +238,7 @@ def test_ending_ids_hold_the_models_own_unless_ignored():
     assert ignoring.first_forbidden_ids((2,)) == {5}
 
 
-def test_min_tokens_must_not_forbid_the_whole_vocabulary():
-    params = SamplingParams(min_tokens=1, stop_token_ids=[0, 1, 2])
-    params.validate_for(4)
-    with pytest.raises(ValueError, match="min_tokens=1 forbids every one of the 3 tokens"):
-        params.validate_for(3)
-
-
-def test_parameters_that_forbid_all_of_some_tokens_are_named():
+def test_options_that_forbid_all_given_tokens_are_named():
     params = SamplingParams(min_tokens=3, allowed_token_ids=[1, 2, 3], stop_token_ids=[1])
     assert params.names_that_forbid_all([1, 2], 0, ()) == []
     assert params.names_that_forbid_all([4, 5], 9, ()) == ["allowed_token_ids"]

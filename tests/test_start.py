@@ -1,4 +1,4 @@
-"""What a start does while the model loads, and what it leaves when that fails."""
+"""Test the start of an engine: concurrent compilation, early refusals and clean failures."""
 
 import json
 import subprocess
@@ -30,28 +30,30 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max
 
 
 class LoadingError(Exception):
-    """Ends the start while the model loads."""
+    """Raised to end a start while the model loads."""
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when programs are given to the builder."""
+    """Return an event that is set when the builder gets programs."""
     event, add = threading.Event(), ProgramBuilder.add
 
-    def note(*arguments: Any, **keywords: Any) -> None:
+    def set_and_add(*arguments: Any, **keywords: Any) -> None:
         event.set()
         add(*arguments, **keywords)
 
-    monkeypatch.setattr(ProgramBuilder, "add", note)
+    monkeypatch.setattr(ProgramBuilder, "add", set_and_add)
     return event
 
 
-def load(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
-    def loading(*_: Any, **__: Any) -> None:
-        meanwhile()
+def fail_load(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    """Make loading the model call `before` and raise."""
+
+    def load(*_: Any, **__: Any) -> None:
+        before()
         raise LoadingError
 
-    monkeypatch.setattr(ModelPlan, "load", loading)
+    monkeypatch.setattr(ModelPlan, "load", load)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -60,13 +62,13 @@ def test_programs_are_built_while_the_model_loads(
 ):
     monkeypatch.setattr(GemmRecord, "covers", lambda *_: recorded)
     seen: list[bool] = []
-    load(monkeypatch, lambda: seen.append(added.wait(60)))
+    fail_load(monkeypatch, lambda: seen.append(added.wait(60)))
     with pytest.raises(LoadingError):
         startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
     assert seen == [True]
 
 
-def test_a_folder_that_is_absent_is_refused_before_the_device_starts(
+def test_missing_model_folder_is_refused_before_the_device_starts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(startup.jax, "local_devices", lambda: pytest.fail("the device started"))
@@ -75,41 +77,34 @@ def test_a_folder_that_is_absent_is_refused_before_the_device_starts(
 
 
 def gpt2(folder: Path, width: int) -> dict[str, Any]:
-    """Options of an engine with a GPT-2 of two heads in that width together."""
+    """Return the options of an engine with a GPT-2 of that hidden size and two heads."""
     config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": width, "n_head": 2, "n_layer": 1}
     (folder / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
-    how = {"skip_tokenizer_init": True, "load_format": "dummy", "compilation_cache_dir": None}
-    return {**OPTIONS, **how, "model": folder}
+    random = {"skip_tokenizer_init": True, "load_format": "dummy", "compilation_cache_dir": None}
+    return {**OPTIONS, **random, "model": folder}
 
 
-def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
+def test_unsupported_head_size_is_refused_before_the_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     loads: list[bool] = []
-    load(monkeypatch, lambda: loads.append(True))
-    made = EngineConfig(**gpt2(tmp_path, 528))
-    with pytest.raises(LoadingError):
-        startup.build_parts(made)
-    assert loads.pop()
-    monkeypatch.setattr(startup, "select_backend", lambda _: Backend.TRITON)
-    with pytest.raises(ValueError, match=r"head_dim=264 .* 1 to 256, on a GPU .*hidden_size / num"):
-        startup.build_parts(made)
-    assert not loads
-
-
-def test_heads_that_do_not_lie_in_pairs_are_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    loads: list[bool] = []
-    load(monkeypatch, lambda: loads.append(True))
+    fail_load(monkeypatch, lambda: loads.append(True))
     message = r"head_dim=6 .* multiples of 4, with kv_cache_dtype='fp8'"
     with pytest.raises(ValueError, match=message):
         startup.build_parts(EngineConfig(**gpt2(tmp_path, 12), kv_cache_dtype="fp8"))
     assert not loads
+    config = EngineConfig(**gpt2(tmp_path, 528))
+    with pytest.raises(LoadingError):
+        startup.build_parts(config)
+    assert loads.pop()
+    monkeypatch.setattr(startup, "select_backend", lambda _: Backend.TRITON)
+    with pytest.raises(ValueError, match=r"head_dim=264 .* 1 to 256, on a GPU .*hidden_size / num"):
+        startup.build_parts(config)
+    assert not loads
 
 
 class Gpu:
-    """What the start asks of an NVIDIA GPU before anything is loaded."""
+    """The fields of a GPU that a start reads before the model loads."""
 
     platform, device_kind = "gpu", "NVIDIA GPU"
 
@@ -121,7 +116,7 @@ class Gpu:
     ("capability", "has_float8"),
     [("7.5", False), ("8.0", False), ("8.6", False), ("8.9", True), ("9.0", True), ("10.0", True)],
 )
-def test_a_gpu_that_does_not_convert_float8_is_refused_before_anything_is_loaded(
+def test_fp8_cache_on_a_gpu_without_float8_is_refused_before_loading(
     capability: str, has_float8: bool, monkeypatch: pytest.MonkeyPatch
 ):
     reads: list[bool] = []
@@ -148,10 +143,7 @@ def cache(tmp_path: Path, jax_settings: None) -> Path:
     return tmp_path
 
 
-def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Workers are at it, and a thread waits for what they tell."""
+def test_failed_load_leaves_no_process_and_no_thread(cache: Path, monkeypatch: pytest.MonkeyPatch):
     before, processes, all_started = threading.active_count(), [], threading.Event()
 
     class Process(subprocess.Popen):
@@ -162,7 +154,7 @@ def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
                 all_started.set()
 
     monkeypatch.setattr(subprocess, "Popen", Process)
-    load(monkeypatch, lambda: all_started.wait(60))
+    fail_load(monkeypatch, lambda: all_started.wait(60))
     config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, **OPTIONS)
     with pytest.raises(LoadingError):
         startup.build_parts(config)
@@ -170,16 +162,14 @@ def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
     assert threading.active_count() == before
 
 
-def test_a_start_reports_what_it_compiles_and_what_an_earlier_one_did(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_start_reports_compiled_and_loaded_programs(cache: Path, monkeypatch: pytest.MonkeyPatch):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     monkeypatch.setattr(Sizing, "workspace", lambda *_: 0)
     model, float32 = read_model_config(read_config(EMBEDDED_MODEL)), jnp.dtype(jnp.float32)
     plan = plan_model(EMBEDDED_MODEL, model, dtype=float32)
     config = EngineConfig(compilation_cache_dir=cache, **OPTIONS)
 
-    def said(num_programs: int) -> list[str]:
+    def progress_of(num_programs: int) -> list[str]:
         shape = jax.ShapeDtypeStruct((4,), float32)
         recipes = [Recipe(("add", i), partial(jnp.add, i), (shape,)) for i in range(num_programs)]
         monkeypatch.setattr(compilation, "Recipes", lambda *_: recipes)
@@ -188,13 +178,13 @@ def test_a_start_reports_what_it_compiles_and_what_an_earlier_one_did(
             assert len(made.programs()) == num_programs
         return lines
 
-    assert said(11) == ["compiled 10 of 11 programs", "compiled 11 of 11 programs"]
-    assert said(11) == ["loaded 11 programs"]
-    assert said(12) == ["compiled 1 of 1 program", "loaded 11 programs"]
-    assert said(1) == ["loaded 1 program"]
+    assert progress_of(11) == ["compiled 10 of 11 programs", "compiled 11 of 11 programs"]
+    assert progress_of(11) == ["loaded 11 programs"]
+    assert progress_of(12) == ["compiled 1 of 1 program", "loaded 11 programs"]
+    assert progress_of(1) == ["loaded 1 program"]
 
 
-def test_a_phase_that_takes_no_time_is_not_reported(
+def test_phase_without_measurable_time_is_not_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     times = iter([1.0, 1.004, 2.0, 2.25])

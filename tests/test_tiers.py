@@ -1,4 +1,4 @@
-"""What the tiers run: the covering sets, and the limit of processor time."""
+"""Test the tiers: covering sets, selection by mark and the limit of processor time."""
 
 import itertools
 import os
@@ -62,15 +62,10 @@ def run_pytest(tmp_path):
         folder = tmp_path / "core"
         folder.mkdir(exist_ok=True)
         (folder / "test_sample.py").write_text("import pytest\n" + source, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            f"--rootdir={ROOT}",
-            "-c",
-            ROOT / "pyproject.toml",
-        ]
-        command += ["-p", "tests.conftest", "-p", "no:cacheprovider", *options, f"{folder}{test}"]
+        settings = (
+            f"--rootdir={ROOT} -c {ROOT}/pyproject.toml -p tests.conftest -p no:cacheprovider"
+        )
+        command = [sys.executable, "-m", "pytest", *settings.split(), *options, f"{folder}{test}"]
         environment = {name: value for name, value in os.environ.items() if name != "CI"}
         environment |= {"PYTHONPATH": str(ROOT)} | ({"CI": "true"} if ci else {})
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The buddy allocator against a naive one, and what the managers on it reserve and count."""
+"""Compare the buddy allocator with a naive model, and test the managers that use it."""
 
 from itertools import count
 
@@ -22,22 +22,22 @@ from jpaged.observe.pool_report import memory_report
 
 
 class NaiveBuddies:
-    """Knows which ranges are taken, and looks for free ones by trying all that there can be."""
+    """A model of the buddy allocator that finds free ranges by trying every range."""
 
     def __init__(self, size: int):
         self.size, self.taken = size, dict[int, int]()
 
     def ranges(self, length: int) -> list[int]:
-        """Starts of all ranges of a length that lie in one of the arena's own."""
+        """Return the starts of all ranges of `length` within one root range."""
         return [
             start
-            for own, own_length in self.own_ranges()
-            if length <= own_length
-            for start in range(own, own + own_length, length)
+            for root, root_length in self.root_ranges()
+            if length <= root_length
+            for start in range(root, root + root_length, length)
         ]
 
-    def own_ranges(self) -> list[tuple[int, int]]:
-        """The powers of two that add up to the arena, longest first."""
+    def root_ranges(self) -> list[tuple[int, int]]:
+        """Return the ranges whose lengths are powers of two and sum to the size, longest first."""
         found, start = [], 0
         for bit in reversed(range(self.size.bit_length())):
             if self.size & 1 << bit:
@@ -49,7 +49,7 @@ class NaiveBuddies:
         return all(start + length <= s or s + n <= start for s, n in self.taken.items())
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Free ranges that are not half of a free one."""
+        """Return the free ranges that lie in no longer free range."""
         found, length = [], 1 << self.size.bit_length()
         while length := length // 2:
             for start in self.ranges(length):
@@ -73,9 +73,11 @@ class NaiveBuddies:
     size=st.integers(1, 45),
     moves=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), min_size=20, max_size=60),
 )
-def test_buddies_split_and_join_as_a_naive_model_says(size: int, moves: list[tuple[bool, int]]):
+def test_buddy_allocator_splits_and_joins_like_a_naive_model(
+    size: int, moves: list[tuple[bool, int]]
+):
     buddies, naive, lengths = BuddyAllocator(size), NaiveBuddies(size), dict[int, int]()
-    assert buddies.longest == max(n for _, n in naive.own_ranges())
+    assert buddies.longest == max(n for _, n in naive.root_ranges())
     for is_taking, number in moves:
         if is_taking:
             length = 1 + number % 20 // (1 + number % 3)  # short ones more often
@@ -95,7 +97,7 @@ def test_buddies_split_and_join_as_a_naive_model_says(size: int, moves: list[tup
         assert buddies.num_free + sum(naive.taken.values()) == size
     for start, length in lengths.items():
         buddies.free(start, length)
-    assert buddies.free_ranges() == sorted(naive.own_ranges())
+    assert buddies.free_ranges() == sorted(naive.root_ranges())
 
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
@@ -124,7 +126,7 @@ def step(scheduler: Scheduler) -> None:
     ("system", "reserved"),
     [("orca_max", 64), ("orca_pow2", 10 + 16), ("orca_oracle", 10 + 9), ("fastertransformer", 64)],
 )
-def test_what_a_request_reserves(system: str, reserved: int):
+def test_request_reserves_blocks_as_its_system_does(system: str, reserved: int):
     scheduler = make_scheduler(system)
     manager = scheduler.block_manager
     scheduler.add(make_request(0, 10, 9))
@@ -134,13 +136,13 @@ def test_what_a_request_reserves(system: str, reserved: int):
     blocks = -(-reserved // BLOCK_SIZE)
     assert (held.num_slots, held.num_blocks) == (reserved, blocks)
     assert scheduler.unfinished_requests[0].live_sequences[0].block_table == [1, 2, 3]
-    # 10 tokens computed; 18 of the 19 are ever computed.
+    # 10 tokens are computed; the last of 19 is never computed.
     rounded = held.num_rounded_blocks * BLOCK_SIZE
     states = token_states(manager, memory_report(scheduler), is_full=False)
     assert states == (10, 8, reserved - 18, rounded - reserved, 256 - rounded)
 
 
-def test_pow2_reserves_no_more_than_the_longest_sequence():
+def test_orca_pow2_reserves_at_most_max_model_len():
     scheduler = make_scheduler("orca_pow2")
     scheduler.add(make_request(0, 30, 33))
     step(scheduler)
@@ -148,16 +150,15 @@ def test_pow2_reserves_no_more_than_the_longest_sequence():
     assert scheduler.block_manager.reservations[0].num_slots == MAX_MODEL_LEN
 
 
-def test_ours_reserves_nothing():
+def test_paged_manager_reserves_no_slots():
     scheduler = make_scheduler("ours")
     scheduler.add(make_request(0, 10, 9))
     step(scheduler)
-    report = memory_report(scheduler)
-    states = token_states(scheduler.block_manager, report, is_full=True)
+    states = token_states(scheduler.block_manager, memory_report(scheduler), is_full=True)
     assert states == (10, 2, 0, 256 - 12, 0)
 
 
-def test_a_batch_takes_nobody_in_until_all_of_it_has_ended():
+def test_fastertransformer_batch_admits_nothing_until_all_its_requests_end():
     scheduler = make_scheduler("fastertransformer", num_blocks=33)  # two ranges of 16 blocks
     for name, output in enumerate((3, 6, 2)):
         scheduler.add(make_request(name, 5, output))
@@ -165,15 +166,14 @@ def test_a_batch_takes_nobody_in_until_all_of_it_has_ended():
     while scheduler.has_unfinished_requests:
         step(scheduler)
         running.append([request.request_id for request in scheduler.running])
-    both, second, third = ["0", "1"], ["1"], ["2"]
-    assert running == [both, both, second, second, second, [], third, []]
+    assert running == [["0", "1"]] * 2 + [["1"]] * 3 + [[], ["2"], []]
     manager = scheduler.block_manager
     assert isinstance(manager, RequestLevel)
     assert manager.ranges.num_free == 32
     assert not manager.reservations
 
 
-def test_a_batch_that_decodes_is_closed_though_there_is_room():
+def test_decoding_fastertransformer_batch_admits_nothing_despite_free_memory():
     scheduler = make_scheduler("fastertransformer")  # four ranges
     scheduler.add(make_request(0, 5, 4))
     step(scheduler)
@@ -183,7 +183,7 @@ def test_a_batch_that_decodes_is_closed_though_there_is_room():
         assert len(scheduler.waiting) == num_waiting
 
 
-def test_a_batch_fills_the_memory_though_its_prompts_take_several_steps():
+def test_fastertransformer_batch_fills_memory_over_several_prefill_steps():
     scheduler = make_scheduler("fastertransformer")  # four ranges, 128 tokens a step
     for name in range(5):
         scheduler.add(make_request(name, 50, 9))
@@ -195,7 +195,7 @@ def test_a_batch_fills_the_memory_though_its_prompts_take_several_steps():
     assert len(scheduler.waiting) == 1
 
 
-def test_the_proof_finds_a_table_outside_its_range():
+def test_integrity_check_finds_a_block_table_outside_its_range():
     scheduler = make_scheduler("orca_oracle")
     scheduler.add(make_request(0, 10, 9))
     step(scheduler)
@@ -211,7 +211,7 @@ def test_the_proof_finds_a_table_outside_its_range():
         scheduler.check_integrity()
 
 
-def test_managers_refuse_what_they_cannot_do():
+def test_managers_refuse_unsupported_settings_and_requests():
     with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
         make_manager("orca_max", 16, 4, 64, prefix_caching=False)
     with pytest.raises(ValueError, match="'orca' is unknown: give one of fastertransformer"):
@@ -221,8 +221,9 @@ def test_managers_refuse_what_they_cannot_do():
             with pytest.raises(ValueError, match="has no prefix cache"):
                 make_manager(system, 65, 4, 64, prefix_caching=True)
     scheduler = make_scheduler("orca_max")
-    stop = StopCriteria(3)
-    request = Request.from_prompt("0", [1, 2], stop, seq_id_counter=count(), num_samples=2)
+    request = Request.from_prompt(
+        "0", [1, 2], StopCriteria(3), seq_id_counter=count(), num_samples=2
+    )
     scheduler.add(request)
     plan = scheduler.schedule()
     assert plan is not None

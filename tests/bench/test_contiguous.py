@@ -1,4 +1,4 @@
-"""The contiguous decoder gives the engine's tokens, from slots that it uses again and again."""
+"""Compare the contiguous decoder with the engine, and test how it reuses its slots."""
 
 import json
 from collections import Counter
@@ -24,8 +24,6 @@ TINY = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-GATED = {"intermediate_size": 48, "num_key_value_heads": 2, "hidden_act": "silu"}
-SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt, norms last": {
         "model_type": "opt",
@@ -34,12 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 32,
     },
     "qwen3, windows": {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 32}
-    | GATED
-    | SLIDING,
+    | {"intermediate_size": 48, "num_key_value_heads": 2, "hidden_act": "silu"}
+    | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
 }
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
 ONE_PREFILL: dict[str, Any] = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64}
-"""One prefill program for prompts up to 64 tokens."""
+"""Options of a decoder with one prefill program, for prompts up to 64 tokens."""
+ONE_STEP: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,6 @@ def quick_to_compile() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """For what does not depend on the model."""
     folder = tmp_path_factory.mktemp("tiny")
     small = {"model_type": "gpt2", "num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 512}
     (folder / "config.json").write_text(json.dumps(TINY | small))
@@ -70,7 +68,7 @@ def requests(vocab_size: int, count: int = 20) -> tuple[list[list[int]], list[in
 @pytest.mark.parametrize(
     "family", [pytest.param("opt, norms last", marks=pytest.mark.full), "qwen3, windows"]
 )
-def test_the_tokens_are_the_engines(
+def test_decoder_gives_the_engines_tokens(
     family: str, kept_engines: Callable[..., Engine], tmp_path: Path
 ):
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
@@ -78,23 +76,17 @@ def test_the_tokens_are_the_engines(
     engine = kept_engines(tmp_path, **dummy, **ENGINE)
     prompts, most = requests(97)
     expected = greedy(engine, prompts, most)
-    assert any(
-        tokens[-1] == 1 and len(tokens) < m for tokens, m in zip(expected, most, strict=True)
-    )
+    assert any(t[-1] == 1 and len(t) < m for t, m in zip(expected, most, strict=True))
     model, eos = load(tmp_path, load_format="dummy")
     for batching in BATCHINGS:
-        decoder = Decoder(model, batching, eos_token_ids=eos, launch_steps=(1,), **ONE_PREFILL)
+        decoder = Decoder(model, batching, eos_token_ids=eos, **ONE_STEP)
         assert decoder.generate(prompts, most, ignore_eos=False) == expected
 
 
 @pytest.mark.full
-def test_the_embedded_models_tokens_are_the_engines(
-    kept_engines: Callable[..., Engine],
-):
-    """With launches of several steps."""
-    engine = kept_engines(
-        skip_tokenizer_init=True, num_blocks=129, **ENGINE | {"max_model_len": 256}
-    )
+def test_launches_of_several_steps_give_the_engines_tokens(kept_engines: Callable[..., Engine]):
+    options = ENGINE | {"max_model_len": 256}
+    engine = kept_engines(skip_tokenizer_init=True, num_blocks=129, **options)
     prompts, most = requests(engine.vocab_size)
     expected = greedy(engine, prompts, most, ignore_eos=True)
     model, _ = load()
@@ -104,7 +96,7 @@ def test_the_embedded_models_tokens_are_the_engines(
 
 
 def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
-    """Requests that ended, turn by turn; slots are never more than there are, nor shared."""
+    """Yield the requests that end at each step, and check that no slot is shared."""
     for request in given:
         decoder.add(request)
     while decoder.num_unfinished:
@@ -115,21 +107,19 @@ def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_slots_are_used_again(batching: str, tiny: Model):
-    """At once as slabs; in static batches when the longest of the batch has ended."""
-    decoder = Decoder(tiny, batching, launch_steps=(1,), **ONE_PREFILL)
+def test_slots_are_reused_immediately_or_after_a_static_batch(batching: str, tiny: Model):
+    decoder = Decoder(tiny, batching, **ONE_STEP)
     given = [Request([65 + i], 40 if i == 0 else 3) for i in range(20)]
     turns = list(drive(decoder, given))
-    place = {id(request): turn for turn, ended in enumerate(turns) for request in ended}
-    assert len(place) == 20
+    ends = {id(request): turn for turn, ended in enumerate(turns) for request in ended}
+    assert len(ends) == 20
     assert [len(request.tokens) for request in given] == [40] + 19 * [3]
-    later = [place[id(request)] > place[id(given[0])] for request in given[8:]]
+    later = [ends[id(request)] > ends[id(given[0])] for request in given[8:]]
     assert all(later) if batching == "static" else not any(later)
 
 
-def test_a_static_batch_has_the_width_of_its_longest(tiny: Model):
-    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
-    decoder = Decoder(tiny, "static", widths=(96, 64, 512), **options)
+def test_static_batch_has_the_width_of_its_longest_request(tiny: Model):
+    decoder = Decoder(tiny, "static", widths=(96, 64, 512), **ONE_STEP)
     widths = Counter()
     for most in (60, 100):
         for _ in drive(decoder, [Request([65, 66], most), Request([65], 3)]):
@@ -139,21 +129,18 @@ def test_a_static_batch_has_the_width_of_its_longest(tiny: Model):
     assert Decoder(tiny, "slabs", widths=(64, 96), **ONE_PREFILL).widths == (128,)
 
 
-def test_a_slot_stands_still_where_it_stops(tiny: Model):
-    """Idle ones at 0, so that they have attention read one key."""
+def test_slot_length_stops_at_its_limit(tiny: Model):
     stops = np.array([0, 2, 9, 0, 0, 0, 0, 0], np.int32)
     cache, tokens = tiny.program(8, 128, 4)(tiny.leaves, tiny.empty(8, 128), stops)
     assert cache.lens.tolist() == [0, 2, 4, 0, 0, 0, 0, 0]
     assert tokens.shape == (4, 8)
 
 
-def test_few_slots_are_all_that_are_used(tiny: Model):
-    """Though the arrays have more; and what was cleared leaves nothing behind. Launches of several
-    steps give the tokens of single steps."""
+def test_decoder_uses_only_its_slots_and_clear_empties_them(tiny: Model):
     prompts, most = requests(512, 6)
-    expected = Decoder(tiny, "slabs", launch_steps=(1,), **ONE_PREFILL).generate(prompts, most)
-    few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2}
-    decoder = Decoder(tiny, "slabs", launch_steps=(1, 4), **few)
+    expected = Decoder(tiny, "slabs", **ONE_STEP).generate(prompts, most)
+    few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2, "launch_steps": (1, 4)}
+    decoder = Decoder(tiny, "slabs", **few)
     for turn, _ in enumerate(drive(decoder, [Request([7], 50), Request([8], 50), Request([9], 9)])):
         if turn == 5:
             assert len(decoder.running) == 2
@@ -162,8 +149,7 @@ def test_few_slots_are_all_that_are_used(tiny: Model):
     assert decoder.generate(prompts, most) == expected
 
 
-def test_where_requests_may_arrive_steps_are_launched_one_by_one(tiny: Model):
-    """While a slot is free for them."""
+def test_steps_are_launched_singly_while_a_slot_is_free_for_arrivals(tiny: Model):
     sizes: list[int] = []
     for count in (7, 8):
         decoder = Decoder(tiny, "slabs", launch_steps=(1, 4), arrivals=True, **ONE_PREFILL)
@@ -172,14 +158,12 @@ def test_where_requests_may_arrive_steps_are_launched_one_by_one(tiny: Model):
     assert sizes[1] < sizes[0]
 
 
-def test_an_end_token_frees_its_slot(tiny: Model):
-    """The third token of the model's answer to a prompt is taken for the end."""
+def test_end_token_frees_its_slot(tiny: Model):
     prompt = [65, 66, 67]
-    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
-    (whole,) = Decoder(tiny, "slabs", **options).generate([prompt], [30])
+    (whole,) = Decoder(tiny, "slabs", **ONE_STEP).generate([prompt], [30])
     end = next(token for token in whole if whole.index(token) > 1)
     for batching in BATCHINGS:
-        decoder = Decoder(tiny, batching, eos_token_ids=[end], **options)
+        decoder = Decoder(tiny, batching, eos_token_ids=[end], **ONE_STEP)
         given = [Request(prompt, 30, ignore_eos=False) for _ in range(12)]
         turns = list(drive(decoder, given))
         assert all(request.tokens == whole[: whole.index(end) + 1] for request in given)
@@ -191,7 +175,7 @@ def test_an_end_token_frees_its_slot(tiny: Model):
     ("prompt", "max_tokens", "name"),
     [([], 4, "prompt"), ([512], 4, "prompt"), ([65], 0, "max_tokens"), ([65], 128, "max_tokens")],
 )
-def test_a_request_that_never_fits_is_refused(
+def test_invalid_request_is_refused_by_field(
     prompt: list[int], max_tokens: int, name: str, tiny: Model
 ):
     decoder = Decoder(tiny, "static", **ONE_PREFILL)
@@ -204,13 +188,13 @@ def test_a_request_that_never_fits_is_refused(
     ("name", "value"),
     [("batching", "paged"), ("num_slots", 0), ("max_len", 4096), ("launch_steps", (4,))],
 )
-def test_arguments_are_checked(name: str, value: Any, tiny: Model):
+def test_invalid_decoder_option_is_refused_by_name(name: str, value: Any, tiny: Model):
     options: dict[str, Any] = {"batching": "slabs", **ONE_PREFILL, name: value}
     with pytest.raises(ValueError, match=rf"^{name}="):
         Decoder(tiny, **options)
 
 
-def test_all_that_a_generation_needs_is_compiled_before(tiny: Model):
+def test_warm_up_compiles_every_program_of_a_generation(tiny: Model):
     model: Any = Model.__new__(Model)
     model.__dict__.update(tiny.__dict__)
     decoder = Decoder(model, "static", widths=(64,), launch_steps=(1, 4), **ONE_PREFILL)
@@ -224,6 +208,6 @@ def test_all_that_a_generation_needs_is_compiled_before(tiny: Model):
     decoder.warm_up(64)
     warm = set(compiled)
     work = requests(512, 10)
-    expected = Decoder(tiny, "static", launch_steps=(1,), **ONE_PREFILL).generate(*work)
+    expected = Decoder(tiny, "static", **ONE_STEP).generate(*work)
     assert decoder.generate(*work) == expected
     assert set(compiled) == warm

@@ -1,4 +1,4 @@
-"""The device model: its fit, its data, and what it scales."""
+"""Test the device model: its fit, its recorded data and its scaling to other GPUs."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def made_up_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_fit_finds_what_made_the_data():
+def test_fit_recovers_the_coefficients_of_made_up_rows():
     found = fit_rows(made_up_rows())
     assert found.mean_error < 1e-3
     assert max(abs(point.error) for point in found.points) < 0.01
@@ -76,7 +76,7 @@ def test_the_fit_finds_what_made_the_data():
             assert asdict(found.coefficients)[name] == pytest.approx(value, rel=0.05), name
 
 
-def test_other_block_sizes_slow_reading_down():
+def test_fit_finds_the_slowdown_of_each_block_size():
     rows, model = made_up_rows(), DeviceModel("", MODELS["opt-13b"], TRUE)
     work = StepWork(32, 32 * 512, 0, 0, 0, 32, 32)
     longer = work._replace(context_tokens=32 * 1024)
@@ -88,26 +88,24 @@ def test_other_block_sizes_slow_reading_down():
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
         [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
-    assert len(found.points) == len(made_up_rows())  # the kernel's own times are no steps
+    assert len(found.points) == len(made_up_rows())  # attention rows are not steps
     fitted = replace(model, coefficients=by)
     more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
     assert more == pytest.approx(2 * fitted.kv_seconds(work))
 
 
-def test_the_recorded_steps_are_met():
-    """The data that ship, with the errors that the docs state."""
+def test_fit_of_the_recorded_steps_has_small_errors():
     recorded = fit_rows(read_rows(RECORDED))
     assert recorded.mean_error < 0.06
     assert max(abs(point.error) for point in recorded.points) < 0.16
-    sources = {point.source for point in recorded.points}
-    assert all(("bench/" in source or "docs/" in source) for source in sources)
+    assert all("bench/" in it.source or "docs/" in it.source for it in recorded.points)
 
 
 @pytest.mark.parametrize(
     ("shape", "case"), [("llama-3.1-8b", "A"), ("llama-3.1-8b", "B"), ("qwen3-0.6b", "B")]
 )
-def test_whole_runs_take_as_long_as_recorded(shape: str, case: str):
-    """Cases A and B of `bench.throughput`, which are no data of the fit."""
+def test_modelled_runs_take_as_long_as_recorded(shape: str, case: str):
+    """Check cases A and B of `bench.throughput`, which the fit does not use."""
     path = RECORDED.parent.parent / "results" / "throughput_nvidia-h200.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     of_case = (row for row in rows if (row["case"], row["model"]) == (case, shape))
@@ -118,12 +116,11 @@ def test_whole_runs_take_as_long_as_recorded(shape: str, case: str):
 
 
 def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
-    """Seconds of `Engine.generate` with these lengths."""
+    """Return the modelled seconds of `Engine.generate` with these lengths."""
     scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
     padding, seq_id_counter = Padding(make_buckets(256, 8192)), count()
     for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        stop = StopCriteria(int(output))
-        tokens = [1] * int(prompt)
+        tokens, stop = [1] * int(prompt), StopCriteria(int(output))
         scheduler.add(Request.from_prompt(str(name), tokens, stop, seq_id_counter=seq_id_counter))
     seconds = 0.0
     while (plan := scheduler.schedule(SchedulingGoal.THROUGHPUT)) is not None:
@@ -132,7 +129,7 @@ def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float
     return seconds
 
 
-def test_step_times_take_the_place_of_what_was_recorded(
+def test_step_time_results_replace_the_recorded_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rows = made_up_rows()
@@ -149,37 +146,35 @@ def test_step_times_take_the_place_of_what_was_recorded(
         fit.cache_clear()
 
 
-def test_other_gpus_are_scaled_by_their_peaks():
+def test_other_gpus_are_scaled_by_their_peak_rates():
     here, there = device_model("opt-13b"), device_model("opt-13b", "a100-40gb")
     many, long = (32, 1000.0), [2048]
-    assert there.decode_seconds(*many) / here.decode_seconds(*many) == pytest.approx(
-        4.8 / 1.555, rel=0.1
-    )
-    assert there.prefill_seconds(long) / here.prefill_seconds(long) == pytest.approx(
-        989 / 312, rel=0.1
-    )
+    decode_ratio = there.decode_seconds(*many) / here.decode_seconds(*many)
+    assert decode_ratio == pytest.approx(4.8 / 1.555, rel=0.1)
+    prefill_ratio = there.prefill_seconds(long) / here.prefill_seconds(long)
+    assert prefill_ratio == pytest.approx(989 / 312, rel=0.1)
     assert there.swap_seconds(1000, 16) > 1.9 * here.swap_seconds(1000, 16)
     shared = device_model("opt-13b", "a100-40gb", 4)
     assert 0.25 < shared.decode_seconds(*many) / there.decode_seconds(*many) < 0.4
     assert shared.block_bytes(16) == here.block_bytes(16) == 16 * 2 * 40 * 5120 * 2
 
 
-def test_shapes_have_the_papers_sizes():
-    """Table 1: parameters, and slots in the memory that is left for them."""
-    for shape, weights, kv, slots in (
+@pytest.mark.parametrize(
+    ("shape", "weights", "kv_gib", "slots"),
+    [
         ("opt-13b", 26e9, 12, 15_700),
         ("opt-66b", 132e9, 21, 9_700),
         ("opt-175b", 346e9, 264, 60_100),
-    ):
-        model = MODELS[shape]
-        params = model.num_layers * model.layer_params + model.head_params
-        assert 2 * params == pytest.approx(weights, rel=0.02)
-        assert model.kv_bytes * slots == pytest.approx(
-            kv * 2**30, rel=0.02
-        )  # gigabytes are rounded
+    ],
+)
+def test_opt_shapes_have_the_papers_sizes(shape: str, weights: float, kv_gib: int, slots: int):
+    model = MODELS[shape]
+    params = model.num_layers * model.layer_params + model.head_params
+    assert 2 * params == pytest.approx(weights, rel=0.02)
+    assert model.kv_bytes * slots == pytest.approx(kv_gib * 2**30, rel=0.02)
 
 
-def test_what_is_unknown_is_refused():
+def test_unknown_shape_gpu_or_gpu_count_is_refused():
     with pytest.raises(ValueError, match="shape 'opt' is unknown: give one of opt-13b"):
         device_model("opt")
     with pytest.raises(ValueError, match="gpu 'a100' is unknown: give one of h200"):

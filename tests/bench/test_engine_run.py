@@ -1,4 +1,4 @@
-"""The paper's allocators under the real engine: the same tokens, and traces in real time."""
+"""Test the paper's allocators in the real engine, and compare its runs with the simulator."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ from jpaged.core.plan import StepPlan
 from jpaged.engine.startup import EngineParts, build_parts
 from jpaged.runtime.buckets import make_buckets
 
-# As the end-to-end tests' engines, so that all share compiled programs.
+# The options of the end-to-end tests, so that all tests share compiled programs.
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
 NUM_BLOCKS = 128
 
@@ -42,7 +42,7 @@ def make_trace(rate: float, seconds: float) -> list[TraceRequest]:
 @pytest.mark.parametrize(
     "system", ["orca_oracle", pytest.param("fastertransformer", marks=pytest.mark.full)]
 )
-def test_contiguous_ranges_give_the_same_tokens(
+def test_contiguous_allocators_give_the_same_tokens(
     system: str, servers: Callable[..., Server], kept_engines: Callable[..., Engine]
 ):
     rng = np.random.RandomState(0)
@@ -69,16 +69,17 @@ def test_contiguous_ranges_give_the_same_tokens(
     [("ours", {}), ("orca_oracle", {}), ("ours", {"num_samples": 2}), ("ours", {"beam_width": 2})],
     ids=str,
 )
-def test_a_trace_in_real_time(system: str, options: dict[str, Any], servers: Callable[..., Server]):
+def test_engine_serves_a_trace_in_real_time(
+    system: str, options: dict[str, Any], servers: Callable[..., Server]
+):
     server = servers(system)
     trace, width = make_trace(60, 0.4), sum(options.values()) or 1
     run = run_on_engine(server, trace, **options)
     outputs = np.array([request.output_len for request in trace])
     assert run.num_finished == len(trace) > 10
     assert run.num_output_tokens == width * outputs.sum()
-    prompts = sum(request.prompt_len for request in trace)
     if not options:
-        once = prompts + outputs.sum() - len(trace)
+        once = sum(request.prompt_len for request in trace) + outputs.sum() - len(trace)
         assert run.num_computed_tokens - run.num_recomputed_tokens == once
     assert np.all(run.arrivals <= run.first_tokens)
     assert np.all(run.first_tokens <= run.finishes)
@@ -90,7 +91,7 @@ def test_a_trace_in_real_time(system: str, options: dict[str, Any], servers: Cal
 
 
 class Clock:
-    """Time that passes only where somebody waits."""
+    """A clock that advances only when the engine waits."""
 
     def __init__(self, start: float):
         self.now = start
@@ -99,11 +100,11 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-9)  # as no clock is finer
+        self.now += max(seconds, 1e-9)  # a sleep of 0 s must advance too
 
 
 class ModelledRunner:
-    """An engine's runner, whose steps take by a clock what a model says."""
+    """A model runner whose steps take the device model's time on a `Clock`."""
 
     def __init__(self, runner: Any, clock: Clock):
         self._runner, self._clock, self._free = runner, clock, 0.0
@@ -133,22 +134,18 @@ class ModelledHandle:
 DEVICE = device_model("opt-13b")
 
 
-@pytest.mark.parametrize(
-    "system",
-    [
-        "ours",
-        *(pytest.param(it, marks=pytest.mark.full) for it in ("orca_oracle", "fastertransformer")),
-    ],
-)
-def test_the_simulator_foresees_the_engine(
+FULL = [pytest.param(it, marks=pytest.mark.full) for it in ("orca_oracle", "fastertransformer")]
+
+
+@pytest.mark.parametrize("system", ["ours", *FULL])
+def test_simulator_gives_the_engines_request_times(
     system: str, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Over the same step times, and where the host takes no time, every request's times are the
-    same, and so is all else."""
+    """With the same step times and no host time, every request's times are the same."""
     clock = Clock(time.monotonic())
 
     def build_modelled(config: EngineConfig) -> EngineParts:
-        """The pool has as many blocks as in the other tests; the scheduler knows 20 of them."""
+        """Let the scheduler use 20 blocks of the pool, whose size is that of the other tests."""
         parts = build_parts(config)
         few = dataclasses.replace(parts.runtime_config, num_blocks=21)
         runner = ModelledRunner(parts.runner, clock)
@@ -181,7 +178,7 @@ def test_giving_up_leaves_the_server_idle(servers: Callable[..., Server]):
     assert run_on_engine(server, trace[:3]).num_finished == 3
 
 
-def test_a_conversation_goes_on_with_what_was_answered(servers: Callable[..., Server]):
+def test_next_conversation_round_includes_the_previous_answer(servers: Callable[..., Server]):
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(0.5, 90, 2, ((0, 0, 90),))]
     work = EngineWorkload(rounds, "ours", 1, None, 256)
     before = work.prompt(1)
@@ -190,4 +187,4 @@ def test_a_conversation_goes_on_with_what_was_answered(servers: Callable[..., Se
     assert work.prompt(1) == [*before[:40], 7, 8, 9, *before[43:]]
     assert work.prompt(0) == before[:40]
     run = run_on_engine(servers("ours", prefix_caching=True), rounds)
-    assert run.num_hit_tokens == 64  # of 69 computed: four blocks of 16
+    assert run.num_hit_tokens == 64  # four blocks of 16, of 69 computed tokens

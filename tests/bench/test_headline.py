@@ -1,9 +1,10 @@
-"""The headline's search, the contiguous decoder under arrivals, and what paging is said to cost."""
+"""Test the headline benchmark, the contiguous decoder under arrivals and the paging-cost rows."""
 
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,13 @@ from bench.paper import traces
 from bench.paper.measures import Settings
 from bench.paper.traces import TraceRequest
 
+DECODER: dict[str, Any] = {
+    "max_len": 128,
+    "max_batched_tokens": 64,
+    "launch_steps": (1,),
+    "arrivals": True,
+}
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
@@ -25,9 +33,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize("batching", ["static", "slabs"])
-def test_a_trace_is_served_as_it_arrives(batching: str, tiny: Model):
-    options = {"num_slots": 2, "max_len": 128, "max_batched_tokens": 64, "launch_steps": (1,)}
-    decoder = Decoder(tiny, batching, arrivals=True, **options)
+def test_decoder_serves_a_trace_as_requests_arrive(batching: str, tiny: Model):
+    decoder = Decoder(tiny, batching, num_slots=2, **DECODER)
     decoder.generate([[1]], [2])  # compiles
     trace = [TraceRequest(arrival, 3, 10) for arrival in (0.0, 0.01, 0.2)]
     start = time.monotonic()
@@ -41,9 +48,8 @@ def test_a_trace_is_served_as_it_arrives(batching: str, tiny: Model):
     assert decoder.num_unfinished == 0
 
 
-def test_a_hopeless_trace_is_given_up(tiny: Model):
-    options = {"num_slots": 1, "max_len": 128, "max_batched_tokens": 64, "launch_steps": (1,)}
-    decoder = Decoder(tiny, "slabs", arrivals=True, **options)
+def test_decoder_gives_up_above_the_latency_limit(tiny: Model):
+    decoder = Decoder(tiny, "slabs", num_slots=1, **DECODER)
     trace = [TraceRequest(0.0, 3, 100) for _ in range(50)]
     served = run_on_decoder(decoder, trace, give_up_at=1e-5)
     assert served.gave_up
@@ -51,12 +57,11 @@ def test_a_hopeless_trace_is_given_up(tiny: Model):
     assert decoder.num_unfinished == 0
 
 
-def test_the_sustained_rate_is_the_knee_of_each_seed():
-    """The system's latency jumps at 10 requests a second."""
-
+def test_sustained_rate_is_where_each_seeds_latency_jumps():
     def serve(trace: Sequence[TraceRequest], give_up_at: float | None) -> Served:
         seconds = 20.0 if give_up_at is None else trace[-1].arrival
         rate = len(trace) / seconds
+        # The latency jumps at 10 requests a second.
         return Served(0.1 if rate < 10 else 0.9, 10 * rate, rate / 2, seconds, gave_up=rate >= 10)
 
     settings = Settings(seeds=(0, 1, 2), tolerance=0.02)
@@ -68,7 +73,7 @@ def test_the_sustained_rate_is_the_knee_of_each_seed():
     assert row["threshold_s"] == 0.2
 
 
-def test_a_search_that_was_cut_goes_on(tmp_path: Path):
+def test_interrupted_search_reuses_its_recorded_runs(tmp_path: Path):
     served = []
 
     def serve(trace: Sequence[TraceRequest], limit: float | None) -> Served:
@@ -87,7 +92,7 @@ def test_a_search_that_was_cut_goes_on(tmp_path: Path):
     assert len(served) == 4
 
 
-def test_ratios_are_of_the_same_lengths():
+def test_ratios_compare_systems_on_the_same_lengths():
     rows = [
         {"lengths": "sharegpt", "system": "ours", "sustained_per_s": 6.0},
         {"lengths": "sharegpt", "system": "orca_max", "sustained_per_s": 2.0},
@@ -98,7 +103,7 @@ def test_ratios_are_of_the_same_lengths():
     assert [row["to_reach"] for row in found] == [None, 2.7, None]
 
 
-def test_what_paging_costs_is_against_the_faster_batching():
+def test_paging_cost_compares_with_the_faster_contiguous_batching():
     seconds = {("A", "engine"): [3.3, 3.0], ("A", "static"): [4.0], ("A", "slabs"): [3.0]}
     answers = {("A", "engine"): [[1, 2], [3]], ("A", "slabs"): [[1, 2], [4]], ("A", "static"): []}
     row = paging_cost.row_of("embedded", "A", seconds, answers)
@@ -109,7 +114,7 @@ def test_what_paging_costs_is_against_the_faster_batching():
 
 
 @pytest.mark.full
-def test_every_system_answers_alike():
+def test_every_system_gives_the_same_answers():
     setting = paging_cost.Setting("embedded", ("A",), 0.01, repeats=1, num_seqs=4, max_len=256)
     found = [paging_cost.time_system(name, setting)["A"] for name in ("engine", *BATCHINGS)]
     assert all(times.answers == found[0].answers for times in found)
@@ -117,18 +122,16 @@ def test_every_system_answers_alike():
 
 
 @pytest.mark.parametrize("case", paging_cost.CASES)
-def test_a_cases_requests_fit(case: str):
+def test_requests_of_a_case_fit_max_len(case: str):
     work = paging_cost.work_of(case, 0.1, 100, 512, seed=0)
     assert len(work.prompts) == len(work.outputs) > 0
-    assert all(
-        len(p) + m <= 512 and m >= 1 for p, m in zip(work.prompts, work.outputs, strict=True)
-    )
+    pairs = zip(work.prompts, work.outputs, strict=True)
+    assert all(len(prompt) + output <= 512 and output >= 1 for prompt, output in pairs)
 
 
-def test_a_system_that_is_not_ours_needs_ours_first(
+def test_other_systems_need_the_threshold_of_jpaged_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Which sets the threshold."""
     given = ["--quick", "--system", "orca_max", "--lengths", "alpaca", "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["headline", *given])
     with pytest.raises(SystemExit):

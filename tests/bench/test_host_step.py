@@ -1,4 +1,4 @@
-"""The null device serves the engine's own loop; how long anything takes is not tested."""
+"""Test that the host-time benchmark counts every part of a step on the null device."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from bench.null_device import Clock
 
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 5}, PENALTIES], ids=str)
-def test_every_part_of_a_step_is_counted(sampling: dict[str, Any]):
+def test_every_part_of_a_step_has_a_time(sampling: dict[str, Any]):
     found = measure(num_seqs=16, num_steps=5, sampling=sampling)
     assert set(found) == {*ORDER, "total", "total, 99 of 100"}
     assert all(us > 0 for us in found.values())
 
 
-def test_every_part_of_a_generation_that_no_step_hides_is_counted():
+def test_every_part_of_a_generation_outside_steps_has_a_time():
     found = measure_ends(num_seqs=4, num_times=2)
     assert tuple(found) == ENDS
     assert all(ms > 0 for ms in found.values())
 
 
-def test_a_part_does_not_hold_its_inner_parts():
+def test_time_of_a_part_excludes_its_inner_parts():
     clock = Clock(iter([0.0, 1.0, 5.0, 7.0]).__next__)
     clock.timed("outer", clock.timed("inner", list))()
     assert clock.take() == {"inner": 4.0, "outer": 3.0}

@@ -1,4 +1,4 @@
-"""Every figure of the paper runs from the command line, and what it prints can be true."""
+"""Test the figures of the PagedAttention paper and the command that makes them."""
 
 import io
 import itertools
@@ -32,7 +32,7 @@ from bench.paper.traces import TraceRequest
 
 
 def run_figure(number: str, folder: Path) -> dict[str, Any]:
-    """The figure's JSON, from a quick simulated run of the command; its picture is checked."""
+    """Run a figure's quick simulation, check its picture and return its JSON."""
     cli.main(["--figure", number, "--quick", "--processes", "1", "--out", str(folder)])
     (path,) = folder.glob("*.json")
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def run_figure(number: str, folder: Path) -> dict[str, Any]:
 
 
 def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
-    """Each row's `ours`, by the given cells of it."""
+    """Return each row's `ours`, keyed by the named cells of the row."""
     rows = document["rows"]
     found = {tuple(row[name] for name in names): row["ours"] for row in rows}
     assert len(found) == len(rows), f"{names} do not tell rows apart"
@@ -56,7 +56,7 @@ def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
 
 
 def rates(document: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Sustained rates by panel and system; each curve is checked against its threshold."""
+    """Check each curve against its threshold and return the sustained rates by panel and system."""
     found = {}
     for panel in document["panels"]:
         for sustained in panel["systems"].values():
@@ -69,7 +69,7 @@ def rates(document: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_table_1_is_the_papers(tmp_path: Path):
+def test_table_1_matches_the_paper(tmp_path: Path):
     document = run_figure("table1", tmp_path)
     assert len(document["rows"]) == 6
     assert all(row["ratio"] == pytest.approx(1, rel=0.02) for row in document["rows"])
@@ -85,7 +85,7 @@ def test_figure_1_shows_why_paging_batches_more(tmp_path: Path):
     most, ours = by_system["Orca (Max)"], by_system["jpaged"]
     for reserved, paged in zip(most, ours, strict=True):
         assert paged["KV memory held, %"] < 0.5 * reserved["KV memory held, %"]
-        # A range of 128 of 981 blocks for each, rounded by nothing.
+        # Each request reserves 128 of 981 blocks.
         held = 100 * 128 / 981 * reserved["batch"]
         assert reserved["KV memory held, %"] == pytest.approx(held, rel=0.1)
     assert ours[-1]["ours"] > 4 * ours[0]["ours"], "throughput grows with the batch"
@@ -101,7 +101,7 @@ def test_figure_2_accounts_for_all_memory(tmp_path: Path):
     assert tokens == sorted(tokens)
     internal = [shares["sharegpt", system, "internal fragmentation"] for system in systems]
     assert internal[0] > internal[1] > internal[2]
-    assert max(internal[2:]) < 1, "they never reserve what is not filled"
+    assert max(internal[2:]) < 1, "reserved slots are filled"
     waste = {w: shares[w, "jpaged", "waste of held blocks"] for w in ("sharegpt", "alpaca")}
     assert 0 < waste["sharegpt"] <= figures_memory.MOST_WASTE_PERCENT < waste["alpaca"] < 15
     for lengths, share in waste.items():
@@ -115,8 +115,9 @@ def test_figure_11_has_the_papers_means(tmp_path: Path):
     assert all(row["median"] < row["ours"] for row in rows)
 
 
-def test_rates_that_a_device_found_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Which each took minutes; those found with other settings are not for this run."""
+def test_measured_rates_are_kept_for_runs_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     found = measures.Sustained(2.0, 1.5, 2.5, 0.1, ((1.0, 0.05), (2.0, 0.09)), (1.8, None))
     asked: list[Case] = []
     monkeypatch.setattr(measures, "sustain", lambda case, settings: asked.append(case) or found)
@@ -132,12 +133,12 @@ def test_rates_that_a_device_found_are_kept(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.full
-def test_figure_12_ours_sustains_most(tmp_path: Path):
+def test_figure_12_jpaged_sustains_the_highest_rate(tmp_path: Path):
     document = run_figure("12", tmp_path)
     for systems in rates(document).values():
         assert list(systems) == list(published.SYSTEMS)
         assert systems["ours"] >= 0.95 * max(systems.values())
-        # A quick run's search ends within a half.
+        # The search of a quick run is exact to a factor of 1.5.
         assert systems["fastertransformer"] <= 1.5 * min(systems.values())
         assert systems["orca_max"] <= systems["orca_oracle"]
     assert document["device"] == "simulated NVIDIA H200"
@@ -146,7 +147,7 @@ def test_figure_12_ours_sustains_most(tmp_path: Path):
     assert all(0.3 < row["ratio"] < 3 for row in rows)
 
 
-def test_figure_13_paging_batches_most(tmp_path: Path):
+def test_figure_13_paging_has_the_largest_batch(tmp_path: Path):
     document = run_figure("13", tmp_path)
     batches = cells(document, "lengths", "system")
     for lengths, paper in published.BATCHED.items():
@@ -160,13 +161,13 @@ def test_figure_13_paging_batches_most(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_figure_14_sharing_pays(tmp_path: Path):
+def test_figure_14_sharing_blocks_raises_the_rate(tmp_path: Path):
     found = rates(run_figure("14", tmp_path))
     assert {name.split(",")[0] for name in found} == {"parallel sampling", "beam search"}
     assert all(systems["ours"] > systems["orca_oracle"] for systems in found.values())
 
 
-def test_figure_15_more_samples_save_more(tmp_path: Path):
+def test_figure_15_more_samples_save_more_memory(tmp_path: Path):
     saved = cells(run_figure("15", tmp_path), "lengths", "decoding", "width")
     for lengths, decoding in itertools.product(("sharegpt", "alpaca"), ("parallel", "beam")):
         assert saved[lengths, decoding, 2] < saved[lengths, decoding, 6] < 100
@@ -176,20 +177,20 @@ def test_figure_15_more_samples_save_more(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_figure_16_a_longer_prefix_pays_more(tmp_path: Path):
+def test_figure_16_a_longer_prefix_raises_the_rate_more(tmp_path: Path):
     found = rates(run_figure("16", tmp_path))
     short, long = (systems["ours"] / systems["orca_oracle"] for systems in found.values())
     assert 1 < short < long
 
 
 @pytest.mark.full
-def test_figure_17_runs_with_and_without_a_cache(tmp_path: Path):
+def test_figure_17_runs_with_and_without_a_prefix_cache(tmp_path: Path):
     (systems,) = rates(run_figure("17", tmp_path)).values()
     assert set(systems) == {*published.ORCAS, "ours", figures_serving.WITH_CACHE}
     assert systems["ours"] > max(systems[name] for name in published.ORCAS)
 
 
-def test_figure_18a_times_two_kernels_or_says_that_it_cannot(
+def test_figure_18a_times_two_kernels_or_reports_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     document = run_figure("18a", tmp_path / "quick")
@@ -206,7 +207,7 @@ def test_figure_18a_times_two_kernels_or_says_that_it_cannot(
     assert {row["ours"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} == {None}
 
 
-def test_figure_18b_large_blocks_waste(tmp_path: Path):
+def test_figure_18b_large_blocks_waste_memory(tmp_path: Path):
     document = run_figure("18b", tmp_path)
     for lengths in ("sharegpt", "alpaca"):
         rows = [row for row in document["rows"] if row["lengths"] == lengths]
@@ -217,7 +218,7 @@ def test_figure_18b_large_blocks_waste(tmp_path: Path):
         assert rows[2]["batch"] < rows[1]["batch"], "fewer fit"
 
 
-def test_figures_19_compare_both_ways_of_recovery(tmp_path: Path):
+def test_figures_19_compare_recomputation_and_swapping(tmp_path: Path):
     times = run_figure("19a", tmp_path / "a")
     for row in times["rows"]:
         both = row["recompute ms"], row["swap out + in ms"]
@@ -225,13 +226,12 @@ def test_figures_19_compare_both_ways_of_recovery(tmp_path: Path):
         assert 1 < min(both) < max(both) < 10_000
     served = run_figure("19b", tmp_path / "b")
     for row in served["rows"]:
-        assert row["ours"] == pytest.approx(
-            row["recompute, s/token"] / row["swap, s/token"], rel=1e-4
-        )
+        ratio = row["recompute, s/token"] / row["swap, s/token"]
+        assert row["ours"] == pytest.approx(ratio, rel=1e-4)
     assert any(row["recomputes"] > 0 and row["swaps"] > 0 for row in served["rows"])
 
 
-def test_all_means_every_figure_of_the_issue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_figure_all_makes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     made: list[str] = []
 
     def make(number: str, settings: Settings) -> Figure:
@@ -247,7 +247,7 @@ def test_all_means_every_figure_of_the_issue(monkeypatch: pytest.MonkeyPatch, tm
     assert len(list(tmp_path.glob("*.json"))) == len(listed)
 
 
-def test_a_search_on_a_device_begins_where_the_simulation_ends(monkeypatch: pytest.MonkeyPatch):
+def test_device_search_starts_at_the_simulated_rate(monkeypatch: pytest.MonkeyPatch):
     served = []
 
     def run(case, rate, seed, settings, give_up_at):
@@ -267,7 +267,7 @@ def test_a_search_on_a_device_begins_where_the_simulation_ends(monkeypatch: pyte
     assert len(rates) <= 4 + 3 + 1
 
 
-def test_every_system_is_measured_at_the_rate_that_it_sustains_in_simulation(
+def test_systems_are_measured_at_their_simulated_sustained_rates(
     monkeypatch: pytest.MonkeyPatch,
 ):
     rates = {system: 1.0 + i for i, system in enumerate(published.SYSTEMS)}
@@ -287,32 +287,31 @@ def test_every_system_is_measured_at_the_rate_that_it_sustains_in_simulation(
     monkeypatch.setattr(figures_serving, "run_cases", run_cases)
     monkeypatch.setattr(figures_serving, "device_of", lambda settings: "a device")
     figure = figures_serving.knees_alpaca(Settings(how="measured"))
-    asked = [("alpaca", system, rate) for system, rate in rates.items()]
-    assert [it[1:] for it in served if it[0] == "measured"] == asked
-    assert [it[1:] for it in served if it[0] == "simulated"] == asked
+    for how in ("measured", "simulated"):
+        cases = [("alpaca", system, rate) for system, rate in rates.items()]
+        assert [case for run_how, *case in served if run_how == how] == [list(it) for it in cases]
     assert len(figure.rows) == 3 * len(rates)
     assert figure.number == "knees_alpaca"
     assert "the worst is 16.7%: NOT reached" in figure.notes[0]
 
 
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
-def test_the_search_finds_the_knee_from_either_side(knee: float, guess: float):
+def test_search_finds_the_knee_from_either_side(knee: float, guess: float):
     rate, tried = measures.search(lambda rate: rate / knee, 1.0, guess, 1.25, 0.02)
     assert knee / 1.02 <= rate < knee
     assert all(latency == at / knee for at, latency in tried.items())
     assert len(tried) < 25
 
 
-def test_a_latency_that_never_crosses_is_said():
+def test_search_without_a_crossing_raises():
     with pytest.raises(ValueError, match="never crosses 1 s a token, from 2/s"):
         measures.search(lambda rate: 0.5, 1.0, 2.0, 1.25, 0.02)
 
 
-def test_a_queue_that_grows_bounds_the_excess_of_a_sustained_rate():
-    """Requests of 10 tokens that are served at 5 a second, in the order of arrival."""
+def test_growing_queue_bounds_the_excess_of_a_sustained_rate():
     threshold, seconds = 0.5, 100.0
 
-    def latency_at(rate: float) -> float:
+    def latency_at(rate: float) -> float:  # of 10 tokens a request, served first come at 5 a second
         num_waiting_at_end = seconds * (rate - 5)
         return (0.2 + max(num_waiting_at_end, 0) / 5 / 2) / 10
 
@@ -324,14 +323,13 @@ def test_a_queue_that_grows_bounds_the_excess_of_a_sustained_rate():
     assert excess == pytest.approx(100 * (rate / 5 - 1), rel=0.2)
 
 
-def test_crossings_are_read_between_points():
+@pytest.mark.parametrize(("threshold", "rate"), [(1.0, 3.0), (30.0, None), (0.01, None)])
+def test_crossing_interpolates_between_points(threshold: float, rate: float | None):
     curve = ((1.0, 0.1), (2.0, 0.1), (4.0, 10.0), (5.0, 20.0))
-    assert measures.crossing(curve, 1.0) == pytest.approx(3.0)
-    assert measures.crossing(curve, 30.0) is None
-    assert measures.crossing(curve, 0.01) is None
+    assert measures.crossing(curve, threshold) == pytest.approx(rate)
 
 
-def test_ratios_to_ranges_are_one_inside():
+def test_ratio_to_a_range_is_one_inside_it():
     assert compared(4.0, 3.0) == {"paper": "4", "ours": 3.0, "ratio": 0.75}
     assert compared((1.7, 2.7), 2.0)["ratio"] == 1.0
     assert compared((1.7, 2.7), 3.4)["ratio"] == pytest.approx(3.4 / 2.7)
@@ -341,10 +339,9 @@ def test_ratios_to_ranges_are_one_inside():
     assert compared((20.0, 26.0), None)["ratio"] is None
 
 
-def test_json_has_no_number_that_json_lacks(tmp_path: Path):
-    figure = Figure(
-        "11", "t", [{"ours": math.inf, "paper": math.nan}], {"case": Case("chat")}, None
-    )
+def test_infinite_and_nan_figures_become_null_in_json(tmp_path: Path):
+    rows = [{"ours": math.inf, "paper": math.nan}]
+    figure = Figure("11", "t", rows, {"case": Case("chat")}, None)
     report.show(figure, out=tmp_path, pictures=True, facts={"how": "simulated"})
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -377,7 +374,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
         (["--figure", "2", "--alpaca", "/absent.jsonl"], "cannot read the trace file '/absent"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(
+def test_invalid_options_are_refused_before_any_run(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cli, "make", lambda *_: pytest.fail("something ran"))
@@ -390,7 +387,7 @@ def test_mistakes_are_named_before_anything_runs(
 
 @pytest.mark.parametrize("script", ["paper", "serving"])
 @pytest.mark.parametrize("package", ["aiohttp", "tabulate"])
-def test_without_the_extra_a_script_names_it_in_one_line(script: str, package: str, tmp_path: Path):
+def test_missing_bench_extra_is_a_one_line_error(script: str, package: str, tmp_path: Path):
     code = f"import sys; sys.modules[{package!r}] = None"
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     root = str(Path(bench.__file__).parent.parent)
@@ -402,12 +399,12 @@ def test_without_the_extra_a_script_names_it_in_one_line(script: str, package: s
         cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
     )
-    told = f'error: the benchmarks need {package}: pip install "jpaged[bench]"\n'
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+    message = f'error: the benchmarks need {package}: pip install "jpaged[bench]"\n'
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_runs_are_counted_as_they_end(num_processes: int, capsys: pytest.CaptureFixture):
+def test_progress_counts_finished_runs(num_processes: int, capsys: pytest.CaptureFixture):
     settings = Settings(processes=num_processes)
     assert measures.run_all(math.sqrt, [9, 4, 1], settings, "roots") == [3, 2, 1]
     first, *_ = capsys.readouterr().err.splitlines()
@@ -418,7 +415,7 @@ def test_runs_are_counted_as_they_end(num_processes: int, capsys: pytest.Capture
         measures.run_all(math.sqrt, [9, -1, 1], settings, "roots")
 
 
-def test_progress_in_a_pipe_has_rare_lines_with_an_estimate(
+def test_progress_in_a_pipe_prints_rare_lines_with_an_estimate(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     now = 0
@@ -449,7 +446,7 @@ def test_progress_on_a_terminal_is_a_bar_with_an_estimate(monkeypatch: pytest.Mo
     assert re.search(r"\rruns:  50%.* 2/4 \[00:\d\d<00:\d\d", terminal.getvalue())
 
 
-def test_without_matplotlib_the_remedy_is_told(
+def test_missing_matplotlib_error_names_the_extra(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)

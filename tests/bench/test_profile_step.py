@@ -1,4 +1,4 @@
-"""What a profile's tables are made of: a trace as JAX's profiler writes it."""
+"""Test the tables that the profile benchmark makes of a JAX profiler trace."""
 
 import gzip
 import json
@@ -12,13 +12,12 @@ from bench import profile_step
 from bench.common import FORMATS, Floor
 
 
-def _event(name: str, start: float, duration: float, *, pid: int = 1, tid: int = 13) -> dict:
+def make_event(name: str, start: float, duration: float, *, pid: int = 1, tid: int = 13) -> dict:
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": duration}
 
 
-def _write_trace(folder: Path, *kernels: dict) -> None:
-    """With a device of one stream, a line of XLA's operations over it, another device that launches
-    the same, and the host."""
+def write_trace(folder: Path, *kernels: dict) -> None:
+    """Write a trace of two devices with equal kernels, of XLA operations and of the host."""
 
     def named(kind: str, name: str, **place: int) -> dict:
         return {"ph": "M", "name": kind, "args": {"name": name}, **place}
@@ -32,8 +31,8 @@ def _write_trace(folder: Path, *kernels: dict) -> None:
         *(kernel | {"pid": 2} for kernel in kernels),
         named("process_name", "/host:CPU", pid=7),
         named("thread_name", "Stream #1", pid=7, tid=13),
-        _event("fusion", 0, 1000, tid=2),
-        _event("python", 0, 1000, pid=7),
+        make_event("fusion", 0, 1000, tid=2),
+        make_event("python", 0, 1000, pid=7),
         *kernels,
     ]
     path = folder / "plugins" / "profile" / "host.trace.json.gz"
@@ -42,10 +41,9 @@ def _write_trace(folder: Path, *kernels: dict) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMATS])
-def test_every_formats_steps_have_their_kernels(
+def test_profile_reports_kernels_and_floor_per_step_of_each_format(
     form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Two steps of three kernels; the engine is made as the format says."""
     made, recorded = [], []
 
     def make(shape: str, **options: Any) -> Any:
@@ -54,13 +52,13 @@ def test_every_formats_steps_have_their_kernels(
 
     def profile(engine: Any, batch: int, context: int, steps: int, folder: Path) -> dict:
         assert (context, steps) == (512, 2)
-        first = [
-            _event("gemm_fusion_7_1", 10, 6),
-            _event("add_rms_norm_to_fp8<x>", 14, 4),  # two microseconds with the GEMM before it
-            _event("gemm_fusion_8", 20, 8),
+        first = [  # the first of two steps of three kernels
+            make_event("gemm_fusion_7_1", 10, 6),
+            make_event("add_rms_norm_to_fp8<x>", 14, 4),  # overlaps the first GEMM by 2 us
+            make_event("gemm_fusion_8", 20, 8),
         ]
         second = [event | {"ts": event["ts"] + 30} for event in first]
-        _write_trace(folder, *second, *first)
+        write_trace(folder, *second, *first)
         return {"ms_a_step": 0.03, "num_steps": 2}
 
     def record(name: str, rows: list[dict]) -> str:
@@ -72,20 +70,8 @@ def test_every_formats_steps_have_their_kernels(
     monkeypatch.setattr(profile_step, "record", record)
     floor = Floor(4.3e7, 4.3e3, 0, 0, 0)  # 10 us of weights, 1 ns a token
     monkeypatch.setattr(Floor, "of", staticmethod(lambda _engine: floor))
-    options = [
-        "--tensor-parallel-size",
-        "2",
-        "--format",
-        form,
-        "--batch",
-        "1",
-        "8",
-        "--context",
-        "512",
-        "--steps",
-        "2",
-    ]
-    profile_step.main(["--model", "llama-3.1-8b", *options])
+    options = "--tensor-parallel-size 2 --batch 1 8 --context 512 --steps 2 --model llama-3.1-8b"
+    profile_step.main([*options.split(), "--format", form])
     assert made == [("llama-3.1-8b", {"verbose": True, "tensor_parallel_size": 2} | FORMATS[form])]
     assert [row["batch"] for row in recorded] == [1, 8]
     for row in recorded:
@@ -101,7 +87,7 @@ def test_every_formats_steps_have_their_kernels(
     assert "add_rms_norm_to_fp8" in capsys.readouterr().out
 
 
-def test_a_trace_without_a_gpu_is_refused(tmp_path: Path):
-    _write_trace(tmp_path)
+def test_trace_without_a_gpu_is_refused(tmp_path: Path):
+    write_trace(tmp_path)
     with pytest.raises(RuntimeError, match="no kernel of a GPU"):
         profile_step.read_trace(tmp_path)

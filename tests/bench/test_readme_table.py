@@ -1,4 +1,4 @@
-"""The README shows what was measured."""
+"""Test that the README and the benchmark page show the recorded results."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from bench.readme_table import (
 )
 
 
-def test_the_readme_has_the_committed_figures():
+def test_readme_has_the_committed_results():
     text = README.read_text(encoding="utf-8")
     assert render_readme(text) == text, "run python -m bench.readme_table --write"
     assert len(text.splitlines()) <= 120
@@ -30,7 +30,7 @@ def test_the_page_of_figures_has_the_committed_figures():
     assert render_figures(text) == text, "run python -m bench.readme_table --write"
 
 
-def test_the_page_of_benchmarks_has_the_committed_figures():
+def test_benchmark_page_has_the_committed_results():
     text = BENCHMARKS.read_text(encoding="utf-8")
     assert render_benchmarks(text) == text, "run python -m bench.readme_table --write"
     assert readme_table.FIGURE.findall(text) == [
@@ -40,15 +40,16 @@ def test_the_page_of_benchmarks_has_the_committed_figures():
     ]
 
 
-def test_a_figure_that_was_not_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_figure_without_results_says_not_run_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
-    rendered = render_benchmarks("a\n<!-- figure 12 -->\nstale\n<!-- end of figure 12 -->\nb")
-    assert rendered == "a\n<!-- figure 12 -->\n*Not run yet.*\n<!-- end of figure 12 -->\nb"
+    for name in ("12", *readme_table.COMPARISONS):
+        begin, end = f"a\n<!-- figure {name} -->\n", f"\n<!-- end of figure {name} -->\nb"
+        assert render_benchmarks(f"{begin}stale{end}") == f"{begin}*Not run yet.*{end}"
     with pytest.raises(ValueError, match="lacks <!-- figure N -->"):
         render_benchmarks("no place")
 
 
-def test_a_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
     cli.main(["--figure", "table1", "--no-pictures", "--seeds", "7", "--out", str(tmp_path)])
     page = render_benchmarks("<!-- figure table1 -->\n<!-- end of figure table1 -->")
@@ -63,24 +64,17 @@ def test_a_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "- simulated NVIDIA H200; traces of 3600 s, seeds 7; commit " in page
 
 
-def test_only_what_is_between_the_markers_changes():
+def test_render_changes_only_the_text_between_markers():
     rendered = render_figures(f"before\n{BEGIN}\nstale\n{END}\nafter")
     assert rendered.startswith(f"before\n{BEGIN}\n|")
     assert rendered.endswith(f"|\n{END}\nafter")
     assert "stale" not in rendered
 
 
-def test_a_readme_without_markers_is_refused():
+def test_readme_without_markers_is_refused():
     with pytest.raises(ValueError, match="lacks"):
         render_figures(f"{END} {BEGIN}")
 
 
 def test_every_system_of_the_headline_has_a_name():
     assert set(readme_table.SYSTEM_NAMES) == set(headline.ALL_SYSTEMS)
-
-
-def test_a_comparison_that_was_not_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
-    for name in readme_table.COMPARISONS:
-        empty = f"<!-- figure {name} -->\n<!-- end of figure {name} -->"
-        assert "*Not run yet.*" in readme_table.render_benchmarks(empty)

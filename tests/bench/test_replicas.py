@@ -1,4 +1,4 @@
-"""Replicas beside an engine that shares its model."""
+"""Test the benchmark of replicas against one tensor-parallel engine."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,7 @@ from bench.replicas import OUTPUT_LEN, Answered, answer, median_of, row_of
 from jpaged import Engine
 
 
-def test_a_replica_s_part_stands_for_all_of_them():
-    """Two answer eight requests in the time in which one answers four."""
+def test_one_replicas_share_gives_the_speed_of_all():
     row = row_of(8, replica=Answered(2.0, 1e-3), shared=Answered(1.0, 2e-3))
     assert row["replicas_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN / 2)
     assert row["shared_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN)
@@ -18,7 +17,7 @@ def test_a_replica_s_part_stands_for_all_of_them():
     assert (row["replica_host_ms_a_step"], row["shared_host_ms_a_step"]) == (1.0, 2.0)
 
 
-def test_an_engine_is_measured(kept_engines: Callable[..., Engine]):
+def test_engine_run_has_wall_and_host_seconds(kept_engines: Callable[..., Engine]):
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     engine = kept_engines(skip_tokenizer_init=True, num_blocks=129, **options)
     found = [answer(engine, 3, seed=0), median_of(engine, 2, repeats=1)]

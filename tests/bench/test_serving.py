@@ -1,10 +1,10 @@
-"""The open-loop client: its figures, and a server that fails in every way."""
+"""Test the open-loop load client, its figures and its errors."""
 
 import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ def test_arrivals_are_a_poisson_process():
     assert work != make_work(4000, 8.0, vocab_size=50, max_tokens=100, seed=1)
 
 
-def test_at_an_infinite_rate_all_come_at_once():
+def test_infinite_rate_sends_all_requests_at_time_zero():
     assert {one.due for one in make_work(9, math.inf, vocab_size=50, max_tokens=9)} == {0.0}
 
 
-def test_figures():
+def test_summary_has_rates_latencies_and_errors():
     work = [Work([1] * 4, 3, 0.0), Work([1] * 4, 3, 1.0), Work([1] * 4, 3, 1.0)]
     answers = [
         Answer([0.1, 0.2, 0.4], 0.6, 4, 3),
@@ -58,20 +58,24 @@ def test_figures():
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serving_with(handler: Handler, ask: Callable[[Target], Awaitable[Any]]) -> Any:
-    """What `ask` gives against a server that answers everything with `handler`."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    async with TestServer(app) as server:
-        return await ask(Target(str(server.make_url("/v1")), "m", "secret"))
+async def share(target: Target) -> Report:
+    return await serve_share(Share(target, WORK), time.monotonic())
 
 
-async def share(target: Target, work: Sequence[Work] = WORK) -> Report:
-    return await serve_share(Share(target, list(work)), time.monotonic())
+def run_against(handler: Handler, run: Callable[[Target], Awaitable[Any]] = share) -> Any:
+    """Return the result of `run` against a server that answers every request with `handler`."""
+
+    async def serve() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        async with TestServer(app) as server:
+            return await run(Target(str(server.make_url("/v1")), "m", "secret"))
+
+    return asyncio.run(serve())
 
 
 def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
-    """What becomes of one request if the server answers so; and what it was asked."""
+    """Return the answer to one request if the server sends `events`, and the request's fields."""
     asked = {}
 
     async def answer(request: web.Request) -> web.Response:
@@ -79,14 +83,14 @@ def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
         data = [event if isinstance(event, str) else json.dumps(event) for event in events]
         return web.Response(status=status, text="".join(f"data: {text}\n\n" for text in data))
 
-    return asyncio.run(serving_with(answer, share)).answers[0], asked
+    return run_against(answer).answers[0], asked
 
 
 TEXT = {"choices": [{"index": 0, "text": "a"}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
 
 
-def test_what_is_asked():
+def test_client_sends_a_streaming_completion_request():
     answer, asked = ask([TEXT, TEXT, USAGE, "[DONE]"])
     assert (answer.error, answer.num_prompt_tokens, answer.num_output_tokens) == (None, 3, 2)
     assert len(answer.chunk_times) == 2
@@ -116,26 +120,26 @@ def test_what_is_asked():
         ),
     ],
 )
-def test_errors_are_counted(events: list, status: int, error: str):
+def test_failed_answers_have_an_error(events: list, status: int, error: str):
     answer, _ = ask(events, status)
     assert answer.error is not None
     assert answer.error.startswith(error)
 
 
-def test_a_server_that_is_not_there_is_an_error():
+def test_unreachable_server_is_an_error():
     (answer,) = asyncio.run(share(Target("http://127.0.0.1:1/v1"))).answers
     assert answer.error == "ClientConnectorError"
 
 
-def test_errors_say_what_the_server_said():
+def test_error_has_the_servers_message():
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "no such model"}}, status=404)
 
-    report = asyncio.run(serving_with(refuse, share))
+    report = run_against(refuse)
     assert report.answers[0].error == "status 404: no such model"
 
 
-def test_chunks_cut_anywhere_are_read():
+def test_client_reads_events_split_across_chunks():
     whole = f"data: {json.dumps(TEXT)}\n\ndata: {json.dumps(USAGE)}\r\n\r\ndata: [DONE]\n\n"
 
     async def drip(request: web.Request) -> web.StreamResponse:
@@ -146,34 +150,36 @@ def test_chunks_cut_anywhere_are_read():
             await asyncio.sleep(0)
         return answer
 
-    (answer,) = asyncio.run(serving_with(drip, share)).answers
+    (answer,) = run_against(drip).answers
     assert (answer.error, len(answer.chunk_times), answer.num_output_tokens) == (None, 1, 2)
 
 
-def test_the_client_says_how_busy_and_how_late_it_was():
+def test_client_reports_its_load_and_lag():
     async def answer(request: web.Request) -> web.Response:
         time.sleep(0.2)  # the server's loop is the client's, here
         return web.Response(text="")
 
-    report = asyncio.run(serving_with(answer, share))
+    report = run_against(answer)
     figures = client_figures([report, Report([], busy=0.5)])
     assert figures["client_busy"] == max(report.busy, 0.5)
     assert figures["client_lag_ms_p99"] > 50
 
 
-def test_who_is_the_limit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    def limited(busy: float, lag: float) -> str:
+def test_busy_or_late_client_is_reported_as_the_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    def warning_of(busy: float, lag: float) -> str:
         report = Report([Answer([0.1], 0.2, 3, 2)], busy=busy, lags=[lag])
         monkeypatch.setattr(serving, "run_shares", lambda *_: [report])
         serving.sweep(Target("http://test/v1"), {1.0: WORK}, 1)
         return capsys.readouterr().err
 
-    assert limited(0.5, 0.001) == ""
-    assert "the client was the limit" in limited(0.95, 0.001)
-    assert "the client was the limit" in limited(0.5, 0.02)
+    assert warning_of(0.5, 0.001) == ""
+    assert "the client was the limit" in warning_of(0.95, 0.001)
+    assert "the client was the limit" in warning_of(0.5, 0.02)
 
 
-def test_shares_come_back_in_the_order_of_the_work():
+def test_answers_of_shares_are_merged_in_request_order():
     answers = [Answer(num_output_tokens=i) for i in range(7)]
     reports = [Report(answers[i::3]) for i in range(3)]
     assert merged(reports) == answers
@@ -189,30 +195,26 @@ def test_shares_come_back_in_the_order_of_the_work():
         ([], 1024),
     ],
 )
-def test_what_fits_the_model(answer: object, expected: int):
+def test_default_request_length_is_half_of_max_model_len(answer: object, expected: int):
     async def models(request: web.Request) -> web.Response:
         return web.json_response(answer)
 
     async def fits(target: Target) -> int:
         return await asyncio.to_thread(half_of_what_fits, target)
 
-    assert asyncio.run(serving_with(models, fits)) == expected
+    assert run_against(models, fits) == expected
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "many"])
-def test_counts_are_above_nothing(count: str, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    "option", ["--num-requests=0", "--num-requests=-1", "--num-requests=many", "--rate=1,0"]
+)
+def test_invalid_options_are_refused(option: str, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
-        serving.main(["--num-requests", count])
-    assert "from 1 on" in capsys.readouterr().err
+        serving.main([option])
+    assert ("above 0" if "rate" in option else "from 1 on") in capsys.readouterr().err
 
 
-def test_bad_rates_are_refused(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        serving.main(["--rate", "1,0"])
-    assert "above 0" in capsys.readouterr().err
-
-
-def test_the_record_names_the_server_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_record_names_the_servers_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     path = records.record("serving", [{"rate": 1.0}], device="Some GPU")
     assert path.name == "serving_some-gpu.json"

@@ -1,4 +1,4 @@
-"""The simulator: no token and no second is lost or made, whatever serves the trace."""
+"""Test that the serving simulator conserves tokens and time under every allocator."""
 
 import math
 from dataclasses import replace
@@ -38,8 +38,10 @@ def make_trace(rate: float, seconds: float = 20.0, seed: int = 0) -> list[TraceR
 
 
 def num_tokens_once(run: Run, trace: list[TraceRequest], width: int, *, is_apart: bool) -> int:
-    """Tokens to compute if each is computed once: a sequence's last one never is. Samples share
-    all of their prompt but its last token."""
+    """Return how many tokens are computed once each: all but the last token of a sequence.
+
+    Samples share their prompt except its last token, unless `is_apart`.
+    """
     prompts = np.array([request.prompt_len for request in trace])
     outputs = np.array([request.output_len for request in trace])
     if is_apart:
@@ -59,22 +61,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_and_time_are_conserved(name: str):
+def test_simulation_conserves_tokens_and_time(name: str):
     system, options = CASES[name]
     width = options.get("num_samples") or options.get("beam_width") or 1
     trace = make_trace(60 / width, 5.0)
     run = simulate(trace, system, DEVICE, num_slots=512, **SMALL, **options)
-    _check(run, trace, width)
+    check_conserved(run, trace, width)
     once = num_tokens_once(run, trace, width, is_apart=system != "ours")
-    lost = run.num_computed_tokens - run.num_recomputed_tokens - once
-    assert lost == 0
+    assert run.num_computed_tokens - run.num_recomputed_tokens == once
     has_preempted = system == "ours" and "swap" not in options.values()
     assert (run.num_preemptions > 0) == (system == "ours")  # the pool is too small for the rate
     assert (run.num_recomputed_tokens > 0) == has_preempted
     assert (run.swapped_bytes > 0) == ("swap" in options.values())
 
 
-def _check(run: Run, trace: list[TraceRequest], width: int) -> None:
+def check_conserved(run: Run, trace: list[TraceRequest], width: int) -> None:
     outputs = np.array([r.output_len for r in trace])
     assert run.num_finished == run.num_requests == len(trace)
     assert run.num_output_tokens == width * outputs.sum()
@@ -88,23 +89,23 @@ def _check(run: Run, trace: list[TraceRequest], width: int) -> None:
     assert sum(run.memory.values()) == pytest.approx(100)
     assert min(run.memory.values()) >= 0
     assert 0 < run.memory_held <= 100 + 1e-9
-    # Little's law: requests in the batch at a time are what each was there for.
+    # Little's law bounds the mean batch by the requests' total time over the busy time.
     most = (run.finishes - run.arrivals).sum() / run.busy_seconds
     assert 0 < run.mean_batch <= most + 1e-9
 
 
-def test_beams_end_and_share():
+def test_simulated_beams_finish_and_share_blocks():
     trace = make_trace(3, 4)
     run = simulate(trace, "ours", DEVICE, num_slots=1024, beam_width=3, **SMALL)
-    _check(run, trace, 3)
+    check_conserved(run, trace, 3)
     assert run.shared_savings > 20
 
 
-def test_a_request_alone_takes_its_steps():
+def test_lone_request_takes_one_step_per_chunk_and_token():
     trace = [TraceRequest(1.0, 300, 5), TraceRequest(9.0, 4, 1)]
     options: dict[str, Any] = SMALL | {"max_model_len": 512}
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **options)
-    # The first prompt takes two steps of at most 256 tokens; the next token is one step more.
+    # The first prompt takes two steps of at most 256 tokens; each further token takes one step.
     assert run.first_tokens == pytest.approx([1 + 2 * STEP, 9 + STEP])
     assert run.finishes == pytest.approx([1 + 6 * STEP, 9 + STEP])
     assert (run.num_steps, run.busy_seconds) == (7, pytest.approx(7 * STEP))
@@ -112,29 +113,28 @@ def test_a_request_alone_takes_its_steps():
 
 
 @pytest.mark.parametrize("system", ["ours", "orca_max"])
-def test_memory_held_is_a_mean_over_the_time_of_all_steps(system: str):
-    """Also of those at which no request waits for memory, but not of the time between requests."""
+def test_memory_held_is_the_mean_over_busy_time(system: str):
     trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
     if system == "orca_max":
-        assert run.memory_held == pytest.approx(50)  # one range of 256
+        assert run.memory_held == pytest.approx(50)  # one range of 256 of 512 slots
         assert run.memory["free"] == pytest.approx(50)
     else:
-        # A step of 16 tokens and 192 of one each: 1 to 13 blocks of 32, looked at every 8 steps.
+        # One step of 16 tokens and 192 of one token hold 1 to 13 of 32 blocks.
         assert run.memory_held == pytest.approx(100 * 7 / 32, rel=0.1)
         assert run.memory_held == pytest.approx(100 - run.memory["free"])
     assert run.seconds > 1000
 
 
-def test_who_arrives_waits_for_the_step_under_way_and_the_planned_one():
+def test_arriving_request_waits_for_the_running_and_the_planned_step():
     trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.101, 4, 2)]
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **SMALL)
-    # At 0.101 a step runs until 0.11; the one after it is planned; the third computes the prompt.
+    # At 0.101 a step runs until 0.11 and the next is planned; the third step computes the prompt.
     assert run.first_tokens[1] == pytest.approx(0.13)
 
 
-def test_a_step_waits_for_what_comes_back_before_it():
+def test_step_waits_for_its_swap_in():
     trace, options = make_trace(40, 5.0), {"num_slots": 512, "preemption": "swap", **SMALL}
     slow = replace(DEVICE, coefficients=replace(DEVICE.coefficients, swap=0.1))
     fast, late = (simulate(trace, "ours", device, **options) for device in (DEVICE, slow))
@@ -142,7 +142,7 @@ def test_a_step_waits_for_what_comes_back_before_it():
     assert late.busy_seconds > fast.busy_seconds + 0.1 * late.num_preemptions / 2
 
 
-def test_giving_up_is_certain_and_early():
+def test_simulation_gives_up_early_only_above_the_latency_limit():
     trace = make_trace(60, 8)
     options: dict[str, Any] = {"num_slots": 512, **SMALL}
     whole = simulate(trace, "ours", DEVICE, **options)
@@ -155,21 +155,21 @@ def test_giving_up_is_certain_and_early():
     assert np.isnan(early.finishes).any()
 
 
-def test_prefixes_are_found_across_requests_and_rounds():
+def test_simulator_finds_prefixes_across_requests_and_rounds():
     shared = traces.with_prefix(make_trace(10, 5), 64)
     options: dict[str, Any] = {"num_slots": 4096, **SMALL, "max_model_len": 512}
     apart = simulate(shared, "ours", DEVICE, **options)
     run = simulate(shared, "ours", DEVICE, prefix_caching=True, **options)
     assert apart.num_hit_tokens == 0
-    assert run.num_hit_tokens >= 64 * (len(shared) - 3)  # those that arrive before one is computed
+    assert run.num_hit_tokens >= 64 * (len(shared) - 3)  # three arrive before it is computed
     assert run.num_computed_tokens == apart.num_computed_tokens - run.num_hit_tokens
-    # The second round's prompt begins with the first one's, its answer, and goes on.
+    # The second prompt begins with the first prompt and its answer.
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(9.0, 90, 2, ((0, 0, 90),))]
     run = simulate(rounds, "ours", DEVICE, prefix_caching=True, **options)
-    assert run.num_hit_tokens == 64  # of 69 computed: four blocks of 16
+    assert run.num_hit_tokens == 64  # four blocks of 16, of 69 computed tokens
 
 
-def test_the_more_is_reserved_the_fewer_run():
+def test_systems_that_reserve_more_run_smaller_batches():
     trace = make_trace(16, 8)
     batches = [
         simulate(trace, system, DEVICE, num_slots=1024, **SMALL).mean_batch_of_steps
@@ -179,7 +179,7 @@ def test_the_more_is_reserved_the_fewer_run():
     assert batches[1] <= 4  # ranges of 256 in 1,024 slots
 
 
-def test_what_cannot_be_served_is_refused():
+def test_simulator_refuses_unservable_traces_and_options():
     trace = make_trace(1)
     with pytest.raises(ValueError, match="trace must be in the order of arrival"):
         simulate(trace[::-1], "ours", DEVICE, num_slots=1024, **SMALL)

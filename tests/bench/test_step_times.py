@@ -1,4 +1,4 @@
-"""Step times: the points that fit, told as the device model's fit reads them."""
+"""Test the step-time benchmark, whose rows the device model is fitted to."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +24,10 @@ OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256
 
 @pytest.fixture
 def engine(kept_engines: Callable[..., Engine]) -> Engine:
-    """The embedded model's, as other tests have it."""
     return kept_engines(skip_tokenizer_init=True, num_blocks=129, **OPTIONS)
 
 
-def test_every_point_that_fits_has_its_row(engine: Engine):
+def test_every_point_that_fits_the_engine_has_a_row(engine: Engine):
     sizes = Sizes(
         decode=((2, 40), (8, 300), (9, 40)),
         prefill=((2, 20), (2, 40), (9, 1)),
@@ -59,7 +58,7 @@ def test_every_point_that_fits_has_its_row(engine: Engine):
 
 
 @pytest.mark.full
-def test_attention_is_timed_with_every_block_size(monkeypatch: pytest.MonkeyPatch):
+def test_attention_is_timed_at_every_block_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bench.kernels.CACHE_BYTES", 1 << 20)
     monkeypatch.setattr("bench.kernels.PROGRAM_BYTES", 1 << 20)
     rows = list(time_attention("opt-13b", replace(QUICK, repeats=1)))
@@ -67,8 +66,9 @@ def test_attention_is_timed_with_every_block_size(monkeypatch: pytest.MonkeyPatc
     assert all(row["seconds"] > 0 and row["context_tokens"] == 96 for row in rows)
 
 
-def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Counted in the block tables as each timed step begins."""
+def test_context_tokens_are_those_the_timed_steps_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     seen: list[int] = []
     advance, time_turns = Engine.advance, step_times.time_turns
 
@@ -87,30 +87,26 @@ def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.
     assert row is not None
     steps = seen[step_times.WARM_TURNS :]
     assert len(steps) == 8
-    assert abs(row["context_tokens"] - sum(steps) / 8) <= 4 * 2  # a step in flight, and rounding
+    assert abs(row["context_tokens"] - sum(steps) / 8) <= 4 * 2  # one step in flight and rounding
 
 
-def test_steps_that_are_not_alike_are_no_figure(engine: Engine):
-    """Others wait for a seat in them."""
-    for _ in range(engine.runtime_config.max_num_seqs + 1):
+def test_unequal_prefill_steps_are_refused(engine: Engine):
+    for _ in range(engine.runtime_config.max_num_seqs + 1):  # one request must wait
         engine.add_request([65] * 60)
     with pytest.raises(RuntimeError, match="not alike"):
         time_prompts(engine, 2, 30, 4)
     assert not engine.has_unfinished_requests
 
 
-def test_a_run_replaces_its_own_rows():
-    old = [
-        {"kind": "decode", "block_size": 16, "seconds": 1},
-        {"kind": "decode", "block_size": 16, "seconds": 2},
-        {"kind": "swap_in", "block_size": 16, "seconds": 3},
-    ]
-    new = [{"kind": "decode", "block_size": 16, "seconds": 4}]
+def test_new_run_replaces_rows_of_its_kind():
+    pairs = [("decode", 1), ("decode", 2), ("swap_in", 3), ("decode", 4)]
+    *old, last = ({"kind": kind, "block_size": 16, "seconds": it} for kind, it in pairs)
+    new = [last]
     assert [row["seconds"] for row in merged(old, new)] == [3, 4]
     assert merged([], new) == new
 
 
-def test_the_files_name_has_shape_and_device(tmp_path: Path):
+def test_result_file_name_has_shape_and_device(tmp_path: Path):
     path = record("step_times_opt-13b", [], folder=tmp_path)
     assert path == result_path("step_times_opt-13b", folder=tmp_path)
     assert path.name == "step_times_opt-13b_cpu.json"

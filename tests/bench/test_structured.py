@@ -1,4 +1,4 @@
-"""The benchmark of answers in a form measures what it says, on the embedded model."""
+"""Test the structured-output benchmark on the embedded model."""
 
 from collections.abc import Callable
 
@@ -17,31 +17,30 @@ def engine(kept_engines: Callable[..., Engine]) -> Engine:
     return kept_engines(max_num_seqs=8, max_model_len=512, num_blocks=400)
 
 
-def test_the_form_has_20_fields():
+def test_schema_of_fields_has_20_required_fields():
     assert len(FIELDS["properties"]) == len(FIELDS["required"]) == 20
 
 
 @pytest.mark.full
-def test_what_ends_obeys(engine: Engine):
+def test_answers_that_stop_match_their_schema(engine: Engine):
     row = structured.shares(engine, SIZE)
-    # How many end depends on the draws, and these on the processor.
+    # The number of answers that stop depends on the processor.
     assert row["stop"] == row["valid"] >= 0.8 * row["answers"]
     assert row["length"] == row["beginnings"]
     assert row["stop"] + row["length"] == row["answers"] == 50
 
 
-def test_what_does_not_obey_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The validator is told of other schemas than the engine."""
+def test_answers_that_break_the_schema_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     schemas = structured.published()
-    form = {"type": "string", "maxLength": 3}
-    null = {"type": "null"}
-    told = iter([dict.fromkeys(schemas, form), dict.fromkeys(schemas, null)])
-    monkeypatch.setattr(structured, "published", lambda: next(told))
+    types = {"type": "string", "maxLength": 3}, {"type": "null"}
+    # The engine reads the first, the validator the second.
+    published = iter([dict.fromkeys(schemas, it) for it in types])
+    monkeypatch.setattr(structured, "published", lambda: next(published))
     row = structured.shares(engine, SIZE._replace(answers=4))
     assert (row["stop"], row["valid"]) == (4, 0)
 
 
-def test_masks_and_speeds(engine: Engine):
+def test_mask_times_and_speeds_have_all_rows(engine: Engine):
     rows = structured.masks(engine, SIZE)
     assert [row["schemas"] for row in rows] == ["published", "fields", "unbounded"]
     for row in rows:
@@ -63,7 +62,7 @@ def test_masks_and_speeds(engine: Engine):
     assert cases["unconstrained"]["of_before"] == cases["unconstrained"]["free_of_before"] == 1
 
 
-def test_every_part_of_the_host_is_counted(engine: Engine):
+def test_every_part_of_the_host_time_is_counted(engine: Engine):
     of_masks = {"masks", "start", "thread_tokens", "process_accept", "process_masks"}
     for row in structured.parts(engine, SIZE):
         assert {it for it in of_masks if row[it] > 0} == (

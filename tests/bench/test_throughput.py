@@ -1,4 +1,4 @@
-"""What a case's figure is made of."""
+"""Test the throughput benchmark: its median runs, and the floor of each format."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from jpaged.runtime.programs import SplitModel
 
 
 @pytest.mark.parametrize(("repeats", "expected"), [(1, 20), (3, 30), (4, 40)])
-def test_the_median_run_is_reported_but_for_the_first(
+def test_reported_run_is_the_median_without_the_first(
     repeats: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
     speeds = [1, 20, 50, 30, 40]  # of seeds 0, 1, 2 ...
@@ -29,64 +29,56 @@ def test_the_median_run_is_reported_but_for_the_first(
         return {"output_tokens_per_s": speeds[seed], "seed": seed}
 
     monkeypatch.setattr(throughput, "measure", measure)
-    row = throughput.measure_often(
-        engine, "qwen3-0.6b", "A", repeats=repeats, sampling={"logprobs": 5}
-    )
+    options = {"repeats": repeats, "sampling": {"logprobs": 5}}
+    row = throughput.measure_often(engine, "qwen3-0.6b", "A", **options)
     assert row["output_tokens_per_s"] == expected == speeds[row["seed"]]
     measured = speeds[1 : repeats + 1]
     assert (row["slowest"], row["fastest"]) == (min(measured), max(measured))
 
 
+def engine_of(model: Any, mesh: Any, **options: Any) -> Any:
+    """Return the fields that a floor reads of an engine."""
+    leaves = SplitModel.of(make_abstract_model(model, jnp.bfloat16, mesh)).leaves
+    account = SimpleNamespace(weights=per_device_bytes(leaves))
+    return SimpleNamespace(
+        model_config=model, memory_account=account, config=SimpleNamespace(**options)
+    )
+
+
 @pytest.mark.parametrize("shape", [*SHAPES])
-def test_devices_that_share_a_model_have_a_part_of_the_floor_each(shape: str):
-    """Of two each half, but for norms; of memory-bound and of computing steps alike."""
+def test_two_tensor_parallel_devices_halve_the_floor(shape: str):
     model = read_model_config(SHAPES[shape])
     floors = []
     for count in (1, 2):
         mesh = make_mesh(jax.devices(), count)
-        weights = per_device_bytes(
-            SplitModel.of(make_abstract_model(model, jnp.bfloat16, mesh)).leaves
-        )
-        engine: Any = SimpleNamespace(
-            model_config=model,
-            memory_account=SimpleNamespace(weights=weights),
-            config=SimpleNamespace(tensor_parallel_size=count),
-        )
-        floors.append(Floor.of(engine))
+        floors.append(Floor.of(engine_of(model, mesh, tensor_parallel_size=count)))
     alone, each = floors
     for seconds in (lambda it: it.decode_step(64, 1000.0), lambda it: it.prefill([8192])):
         assert seconds(each) == pytest.approx(seconds(alone) / 2, rel=1e-3)
 
 
-def test_narrow_weights_and_a_narrow_cache_lower_the_floor():
-    """Bytes of the weights and the cache about half, so are the times of the layers' products."""
+def test_fp8_weights_and_cache_lower_the_floor():
     floors = {}
     for form in FORMATS:
-        config = SHAPES["llama-3.1-8b"]
         options = FORMATS[form]
-        model = read_model_config(config, options.get("quantization"))
+        model = read_model_config(SHAPES["llama-3.1-8b"], options.get("quantization"))
         kept = "float8_e4m3fn" if "kv_cache_dtype" in options else None
         model = replace(model, kv_cache_dtype=kept)
-        weights = per_device_bytes(
-            SplitModel.of(make_abstract_model(model, jnp.bfloat16, None)).leaves
-        )
-        asked = {"quantization": None, "kv_cache_dtype": "auto"} | options
-        engine: Any = SimpleNamespace(
-            model_config=model,
-            memory_account=SimpleNamespace(weights=weights),
-            config=SimpleNamespace(tensor_parallel_size=1, **asked),
-        )
+        asked = {"tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto"}
+        engine = engine_of(model, None, **asked | options)
         assert format_of(engine) == form
         floors[form] = Floor.of(engine)
     wide, narrow, weights, cache = floors.values()
     assert narrow.kv_bytes_per_token == cache.kv_bytes_per_token == wide.kv_bytes_per_token / 2
     assert weights.kv_bytes_per_token == wide.kv_bytes_per_token
     assert narrow.flops_per_token == wide.flops_per_token
-    a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # norms are no products
+    a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # norms have no products
     assert wide.flops_per_token == 2 * 32 * a_layer
     assert wide.head_flops == 2 * 128256 * 4096
-    assert cache.weight_bytes == pytest.approx(wide.weight_bytes, rel=1e-6)  # and its scales
-    # What vLLM's figures in FP8 are measured by: 1.9 ms, 2.9 ms, about 0.65 s.
+    assert cache.weight_bytes == pytest.approx(
+        wide.weight_bytes, rel=1e-6
+    )  # but for the cache's scales
+    # The floors that vLLM's FP8 results are compared with.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)
     assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.1)

@@ -87,7 +87,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("options", [CUBLAS_AUTOTUNING, NO_AUTOTUNING, SYNCHRONOUS_COLLECTIVES])
-def test_the_compiler_knows_the_options(options: dict):
+def test_compiler_accepts_the_options(options: dict):
     """It refuses those that it does not."""
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert jax.jit(lambda x: x @ x).lower(shape).compile(options) is not None
@@ -110,7 +110,7 @@ def test_only_products_of_many_rows_are_measured(measured: list, tmp_path: Path)
 
 
 @pytest.mark.parametrize("rows", [8, MIN_MEASURED_ROWS])
-def test_a_program_is_compiled_with_options_of_its_own(rows: int, measured: list, tmp_path: Path):
+def test_program_is_compiled_with_its_own_options(rows: int, measured: list, tmp_path: Path):
     recipe, lowered = replace(decode("decode", rows), options={"own": 1}), Lowered()
     AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(recipe, lowered)
     Compiler().compile(recipe, lowered)
@@ -120,7 +120,7 @@ def test_a_program_is_compiled_with_options_of_its_own(rows: int, measured: list
     ]
 
 
-def test_programs_of_several_devices_exchange_on_the_stream_of_the_step(
+def test_tensor_parallel_programs_use_synchronous_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ):
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -138,7 +138,7 @@ def test_programs_of_several_devices_exchange_on_the_stream_of_the_step(
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-def test_collectives_have_no_stream_of_their_own():
+def test_collectives_have_no_separate_stream():
     """Without the option they have one where something else may run meanwhile."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -156,9 +156,7 @@ def test_collectives_have_no_stream_of_their_own():
     assert are_in_line(replace(shared, options={})) == [False]
 
 
-def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(
-    measured: list, tmp_path: Path
-):
+def test_processes_with_one_folder_measure_each_size_once(measured: list, tmp_path: Path):
     first, second = (AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path) for _ in range(2))
     first.compile(prefill(512, 8), Lowered())
     first.compile(prefill(512, 256), Lowered())
@@ -177,7 +175,7 @@ def test_without_a_folder_products_are_measured_once_too(measured: list):
     assert lowered.options == [CUBLAS_AUTOTUNING] * 2
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path: Path):
+def test_unwritable_folder_does_not_stop_the_start(measured: list, tmp_path: Path):
     (tmp_path / "file").write_text("")
     it = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
     assert it.compile(prefill(512, 8), Lowered()) == "program"
@@ -186,7 +184,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path:
     assert measured == [("layer", 512), ("head", 8)]
 
 
-def test_what_another_device_measured_is_measured_again(
+def test_measurements_of_another_device_are_not_used(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
@@ -206,7 +204,7 @@ sys.stdin.read()
 """
 
 
-def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
+def test_measuring_process_waits_for_others(measured: list, tmp_path: Path):
     """Two at once would measure each other. One that is killed holds up none."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
     it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
@@ -224,7 +222,7 @@ def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_who_never_ends_is_waited_for_only_so_long(
+def test_wait_for_a_measuring_process_is_bounded(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)
@@ -240,7 +238,7 @@ def test_who_never_ends_is_waited_for_only_so_long(
     [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4)],
     ids=["gpt2", "opt", "llama", "qwen2"],
 )
-def test_what_is_measured_are_a_layers_products(
+def test_measured_products_are_those_of_a_layer(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Queries, keys and values; output; both of the feed-forward; and apart from them the head."""
@@ -259,7 +257,7 @@ def test_what_is_measured_are_a_layers_products(
     assert "tensor<16x128xf32>" in texts[-1]
 
 
-def test_of_a_shared_model_a_devices_own_products_are_measured(monkeypatch: pytest.MonkeyPatch):
+def test_tensor_parallel_measurement_uses_the_shard_products(monkeypatch: pytest.MonkeyPatch):
     """Of the head its rows of the vocabulary, 64 of 128."""
     texts: list[str] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
@@ -270,7 +268,7 @@ def test_of_a_shared_model_a_devices_own_products_are_measured(monkeypatch: pyte
     assert "-> tensor<16x64xf32>" in texts[-1]
 
 
-def test_products_that_are_not_xlas_are_not_measured(monkeypatch: pytest.MonkeyPatch):
+def test_products_of_own_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch):
     class Foreign:
         def lower(self, *_: Any) -> Any:
             text = "stablehlo.custom_call @mosaic_gpu_v2"

@@ -43,7 +43,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_name_tells_device_and_versions(recorded: Path, monkeypatch: pytest.MonkeyPatch):
+def test_record_name_contains_device_and_versions(recorded: Path, monkeypatch: pytest.MonkeyPatch):
     assert recorded.name.startswith(f"NVIDIA_H2_00_X-{jaxlib.__version__}-")
     versions = {"nvidia-cublas-cu12": "12.9", "nvidia-cublas": "13.1"}
 
@@ -58,7 +58,7 @@ def test_the_name_tells_device_and_versions(recorded: Path, monkeypatch: pytest.
     assert gemm_autotuning.gemm_record_path(DEVICE).name.endswith("-12.9.json")
 
 
-def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
+def test_record_is_written_where_xla_reads_it(cache: Path, recorded: Path):
     folder = gemm_autotuning.autotuning_folder(cache)
     (folder / "version").mkdir(parents=True)
     (folder / "version" / "two").write_bytes(b"own")
@@ -77,7 +77,7 @@ def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: P
     assert not cache.exists()
 
 
-def test_a_cache_that_is_no_folder_is_left_alone(
+def test_cache_path_that_is_a_file_is_not_touched(
     recorded: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(recorded.parent)
@@ -86,7 +86,7 @@ def test_a_cache_that_is_no_folder_is_left_alone(
     assert not (recorded.parent / "gs:").exists()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Path):
+def test_unwritable_folder_does_not_stop_the_start(cache: Path, recorded: Path):
     cache.write_text("a file")
     assert gemm_autotuning.install_gemm_record(DEVICE) == EMPTY_RECORD
     assert cache.read_text() == "a file"
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Pa
         ),
     ],
 )
-def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
+def test_damaged_record_gives_a_warning_and_is_not_written(
     content: bytes, cache: Path, recorded: Path
 ):
     recorded.write_bytes(content)
@@ -126,7 +126,7 @@ def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
     assert not cache.exists()
 
 
-def test_what_is_shipped_can_be_read():
+def test_shipped_records_can_be_read():
     records = [*gemm_autotuning.AUTOTUNING_DIR.iterdir()]
     assert records
     for path in records:
@@ -135,7 +135,7 @@ def test_what_is_shipped_can_be_read():
         assert record.rows
 
 
-def test_a_model_is_measured_if_its_weights_and_all_rows_are():
+def test_model_is_recorded_only_if_all_its_products_are():
     def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -148,7 +148,7 @@ def test_a_model_is_measured_if_its_weights_and_all_rows_are():
     assert not EMPTY_RECORD.covers(leaves, {8})
 
 
-def test_the_published_shapes_are_in_what_is_shipped():
+def test_shipped_records_contain_the_published_shapes():
     """A start of theirs by default measures nothing, and has several processes compile."""
     for path in gemm_autotuning.AUTOTUNING_DIR.iterdir():
         record = read_record(path)
@@ -157,7 +157,7 @@ def test_the_published_shapes_are_in_what_is_shipped():
                 assert record.rows[model] == rows
 
 
-def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
+def test_failed_write_leaves_no_partial_record(
     cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_: Any) -> None:
@@ -168,7 +168,7 @@ def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
-def test_a_record_is_that_of_a_model_over_a_float8_pool_too():
+def test_record_also_applies_with_a_float8_pool():
     """Whose products are the same: it has only the scales of its keys and values more."""
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")

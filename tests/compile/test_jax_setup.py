@@ -20,7 +20,7 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_what_a_start_finds_and_makes_is_not_walked_again(enabled: bool):
+def test_objects_of_a_start_are_frozen_for_the_garbage_collector(enabled: bool):
     """Unless the caller has switched the collector off, and so it stays."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
@@ -39,7 +39,7 @@ def is_walked(node: Node) -> bool:
     return any(it is node for it in gc.get_objects())
 
 
-def test_what_a_failed_start_makes_is_walked():
+def test_objects_of_a_failed_start_are_collected():
     made: list[Node] = []
 
     def fails() -> None:
@@ -53,7 +53,7 @@ def test_what_a_failed_start_makes_is_walked():
     assert is_walked(made[0])
 
 
-def test_what_earlier_engines_left_is_collected():
+def test_earlier_engines_are_collected_at_a_start():
     node = Node()
     node.itself = node  # as an engine that has failed
     left = weakref.ref(node)
@@ -75,22 +75,22 @@ def options_after(theirs: object) -> object:
 
 
 @pytest.mark.parametrize("theirs", [{"memory_fraction": 0.5}, "memory_fraction:0.5"])
-def test_a_device_is_taken_as_the_caller_says(theirs: object):
+def test_client_options_of_the_caller_are_kept(theirs: object):
     """JAX's own option, where the caller has set it, is the whole of it."""
     assert options_after(theirs) == theirs
 
 
-def test_launches_are_dispatched_from_a_thread_of_xlas(monkeypatch: pytest.MonkeyPatch):
+def test_launches_use_the_dispatch_thread_of_xla(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(CLIENT_VARIABLE, raising=False)
     assert options_after(None) == {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
 
 
-def test_jaxs_own_variable_says_which_client(monkeypatch: pytest.MonkeyPatch):
+def test_environment_variable_selects_the_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CLIENT_VARIABLE, "0")
     assert options_after(None) == {"memory_fraction": 0.25}
 
 
-def test_a_cache_that_can_be_written_to_is_made(tmp_path: Path):
+def test_writable_cache_folder_is_created(tmp_path: Path):
     config = EngineConfig(compilation_cache_dir=tmp_path / "a" / "b")
     assert with_usable_cache(config) is config
     assert [*tmp_path.rglob("*")] == [tmp_path / "a", tmp_path / "a" / "b"]
@@ -99,7 +99,7 @@ def test_a_cache_that_can_be_written_to_is_made(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["file", "file/folder", "a\0b", "a" * 300])
-def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
+def test_unusable_cache_folder_is_refused_by_name(tmp_path: Path, name: str):
     (tmp_path / "file").touch()
     folder = tmp_path / name
     words = re.escape(f"compilation_cache_dir={str(folder)!r} cannot be written to (")
@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("home", [".", "a" * 300])
-def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
+def test_unwritable_home_only_disables_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ):
     (tmp_path / ".cache").touch()
@@ -117,7 +117,7 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
         assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
 
 
-def test_what_a_cache_for_reading_alone_has_is_used():
+def test_read_only_cache_is_used():
     config = EngineConfig(compilation_cache_dir="/proc/self")  # where no file can be made
     with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*not in the folder"):
         assert with_usable_cache(config) is config

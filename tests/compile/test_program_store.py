@@ -65,7 +65,7 @@ def save_bytes(store: ProgramStore, key: str, payload: bytes) -> None:
         store.save(key, recipe().exported())
 
 
-def test_a_stored_program_gives_the_same(tmp_path: Path):
+def test_stored_program_gives_the_same_results(tmp_path: Path):
     save(make_store(tmp_path), recipe())
     program: Any = recipe().compile(make_store(tmp_path).load(recipe().key))
     a = jnp.arange(4, dtype=jnp.float32)
@@ -96,13 +96,13 @@ def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_
     assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (2, files)
 
 
-def test_other_shapes_and_models_are_other_programs(tmp_path: Path):
+def test_shapes_and_models_are_part_of_the_key(tmp_path: Path):
     save(make_store(tmp_path), recipe())
     assert make_store(tmp_path).load(recipe(8).key) is None
     assert make_store(tmp_path, "another model").load(recipe().key) is None
 
 
-def test_a_replaced_function_or_setting_makes_other_programs(
+def test_functions_and_settings_are_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save(make_store(tmp_path), recipe())
@@ -129,7 +129,7 @@ def test_a_replaced_function_or_setting_makes_other_programs(
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
-def test_the_device_its_cores_and_the_share_of_it_make_other_programs(tmp_path: Path):
+def test_device_and_its_cores_are_part_of_the_key(tmp_path: Path):
     def store(**changes: Any) -> ProgramStore:
         facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132, "share": 7}
         facts |= changes
@@ -148,23 +148,21 @@ CUTS = [slice(0, -7), slice(0, 0), slice(1, None)]
 
 
 @pytest.mark.parametrize("part", CUTS, ids=["no end", "nothing", "no beginning"])
-def test_a_file_that_lost_a_part_is_not_loaded(tmp_path: Path, part: slice):
+def test_truncated_file_is_not_loaded(tmp_path: Path, part: slice):
     save(make_store(tmp_path), recipe())
     (file,) = (tmp_path / "programs").iterdir()
     file.write_bytes(file.read_bytes()[part])
     assert make_store(tmp_path).load(recipe().key) is None
 
 
-def test_a_whole_file_that_is_no_program_is_told_and_not_loaded(tmp_path: Path):
+def test_invalid_program_file_gives_a_warning(tmp_path: Path):
     store = make_store(tmp_path)
     save_bytes(store, recipe().key, b"no program")
     with pytest.warns(UserWarning, match="traced again"):
         assert store.load(recipe().key) is None
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-):
+def test_unwritable_folder_gives_one_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     (tmp_path / "programs").write_text("a file")
     store = make_store(tmp_path)
     for size in (4, 8):
@@ -172,7 +170,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     assert [str(warning.message)[:23] for warning in recwarn] == ["programs are not stored"]
 
 
-def test_a_folder_for_reading_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(make_store(tmp_path), recipe())
 
     def refuse(*_: object) -> None:
@@ -182,7 +180,7 @@ def test_a_folder_for_reading_alone_is_read(tmp_path: Path, monkeypatch: pytest.
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(make_store(tmp_path), recipe())
 
     def refuse(*_: object) -> None:
@@ -194,7 +192,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert len([*(tmp_path / "programs").iterdir()]) == 1
 
 
-def test_the_folder_is_its_owners_alone(tmp_path: Path):
+def test_folder_is_private(tmp_path: Path):
     save(make_store(tmp_path), recipe())
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
@@ -207,7 +205,7 @@ def test_a_number_is_computed_once(tmp_path: Path):
     assert make_store(tmp_path).load_or_compute("bytes", lambda: 43) == 43
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
+def test_least_recently_used_files_are_deleted_first(tmp_path: Path):
     store = make_store(tmp_path)
     for size in (4, 8, 16):
         save(store, recipe(size))
@@ -219,7 +217,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
     assert store.load(recipe(16).key) is not None
 
 
-def test_a_draft_is_compiled_whatever_the_cache_has(jax_cache: Path):
+def test_draft_is_compiled_regardless_of_the_cache(jax_cache: Path):
     recipe(32).compile()
     for count in (2, 3):
         recipe(32).with_unique_name().compile()

@@ -69,7 +69,7 @@ class Log:
         return self.said.index(what)
 
 
-def test_programs_are_told_and_found_by_name():
+def test_programs_are_reported_and_found_by_name():
     log, told = Log(), []
     names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
     with ProgramBuilder(2, report_progress=lambda *counts: told.append(counts)) as builder:
@@ -81,7 +81,7 @@ def test_programs_are_told_and_found_by_name():
     assert log.said.count("lower decode 8") == 1
 
 
-def test_one_that_waits_to_be_measured_holds_up_no_other():
+def test_program_waiting_for_measurements_delays_no_other():
     log, free = Log(), threading.Event()
     recipes = [
         log.recipe(("prefill", (8, 1)), ("layers", 1), work=free.wait),
@@ -98,7 +98,7 @@ def test_one_that_waits_to_be_measured_holds_up_no_other():
     assert log.said[-1] == "compiled prefill (8, 1)"
 
 
-def test_each_is_told_as_soon_as_it_is_compiled_and_as_often_as_asked():
+def test_each_program_is_reported_when_compiled():
     log, free = Log(), threading.Event()
     with ProgramBuilder(2) as builder:
         builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
@@ -109,7 +109,7 @@ def test_each_is_told_as_soon_as_it_is_compiled_and_as_often_as_asked():
         assert len([*builder.iter_built()]) == 2
 
 
-def test_drafts_are_compiled_while_the_rest_is_only_lowered():
+def test_drafts_are_compiled_while_others_are_only_lowered():
     log, free = Log(), threading.Event()
     drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
     others = [log.recipe(name) for name in ALWAYS]
@@ -129,7 +129,7 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     assert log.at("compiled draft 1") < first_other
 
 
-def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
+def test_drafts_and_programs_use_the_same_compiler_options(tmp_path: Path):
     """The pool's size rests on what drafts take, and is not that of another compiler."""
     log = Log()
 
@@ -152,7 +152,7 @@ def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
     assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
 
 
-def test_a_failure_is_told_and_leaves_nothing_running():
+def test_compile_failure_is_raised_and_stops_all_work():
     def fail() -> None:
         raise ValueError("does not compile")
 
@@ -167,7 +167,7 @@ def test_a_failure_is_told_and_leaves_nothing_running():
     assert threading.active_count() == before
 
 
-def test_who_leaves_in_the_middle_begins_nothing_more():
+def test_closed_builder_starts_no_further_program():
     """A failure, or Ctrl-C, while drafts are made: what runs is waited for, and that is all."""
     log, before = Log(), threading.active_count()
     tracing, free = threading.Event(), threading.Event()
@@ -196,7 +196,7 @@ class TracedRecipe(Recipe):
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
-def test_programs_are_traced_under_the_settings_of_whoever_makes_them(
+def test_programs_are_traced_with_the_settings_of_their_creator(
     setting: str | None, is_highest: bool
 ):
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -207,7 +207,7 @@ def test_programs_are_traced_under_the_settings_of_whoever_makes_them(
     assert ("HIGHEST" in text) is is_highest
 
 
-def test_who_works_for_another_thread_has_its_settings_and_then_its_own_again():
+def test_worker_thread_borrows_and_restores_jax_settings():
     def look() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device

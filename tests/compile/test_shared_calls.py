@@ -31,7 +31,7 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     "backend", [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full)]
 )
-def test_it_keeps_the_same_tokens(backend: Backend):
+def test_shared_calls_change_no_token(backend: Backend):
     shared, given = SharedCalls(backend), arguments()
     keep = partial(truncation_mask, backend=backend)
     expected = truncation_mask(**given, backend=backend)
@@ -40,7 +40,7 @@ def test_it_keeps_the_same_tokens(backend: Backend):
     assert 0 < expected.sum() < expected.size
 
 
-def test_it_is_lowered_once_for_shapes_and_keywords():
+def test_shared_call_is_lowered_once_per_shape_and_keyword():
     seen, shared = [], SharedCalls(Backend.XLA)
 
     def scale(x, y, *, by):
@@ -60,7 +60,7 @@ def test_it_is_lowered_once_for_shapes_and_keywords():
     assert seen == [((4,), "int32", 2), ((2,), "int32", 2), ((4,), "int8", 2), ((4,), "int32", 5)]
 
 
-def test_it_launches_the_same_kernels_on_a_gpu():
+def test_shared_calls_launch_the_same_kernels_on_a_gpu():
     def lowered(call: Callable) -> str:
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), arguments())
         run = partial(call, partial(truncation_mask, backend=Backend.TRITON))

@@ -34,7 +34,7 @@ def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
     return made
 
 
-def test_of_devices_that_share_a_model_the_least_decides():
+def test_smallest_tensor_parallel_device_limits_the_pool():
     """And host memory holds what all of them have of a block."""
 
     def device(limit: int) -> SimpleNamespace:
@@ -52,7 +52,7 @@ def test_of_devices_that_share_a_model_the_least_decides():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_model_that_no_device_holds_fits_two(count: int):
+def test_model_too_large_for_one_device_fits_two(count: int):
     """Llama-3's of 70 billion parameters, 131 GiB, in nine tenths of an H200's 139.8 GiB."""
     stats = {"bytes_limit": int(0.9 * 139.8 * 2**30), "bytes_in_use": 0}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
@@ -78,7 +78,7 @@ def test_a_model_that_no_device_holds_fits_two(count: int):
         (2, 1.9, None),
     ],
 )
-def test_devices_of_a_processor_have_its_memory_together(
+def test_virtual_devices_share_the_host_memory(
     count: int, room: float, words: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: None)
@@ -94,7 +94,7 @@ def test_devices_of_a_processor_have_its_memory_together(
     assert "more devices" not in str(refused.value)  # they would be of the same machine
 
 
-def test_a_narrower_pool_has_more_blocks_of_what_is_left():
+def test_narrower_kv_dtype_gives_more_blocks():
     """The account, a block in host memory and the arrays go by the pool's dtype."""
     wide, _, _ = sizing(2**30, preemption_mode="swap", swap_space=0.01).fit(0)
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
@@ -111,7 +111,7 @@ def test_a_narrower_pool_has_more_blocks_of_what_is_left():
     assert shapes.hidden.dtype == FLOAT32
 
 
-def test_the_pool_has_what_others_and_steps_leave():
+def test_pool_gets_the_remaining_memory():
     limit, held, step = 2**30, 2**28, 2**20
     runtime, account, shapes = sizing(limit, held).fit(step)
     assert account.limit == limit - held
@@ -124,7 +124,7 @@ def test_the_pool_has_what_others_and_steps_leave():
 
 
 @pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
-def test_the_steps_of_bursts_have_room_for_their_logits(max_num_seqs: int, steps: int, rows: int):
+def test_memory_account_includes_logits_of_bursts(max_num_seqs: int, steps: int, rows: int):
     """They may be launched one by one, and as many again before the first was read."""
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     none, some = (
@@ -133,7 +133,7 @@ def test_the_steps_of_bursts_have_room_for_their_logits(max_num_seqs: int, steps
     assert some - none == 2 * steps * rows * MODEL.vocab_size * FLOAT32.itemsize
 
 
-def test_what_does_not_fit_is_refused():
+def test_engine_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not fit in the device's memory"):
         sizing(2**31, num_blocks=10**6).fit(0)
 
@@ -159,7 +159,7 @@ def test_the_pool_is_sized_while_the_model_loads(
     assert threading.active_count() == before
 
 
-def test_a_step_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_compile_error_ends_the_start(monkeypatch: pytest.MonkeyPatch):
     before = threading.active_count()
 
     def workspace(*_: Any) -> int:

@@ -25,7 +25,7 @@ def named(*names: tuple) -> list[Recipe]:
     return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
 
 
-def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
+def test_each_program_is_assigned_once_and_shared_kernels_stay_together():
     made = named(
         ("decode", 8),
         ("prefill", (64, 8)),
@@ -46,7 +46,7 @@ class ReachedError(Exception):
     """The worker is about to make programs."""
 
 
-def test_a_worker_knows_of_a_head_that_is_not_tied(
+def test_worker_reads_whether_the_head_is_tied(
     tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
 ):
     """The config says it is; the engine has found another in the checkpoint."""
@@ -75,7 +75,7 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
             next(run_compile_job(job, lambda: runtime))
 
 
-def test_a_worker_knows_of_the_pools_dtype(
+def test_worker_reads_the_dtype_of_the_pool(
     tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
 ):
     """Which no config.json says."""

@@ -91,7 +91,7 @@ print(json.dumps([[*tokens], *(events[it] for it in ("start", "cache_hits", "cac
 """
 
 
-def test_what_workers_compile_the_engine_finds(tmp_path: Path):
+def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
     """In a process of its own: the tests' has code with checks in it, which workers have not."""
     model, cache = tmp_path / "model", tmp_path / "cache"
     model.mkdir()
@@ -114,7 +114,7 @@ def test_what_workers_compile_the_engine_finds(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
+def test_worker_with_another_digest_compiles_nothing(start: Start):
     """Here code has the tests' checks in it, which it has not in a worker."""
     with start.pool() as pool:
         assert pool.start(start.runtime)
@@ -124,7 +124,7 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
-def test_a_checkpoint_lies_in_a_folder_of_any_name(
+def test_workers_accept_any_checkpoint_path(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The name is not UTF-8, and Python's standard encoding is ASCII."""
@@ -142,7 +142,7 @@ def test_a_checkpoint_lies_in_a_folder_of_any_name(
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
-def test_what_a_lost_worker_had_is_compiled_here(start: Start):
+def test_programs_of_a_lost_worker_are_compiled_by_the_engine(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
         for child in pool.processes:
@@ -151,7 +151,9 @@ def test_what_a_lost_worker_had_is_compiled_here(start: Start):
     assert found == names(start.recipes)
 
 
-def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_engine_compiles_all_programs_without_workers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with start.pool() as pool:
         assert not pool.start(start.runtime)
@@ -162,7 +164,9 @@ def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytes
     assert "a compile worker could not be started" in said
 
 
-def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_engine_compiles_all_programs_without_threads(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -176,7 +180,7 @@ def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
+def test_aborted_start_ends_all_workers(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
         running = pool.processes
@@ -202,7 +206,7 @@ def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
     monkeypatch.setattr(processes, "child_command", command)
 
 
-def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
+def test_programs_reported_by_a_lost_worker_are_not_compiled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
@@ -219,9 +223,7 @@ def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     assert told == [*range(1, len(found) + 1)]
 
 
-def test_the_share_of_a_worker_that_ended_is_not_waited_for(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-):
+def test_engine_does_not_wait_for_an_ended_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
     """The others may take long: this one never says a word."""
     start_fakes(monkeypatch, [""], ["", "waits"])
     first = select_worker_recipes(start.recipes, 0, 2)
@@ -255,7 +257,7 @@ def test_a_worker_ends_when_its_channel_closes(num_messages: int, order_and_runt
     assert child.exit_code(60) == 1
 
 
-def test_a_worker_ends_with_a_message_that_it_cannot_read():
+def test_worker_ends_after_an_invalid_message():
     child = Child("jpaged.compile.workers")
     send(child.sock, b"\xe9")
     assert b"UnicodeDecodeError" in (receive(child.sock) or b"")
@@ -263,9 +265,7 @@ def test_a_worker_ends_with_a_message_that_it_cannot_read():
     child.kill_and_close()
 
 
-def test_what_a_module_prints_goes_to_standard_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_output_of_imported_modules_goes_to_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "jpaged"
     package.mkdir()
     (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")
@@ -306,7 +306,7 @@ def test_after_the_end_no_worker_is_started(start: Start):
         ("cpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
     ],
 )
-def test_as_many_workers_as_processors_and_memory_allow(
+def test_number_of_workers_follows_cores_and_memory(
     platform: str,
     processors: int,
     reserved: int | None,
@@ -338,7 +338,7 @@ def orders_of(start: Start) -> list[CompileJob]:
     )
 
 
-def test_workers_compile_for_as_many_devices(start: Start):
+def test_workers_compile_for_the_same_number_of_devices(start: Start):
     config, device = EngineConfig(tensor_parallel_size=2), jax.local_devices()[0]
     config = replace(config, num_compile_workers=2)
     jobs = make_compile_jobs(
@@ -347,7 +347,7 @@ def test_workers_compile_for_as_many_devices(start: Start):
     assert [job.num_devices for job in jobs] == [2, 2]
 
 
-def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_disabled_cache_starts_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
     assert len(orders_of(start)) == 2
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
@@ -362,7 +362,7 @@ def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pyt
     assert orders_of(start) == []
 
 
-def test_orders_and_numbers_are_fit_for_json(start: Start):
+def test_worker_messages_are_json(start: Start):
     first, second = start.jobs
     assert (first.worker_index, second.worker_index, first.num_workers) == (0, 1, 2)
     for record in (replace(first, limits=start.runtime), start.runtime):

@@ -172,7 +172,7 @@ def test_searches_survive_preemption(
     assert after.num_used_host_blocks == after.num_swapped == 0
 
 
-def test_the_end_token_does_not_count_where_it_is_ignored(engines: Engines, folders: Any):
+def test_ignore_eos_keeps_end_tokens_in_beams(engines: Engines, folders: Any):
     engine = engines(folders("llama"), **LIMITS)
     (output,) = engine.beam_search(
         prompts(1), beam_width=4, max_tokens=MAX_TOKENS, ignore_eos=True, n=2
@@ -185,7 +185,7 @@ def test_the_end_token_does_not_count_where_it_is_ignored(engines: Engines, fold
         assert answer.logprobs is None
 
 
-def test_other_end_tokens_end_an_answer_and_are_told(engines: Engines, folders: Any):
+def test_stop_token_ends_a_beam_and_is_reported(engines: Engines, folders: Any):
     engine = engines(folders("llama"), **LIMITS)
     stops = list(range(30, 40))
     params = SamplingParams(
@@ -228,7 +228,7 @@ def test_answers_have_text_and_scores(engines: Engines):
     assert list(best.token_ids) == list(greedy.outputs[0].token_ids)
 
 
-def test_special_tokens_are_left_out_of_the_text_or_not(engines: Engines):
+def test_skip_special_tokens_applies_to_beams(engines: Engines):
     engine = engines()
     params = {"beam_width": 2, "max_tokens": 40, "include_stop_str_in_output": True}
     (clean,) = engine.generate("Count from 3 to 7", SamplingParams(**params))
@@ -239,7 +239,7 @@ def test_special_tokens_are_left_out_of_the_text_or_not(engines: Engines):
     assert len(whole.outputs[0].text) > len(clean.outputs[0].text)
 
 
-def test_steps_tell_of_a_search_only_at_its_end(engines: Engines):
+def test_steps_return_a_search_only_at_its_end(engines: Engines):
     engine = engines()
     engine.add_request("Count from 3 to 7", SamplingParams(beam_width=3, n=2, max_tokens=40))
     told = []

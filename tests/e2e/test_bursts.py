@@ -42,7 +42,7 @@ def launched(engine: Engine) -> Iterator[list[int]]:
         pytest.param(60, 20, 20, marks=pytest.mark.full, id="more-tight"),
     ],
 )
-def test_every_answer_is_that_of_single_steps(
+def test_bursts_give_the_answers_of_single_steps(
     engines: Engines, shallow_folder: Path, num_blocks: int, max_num_seqs: int, count: int
 ):
     """All kinds of decoding, whole batches and each request alone."""
@@ -57,7 +57,7 @@ def test_every_answer_is_that_of_single_steps(
 
 
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.full)])
-def test_who_comes_and_goes_at_random_turns_changes_no_answer(
+def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     engines: Engines, shallow_folder: Path, mode: str
 ):
     """In a tight pool, some before others, some aborted; no burst has a step that moves blocks."""
@@ -100,7 +100,7 @@ def test_who_comes_and_goes_at_random_turns_changes_no_answer(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_who_waits_or_gives_way_beside_bursts_of_a_generation_is_served(
+def test_waiting_and_preempted_requests_finish_next_to_bursts(
     engines: Engines, shallow_folder: Path, mode: str
 ):
     """More prompts than seats, and too few blocks for those."""
@@ -171,7 +171,7 @@ def test_scores_and_penalties_are_those_of_single_steps(
                 assert mine_ == pytest.approx(its_, abs=1e-4)
 
 
-def test_what_the_host_decides_between_steps_runs_step_by_step(engine: Engine, launched: list[int]):
+def test_steps_that_need_the_host_are_not_in_bursts(engine: Engine, launched: list[int]):
     """A search of beams; and what no level of bursts does."""
     kinds: list[dict[str, Any]] = [{"beam_width": 2, "temperature": 0.0}, {"logprobs": 1}]
     for own in kinds:
@@ -199,7 +199,7 @@ def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
+def test_whole_generations_run_many_sequences_in_bursts(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
     """In a generation, not in steps: another may come between these."""
@@ -248,7 +248,7 @@ def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launch
     assert launched[:2] == [1, BURST]
 
 
-def test_while_somebody_waits_there_are_no_bursts(engine: Engine, launched: list[int]):
+def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
     """A freed seat is taken at once; in a whole generation it may stay empty for a while."""
     short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
     prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
@@ -264,7 +264,7 @@ def test_while_somebody_waits_there_are_no_bursts(engine: Engine, launched: list
     assert launched.index(BURST) < 9
 
 
-def test_who_comes_joins_at_the_next_launch(engine: Engine, launched: list[int]):
+def test_new_request_joins_at_the_next_launch(engine: Engine, launched: list[int]):
     given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     engine.add_request("Count from 3 to 20", given, request_id="first")
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_who_comes_joins_at_the_next_launch(engine: Engine, launched: list[int])
     engine.abort_all()
 
 
-def test_an_abort_within_a_burst_leaves_nothing(engine: Engine, launched: list[int]):
+def test_abort_during_a_burst_frees_all_blocks(engine: Engine, launched: list[int]):
     given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     for i in range(3):
         engine.add_request(f"Count from {i} to 20", given, request_id=str(i))

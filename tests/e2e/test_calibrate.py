@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_scales_are_the_largest_numbers_over_448_rounded_up_to_powers_of_2(folder: Path):
+def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
     """As transformers' own keys and values of the same sequences have them."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def test_scales_are_the_largest_numbers_over_448_rounded_up_to_powers_of_2(folde
             assert np.log2(scale) % 1 == 0
 
 
-def test_a_layer_of_zeros_has_a_scale_of_1_and_numbers_must_be_finite():
+def test_zero_layer_has_scale_1_and_infinite_values_are_refused():
     largest = np.array([[0.0, 448.0], [1000.0, 7.0]], np.float32)
     np.testing.assert_array_equal(compute_scales(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
     with pytest.raises(ValueError, match="the values of layer 1 are not finite"):
@@ -82,7 +82,7 @@ def logprobs(engine: Any) -> np.ndarray:
 
 
 @pytest.mark.full
-def test_with_them_the_cache_drifts_no_more_than_with_a_scale_of_1(engines: Engines, folder: Path):
+def test_calibrated_cache_drifts_no_more_than_with_scale_1(engines: Engines, folder: Path):
     """Whose numbers FP8 has as well: none is above 448, and few are very small."""
     options: dict[str, Any] = {"enable_prefix_caching": False}
     wide = logprobs(engines(**options))
@@ -95,7 +95,7 @@ def test_with_them_the_cache_drifts_no_more_than_with_a_scale_of_1(engines: Engi
     assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
 
 
-def test_a_wider_cache_has_no_use_for_them(engines: Engines, folder: Path):
+def test_wide_cache_ignores_calibrated_scales(engines: Engines, folder: Path):
     options: dict[str, Any] = {"enable_prefix_caching": False}
     np.testing.assert_array_equal(
         logprobs(engines(folder, **options)), logprobs(engines(**options))
@@ -155,7 +155,7 @@ def test_a_family_whose_layers_have_another_prefix_loads_with_its_scales(tmp_pat
     assert found == {layer: pair[0] for layer, pair in scales.items()}
 
 
-def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
+def test_existing_file_at_a_link_name_is_refused(tmp_path: Path):
     for name in ("model.safetensors", "weights.safetensors"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"weights.safetensors: rename it, because"):
@@ -163,7 +163,7 @@ def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
+def test_existing_output_file_is_not_overwritten(tmp_path: Path):
     """Which the folder's link of that name would lead to."""
     source = tmp_path / "source"
     shutil.copytree(EMBEDDED_MODEL, source)
@@ -182,19 +182,19 @@ def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
         ({"dtype": "int8"}, "dtype="),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, change, words):
+def test_invalid_calibration_is_refused_before_writing(tmp_path: Path, change, words):
     options: dict[str, Any] = {"text": WORDS, "folder": tmp_path / "new", **change}
     with pytest.raises(ValueError, match=words):
         calibrate(EMBEDDED_MODEL, **options)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_with_scales_is_left_as_it_is(folder: Path, tmp_path: Path):
+def test_checkpoint_with_scales_is_refused_unchanged(folder: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match="has scales of keys and values: load it as it is"):
         calibrate(folder, WORDS, tmp_path / "new")
 
 
-def test_the_command_tells_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_calibrate_command_prints_the_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "text.txt").write_text(WORDS)
     arguments = [str(EMBEDDED_MODEL), str(tmp_path / "text.txt"), str(tmp_path / "new")]
     assert main([*arguments, "--length", str(LENGTH)]) == 0

@@ -88,7 +88,7 @@ def test_a_stop_string_is_held_back_and_cut(engine: Engine):
     assert (kept.outputs[0].finish_reason, kept.outputs[0].stop_reason) == ("stop", "5, 6")
 
 
-def test_without_detokenizing_only_ids_come(engine: Engine):
+def test_detokenize_false_returns_only_token_ids(engine: Engine):
     (output,) = engine.generate(
         QUESTION, SamplingParams(temperature=0.0, max_tokens=64, detokenize=False)
     )
@@ -96,7 +96,7 @@ def test_without_detokenizing_only_ids_come(engine: Engine):
     assert tokenizer(engine).decode(output.outputs[0].token_ids, skip_special_tokens=True) == ANSWER
 
 
-def test_requests_may_come_while_others_run(engine: Engine):
+def test_requests_can_join_while_others_run(engine: Engine):
     first = engine.add_request(QUESTION, GREEDY)
     engine.step()
     second = engine.add_request("Reverse stone", GREEDY, request_id="mine")
@@ -106,7 +106,7 @@ def test_requests_may_come_while_others_run(engine: Engine):
     assert text(outputs["mine"]) == "\nenots"
 
 
-def test_what_others_wait_for_is_not_lost_to_generate(engine: Engine):
+def test_generate_keeps_outputs_of_other_requests(engine: Engine):
     waiting = engine.add_request(QUESTION, GREEDY)
     engine.generate("Reverse stone", GREEDY)
     assert text(run(engine)[waiting]) == ANSWER
@@ -130,7 +130,7 @@ def test_abort_in_any_state_leaves_the_others_alone(engine: Engine, prompt: str,
     assert text(outputs[kept]) == ANSWER
 
 
-def test_streams_and_others_may_advance_each_other(engine: Engine):
+def test_streams_and_steps_advance_each_other(engine: Engine):
     pairs = list(zip(engine.stream(QUESTION, GREEDY), engine.stream(QUESTION, GREEDY), strict=True))
     assert ["".join(d.text for d in side) for side in zip(*pairs, strict=True)] == [ANSWER] * 2
     first, second = engine.stream(QUESTION, GREEDY), engine.stream("Reverse stone", GREEDY)
@@ -148,7 +148,7 @@ def test_an_aborted_stream_ends_with_a_last_delta(engine: Engine):
     assert [d.finish_reason for d in stream] == ["abort"]
 
 
-def test_step_tells_of_each_request_that_others_finished_once(engine: Engine):
+def test_step_returns_each_request_finished_elsewhere_once(engine: Engine):
     engine.add_request("Reverse stone", GREEDY, request_id="a")
     engine.generate("Count from 1 to 20", GREEDY)  # finishes "a" meanwhile
     engine.add_request(QUESTION, GREEDY, request_id="a")
@@ -165,7 +165,7 @@ def test_an_aborted_request_is_not_delivered(engine: Engine):
     assert engine.step() == []
 
 
-def test_ending_a_stream_does_not_touch_a_later_request_of_its_name(engine: Engine):
+def test_closing_a_stream_does_not_abort_a_later_request_with_its_id(engine: Engine):
     stream = engine.stream(QUESTION, GREEDY)
     deltas = list(stream)
     request_id = deltas[0].request_id
@@ -174,7 +174,7 @@ def test_ending_a_stream_does_not_touch_a_later_request_of_its_name(engine: Engi
     assert text(run(engine)[request_id]) == ANSWER
 
 
-def test_a_stop_string_wins_over_the_length_of_the_same_token(engine: Engine):
+def test_stop_string_takes_precedence_over_length(engine: Engine):
     params = SamplingParams(temperature=0.0, max_tokens=3, stop=["3,"])
     (output,) = engine.generate(QUESTION, params)
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "3,")
@@ -186,7 +186,7 @@ def test_a_finished_generation_holds_no_block(engine: Engine):
     assert engine.stats().num_used_blocks == 0
 
 
-def test_times_and_preemptions_of_a_request_are_told(engine: Engine):
+def test_output_metrics_have_times_and_preemptions(engine: Engine):
     (output,) = engine.generate(QUESTION, GREEDY)
     times: Any = output.metrics
     assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
@@ -225,7 +225,7 @@ BAD_REQUESTS = [
     covering(LOOPS, [pytest.param(*each) for each in BAD_REQUESTS], strength=1),
     indirect=["engine"],
 )
-def test_a_bad_request_is_refused_and_touches_nobody(
+def test_bad_request_is_refused_without_effect_on_others(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
 ):
     good = engine.add_request(QUESTION, GREEDY)
@@ -256,7 +256,7 @@ BAD_OF_THIRTY = [
 
 
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_OF_THIRTY)
-def test_one_bad_request_that_has_no_place_in_the_first_step_starts_none(
+def test_bad_request_beyond_the_first_step_starts_none(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
 ):
     before = engine.stats().num_steps
@@ -267,18 +267,18 @@ def test_one_bad_request_that_has_no_place_in_the_first_step_starts_none(
 
 
 @pytest.mark.parametrize("request_id", ["", 5])
-def test_a_request_id_is_a_name(engine: Engine, request_id: Any):
+def test_request_id_must_be_a_nonempty_string(engine: Engine, request_id: Any):
     with pytest.raises(TypeError, match=r"request_id=.* must be a non-empty string"):
         engine.add_request(QUESTION, GREEDY, request_id=request_id)
 
 
-def test_a_made_up_id_avoids_those_in_use(engine: Engine):
+def test_generated_request_id_is_unique(engine: Engine):
     taken = [engine.add_request(QUESTION, GREEDY, request_id=f"request-{n}") for n in range(200)]
     assert engine.add_request(QUESTION, GREEDY) not in taken
     engine.abort_all()
 
 
-def test_a_request_id_is_used_once_at_a_time(engine: Engine):
+def test_request_id_in_use_is_refused(engine: Engine):
     engine.add_request(QUESTION, GREEDY, request_id="a")
     with pytest.raises(ValueError, match="request_id 'a' is in use"):
         engine.add_request(QUESTION, GREEDY, request_id="a")
@@ -347,7 +347,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_the_memory_account_sums_up(engine: Engine):
+def test_memory_account_adds_up(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
@@ -420,7 +420,7 @@ def then(target: Callable[..., Any], action: Callable[[], object]) -> Callable[.
 
 
 @pytest.mark.parametrize("names", [("add",), ("update",), ("update", "abort")], ids="-".join)
-def test_ctrl_c_in_the_middle_of_a_change_comes_after_it(
+def test_ctrl_c_in_a_critical_section_is_deferred(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ):
     one_token = SamplingParams(temperature=0.0, max_tokens=1)
@@ -436,7 +436,9 @@ def test_ctrl_c_in_the_middle_of_a_change_comes_after_it(
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_while_outputs_are_made_loses_no_output(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     params = SamplingParams(temperature=0.0, max_tokens=1)
     ids = [engine.add_request(QUESTION, params) for _ in range(2)]
     with monkeypatch.context() as patch:
@@ -448,7 +450,7 @@ def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: p
     assert list(run(engine)) == ids
 
 
-def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
+def test_ctrl_c_while_text_is_decoded_repeats_no_text(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     engine.add_request(QUESTION, GREEDY, request_id="a")
@@ -460,7 +462,7 @@ def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
     assert text(run(engine)["a"]) == ANSWER
 
 
-def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
+def test_stream_collected_during_a_step_is_aborted_after_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     other = engine.add_request(QUESTION, GREEDY)

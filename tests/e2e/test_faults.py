@@ -134,7 +134,7 @@ SEARCH_FAULTS = {
 @pytest.mark.parametrize(
     ("engine", "fault", "after"), covering(LOOPS, SEARCH_FAULTS, [0, 3]), indirect=["engine"]
 )
-def test_a_fault_in_a_search_ends_it_and_no_other(
+def test_fault_in_a_search_ends_it_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int
 ):
     owner, name = SEARCH_FAULTS[fault]
@@ -155,9 +155,7 @@ def test_a_fault_in_a_search_ends_it_and_no_other(
     engine.check_integrity()
 
 
-def test_a_fault_in_setting_sampling_up_is_one_requests_own(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_fault_in_sampling_setup_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     other = engine.add_request(QUESTION, GREEDY)
     strange = SamplingParams(temperature=0.125, max_tokens=20, seed=3)
     victim = engine.add_request(QUESTION, strange)
@@ -169,7 +167,7 @@ def test_a_fault_in_setting_sampling_up_is_one_requests_own(
     assert last[other].outputs[0].text == ANSWER
 
 
-def test_generate_and_stream_raise_what_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_generate_and_stream_raise_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(
             RequestState,
@@ -184,7 +182,7 @@ def test_generate_and_stream_raise_what_failed(engine: Engine, monkeypatch: pyte
     assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
 
 
-def test_a_fault_while_taking_a_request_in_leaves_nothing_of_it(
+def test_fault_while_adding_a_request_leaves_no_trace(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
@@ -202,7 +200,7 @@ def test_a_fault_while_taking_a_request_in_leaves_nothing_of_it(
     assert run(engine)["a"].outputs[0].text == ANSWER
 
 
-def test_deltas_tell_of_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_deltas_report_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     engine.add_request(QUESTION, GREEDY, request_id="victim")
     engine.add_request(QUESTION, GREEDY, request_id="other")
     accept = failing(RequestState.take_delta, of_state, after=2)

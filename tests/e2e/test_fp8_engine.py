@@ -15,12 +15,12 @@ WORDS = ["Say hello", "Count from 1 to 20", "Sort the letters of banana", QUESTI
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_the_embedded_model_answers_as_it_does_in_float32(engines: Engines, loop: str):
+def test_fp8_weights_give_the_answers_of_float32(engines: Engines, loop: str):
     engine = engines(quantization="fp8", **LOOPS[loop])
     assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
 
 
-def test_weights_take_about_a_quarter_of_float32s(engines: Engines):
+def test_fp8_weights_take_a_quarter_of_the_memory(engines: Engines):
     """All but the tokens' vectors and the norms."""
     wide, narrow = engines().memory_account.weights, engines(quantization="fp8").memory_account
     assert 0.25 * wide < narrow.weights < 0.3 * wide
@@ -33,7 +33,7 @@ def test_weights_take_about_a_quarter_of_float32s(engines: Engines):
         ({"quantization": "modelopt"}, "quantization='modelopt', but config.json has no"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str):
+def test_invalid_fp8_configuration_is_refused_by_name(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Engine(**options)
 
@@ -61,7 +61,7 @@ def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow
 @pytest.mark.gpu2
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_differ_less_with_the_devices_than_with_fp8(
+def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
     engines: Engines, shallow_folder: Path, dtype: str
 ):
     """A number that is rounded the other way is another one by 6 %, in FP8, and moves others."""
@@ -115,7 +115,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_scales_of_blocks_lie_where_their_weights_do(engines: Engines, blocks, count: int):
+def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, count: int):
     """Each device has the KV head and the blocks of its heads: the tokens are those of one."""
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")

@@ -37,7 +37,7 @@ def answers(outputs: Any) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_it_answers_as_before(engines: Engines, loop: str):
+def test_fp8_cache_gives_the_answers_of_a_wide_cache(engines: Engines, loop: str):
     engine = engines(**FP8, **LOOPS[loop])
     assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
 
@@ -85,7 +85,7 @@ def test_pressure_and_sharing_change_no_token(
         pytest.param("float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
-def test_more_blocks_fit_the_same_bytes(
+def test_fp8_pool_has_twice_the_blocks(
     engines: Engines, folder_of_8_heads: Path, dtype: str, kv_cache_dtype: str, ratio: int
 ):
     """Of this model 64 blocks in float32 take 256 KiB."""
@@ -99,7 +99,7 @@ def test_more_blocks_fit_the_same_bytes(
     assert engine.generate([3, 4, 5], SamplingParams(temperature=0.0, max_tokens=4))
 
 
-def test_log_probabilities_of_a_prompt_are_nearly_those_of_a_wider_pool(engines: Engines):
+def test_prompt_logprobs_are_close_to_those_of_a_wide_cache(engines: Engines):
     """Of the embedded model's text; and they are not the same."""
     text = "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31)))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -114,7 +114,7 @@ def test_log_probabilities_of_a_prompt_are_nearly_those_of_a_wider_pool(engines:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_devices_that_share_the_pool_give_the_tokens_of_one(
+def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):
     """Of more devices than KV heads too; each has all scales."""

@@ -56,7 +56,7 @@ def expected_greedy(logits: Any, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(
     ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
 )
-def test_greedy_is_token_exact(
+def test_greedy_tokens_equal_transformers(
     engines: Engines, qwen_folder: Path, oracle: Any, num_blocks: int, async_scheduling: bool
 ):
     engine = engines(
@@ -74,7 +74,7 @@ def test_greedy_is_token_exact(
     assert (engine.stats().num_preemptions > before) == (num_blocks == TIGHT)
 
 
-def test_a_head_of_its_own_is_kept_though_the_config_ties_it(
+def test_untied_head_in_the_checkpoint_overrides_the_config(
     engines: Engines, qwen_folder: Path, tmp_path: Path
 ):
     """As transformers does; the memory account has it."""
@@ -109,7 +109,9 @@ def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(
     assert len({tuple(t) for t in alone}) == len(alone)
 
 
-def test_unseeded_requests_differ_and_an_engine_repeats_itself(engines: Engines, qwen_folder: Path):
+def test_unseeded_requests_differ_and_equal_engines_repeat_them(
+    engines: Engines, qwen_folder: Path
+):
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     first, second = tokens(engine, [[5, 6, 7]] * 2, params)
@@ -117,7 +119,7 @@ def test_unseeded_requests_differ_and_an_engine_repeats_itself(engines: Engines,
 
 
 @pytest.mark.parametrize("num_blocks", [129, TIGHT])
-def test_logprobs_are_those_of_the_model(
+def test_logprobs_equal_the_model_softmax(
     engines: Engines, qwen_folder: Path, oracle: Any, num_blocks: int
 ):
     engine = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=num_blocks)
@@ -188,7 +190,7 @@ def adjusted_greedy(logits: Any, prompt: list[int], params: SamplingParams) -> l
     return sequence[len(prompt) :]
 
 
-def test_only_allowed_tokens_come(engines: Engines, qwen_folder: Path):
+def test_allowed_token_ids_restrict_the_answer(engines: Engines, qwen_folder: Path):
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     params = SamplingParams(temperature=2.0, max_tokens=30, allowed_token_ids=[3, 50, 90])
     free = SamplingParams(temperature=2.0, max_tokens=30, ignore_eos=True)

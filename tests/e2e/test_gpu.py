@@ -44,7 +44,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("num_blocks", [129, TIGHT])
-def test_float32_is_token_exact_with_transformers(
+def test_float32_tokens_equal_transformers(
     engines: Engines,
     qwen_folder: Path,
     oracle: Any,  # noqa: F811
@@ -80,7 +80,7 @@ def test_both_loops_give_the_same_tokens(
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "fp8")]
 )
-def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str, quantization: str | None):
+def test_embedded_model_gives_right_answers(engines: Engines, dtype: str, quantization: str | None):
     options = {"dtype": dtype, "quantization": quantization}
     engine = engines(max_model_len=960, num_blocks=80, **options)
     examples = sample_examples(3, 100)
@@ -109,7 +109,7 @@ def test_sharing_and_pressure_change_no_answer(engines: Engines):
             assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
 
 
-def test_samples_are_what_their_seeds_give_alone(engines: Engines):
+def test_samples_equal_single_requests_with_their_seeds(engines: Engines):
     shape = {**SHAPE, "dtype": "float32"}
     sharing = engines(num_blocks=ROOMY, **shape)
     apart = engines(num_blocks=ROOMY, enable_prefix_caching=False, **shape)
@@ -142,7 +142,7 @@ def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: st
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("auto", 0.1), ("fp8", 0.2)])
-def test_heads_of_128_in_bfloat16(
+def test_bfloat16_heads_of_128_give_close_logprobs(
     engines: Engines, tmp_path: Path, kv_cache_dtype: str, bound: float
 ):
     """The sizes that a GPU's own prefill kernel is for, in every bucket of tokens, compared with
@@ -165,7 +165,7 @@ def test_heads_of_128_in_bfloat16(
     np.testing.assert_allclose(rounded, exact, atol=bound)
 
 
-def test_the_memory_account_is_what_the_device_says(tmp_path: Path):
+def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     """Within one per cent, before and after a batch of the largest size."""
     shape = {
         "model_type": "qwen3",
@@ -210,7 +210,7 @@ def test_the_memory_account_is_what_the_device_says(tmp_path: Path):
     assert account.total <= account.limit
 
 
-def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
+def test_fused_decode_steps_in_bfloat16_give_close_logprobs(engines: Engines, tmp_path: Path):
     """Tokens decoded by few sequences have the scores that they have as a prompt's."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
@@ -235,7 +235,7 @@ def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
 @pytest.mark.parametrize(
     ("max_num_seqs", "copies", "sizes"), [(8, 1, {8}), (20, 3, {8, 32}), (48, 9, {32, 48})]
 )
-def test_bursts_in_bfloat16(
+def test_bursts_in_bfloat16_give_the_tokens_of_single_steps(
     engines: Engines,
     tmp_path: Path,
     max_num_seqs: int,
@@ -263,7 +263,7 @@ def test_bursts_in_bfloat16(
             assert entry[token].logprob > max(found.logprob for found in entry.values()) - 0.1
 
 
-def test_the_logits_of_decode_steps_stay_where_they_were(
+def test_logits_keep_their_address_between_decode_steps(
     tmp_path: Path, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """However long a step's small buffers live: what moves in a CUDA graph is written anew."""

@@ -78,7 +78,7 @@ def checkpoint(folder: Path, family: str, head_size: int) -> Callable[[list[int]
         *(pytest.param(*case, True, marks=pytest.mark.gpu) for case in ON_ANY_DEVICE + ON_A_GPU),
     ],
 )
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers_for_each_head_size(
     engines: Engines, tmp_path: Path, family: str, head_size: int, on_gpu: bool
 ):
     if on_gpu != (jax.default_backend() == "gpu"):

@@ -11,7 +11,7 @@ def blocks_of(engine: Engine, request_id: str) -> list[BlockInfo]:
     return [info for info in engine.block_map().values() if request_id in info.request_ids]
 
 
-def test_samples_share_their_prompt_and_give_it_back(engines: Engines):
+def test_samples_share_and_free_their_prompt_blocks(engines: Engines):
     engine = engines()
     engine.reset_prefix_cache()
     params = SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=0)

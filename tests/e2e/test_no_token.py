@@ -88,7 +88,7 @@ def answers(output: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("engine", "victim"), covering(LOOPS, VICTIMS, strength=1), indirect=["engine"]
 )
-def test_one_request_ends_with_an_error_and_all_others_as_alone(engine: Engine, victim: str):
+def test_nan_logits_of_one_request_end_that_request_only(engine: Engine, victim: str):
     expected = {name: answers(engine.generate(*HEALTHY[name])[0]) for name in HEALTHY}
     prompt, params = VICTIMS[victim]
     for _ in range(2):  # the second time in blocks that held what is no number
@@ -111,7 +111,7 @@ def test_one_request_ends_with_an_error_and_all_others_as_alone(engine: Engine, 
 @pytest.mark.parametrize(
     ("engine", "victim"), covering(LOOPS, VICTIMS, strength=1), indirect=["engine"]
 )
-def test_the_error_says_what_was_wrong(engine: Engine, victim: str):
+def test_error_of_a_missing_token_names_the_cause(engine: Engine, victim: str):
     with pytest.raises(RuntimeError, match="failed") as caught:
         engine.generate(*VICTIMS[victim])
     assert "logits are NaN or infinite" in str(caught.value.__cause__)
@@ -132,7 +132,9 @@ def test_request_that_forbids_every_token_is_refused(engine: Engine):
     assert engine.generate([3, 4], allowed)[0].outputs[0].token_ids[0] == 0
 
 
-def test_the_null_block_may_hold_no_numbers(engines: Engines, tmp_path: Path, sick_folder: Path):
+def test_nan_in_the_null_block_changes_no_answer(
+    engines: Engines, tmp_path: Path, sick_folder: Path
+):
     """Padding is written there, as tokens 0, whose embeddings are NaN here."""
     padded = save_checkpoint(tmp_path, 0, SICK)
     prompt, params = HEALTHY["greedy"]
@@ -146,9 +148,7 @@ def test_the_null_block_may_hold_no_numbers(engines: Engines, tmp_path: Path, si
         assert answers(output) == answers(expected)
 
 
-def test_a_row_without_a_token_within_a_burst_ends_its_request_alone(
-    engines: Engines, sick_folder: Path
-):
+def test_row_without_token_in_a_burst_ends_its_request_only(engines: Engines, sick_folder: Path):
     """It samples the sick token before the burst."""
     burst, long = 3, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     options = {"skip_tokenizer_init": True, "num_blocks": 33, "num_scheduler_steps": burst}

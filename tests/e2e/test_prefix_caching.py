@@ -54,7 +54,7 @@ def test_a_repeated_prompt_is_served_from_the_cache(engine: Engine):
     assert complete(engine, prompt).num_cached_tokens == 0
 
 
-def test_a_running_requests_blocks_are_shared(engine: Engine):
+def test_blocks_of_a_running_request_are_shared(engine: Engine):
     prompt = ids_of(engine, PREFIX)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.add_request(prompt, params, request_id="a")
@@ -104,7 +104,7 @@ def test_salts_keep_tenants_apart(engine: Engine):
         assert complete(engine, each).num_cached_tokens == cacheable(len(prompt))
 
 
-def test_prompt_logprobs_are_computed_anew_and_fill_the_cache(engine: Engine):
+def test_prompt_logprobs_ignore_the_cache_and_fill_it(engine: Engine):
     prompt = ids_of(engine, PREFIX)
     params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, logprobs=1)
     first, second = complete(engine, prompt, params), complete(engine, prompt, params)
@@ -180,7 +180,7 @@ def check_same(got: Any, want: Any) -> None:
         assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
 
 
-def test_a_pinned_prefix_survives_what_evicts_the_others(engines: Engines):
+def test_pinned_prefix_survives_eviction(engines: Engines):
     engine = engines(num_blocks=TIGHT)
     engine.reset_prefix_cache()
     prompt = ids_of(engine, PREFIX)
@@ -208,7 +208,7 @@ def test_a_pinned_prefix_survives_what_evicts_the_others(engines: Engines):
     assert complete(engine, PREFIX + QUESTION).num_cached_tokens < num_blocks * BLOCK_SIZE
 
 
-def test_pins_and_requests_leave_each_other_room(engines: Engines):
+def test_pin_that_leaves_too_few_blocks_is_refused(engines: Engines):
     engine = engines(num_blocks=TIGHT)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -226,7 +226,7 @@ def test_pins_and_requests_leave_each_other_room(engines: Engines):
     complete(engine, [7] * 50, room)
 
 
-def test_a_pin_whose_blocks_went_to_others_is_computed_again(
+def test_evicted_prefix_is_computed_again_before_it_is_pinned(
     engines: Engines, shallow_folder: Path
 ):
     engine = engines(shallow_folder, num_blocks=5, max_model_len=64)
@@ -252,13 +252,13 @@ def test_a_pin_whose_blocks_went_to_others_is_computed_again(
         ({"prompt_token_ids": [5] * 20, "cache_salt": ""}, "cache_salt'] is empty"),
     ],
 )
-def test_what_cannot_be_pinned_is_refused(engine: Engine, prompt: Any, message: str):
+def test_invalid_pins_are_refused(engine: Engine, prompt: Any, message: str):
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
         engine.pin_prefix(prompt)
     assert engine.stats().num_pinned_blocks == 0
 
 
-def test_without_the_cache_nothing_is_kept(engines: Engines):
+def test_disabled_prefix_cache_keeps_no_blocks(engines: Engines):
     engine = engines(enable_prefix_caching=False)
     prompt = ids_of(engine, PREFIX)
     for _ in range(2):

@@ -148,7 +148,9 @@ def replicas(compilation_cache: Path) -> Iterator[Replicas]:
         started.end()
 
 
-def test_replicas(replicas: Replicas, kept_engines: Callable[..., Engine]):
+def test_ray_replicas_serve_route_and_recover(
+    replicas: Replicas, kept_engines: Callable[..., Engine]
+):
     prompts = [f"{group}{number}" for number in range(16) for group in GROUPS]
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     outputs = kept_engines(**OPTIONS).generate(prompts, greedy)

@@ -82,7 +82,7 @@ PROMPTS = [
 @pytest.mark.parametrize(
     ("engine", "prompt", "kind"), covering(LOOPS, PROMPTS, KINDS, strength=1), indirect=["engine"]
 )
-def test_each_sample_is_what_its_seed_gives_alone(engine: Engine, prompt: object, kind: str):
+def test_sample_equals_a_single_request_with_its_seed(engine: Engine, prompt: object, kind: str):
     params = replace(KINDS[kind], n=4)
     got = outputs_of(engine, prompt, params)
     assert [o.index for o in got] == [0, 1, 2, 3]
@@ -96,7 +96,7 @@ def test_unseeded_samples_differ(engine: Engine):
     assert len({tuple(o.token_ids) for o in got}) == 4
 
 
-def test_the_best_are_those_of_the_highest_cumulative_logprob(engine: Engine):
+def test_best_of_returns_the_highest_cumulative_logprobs(engine: Engine):
     params = replace(WARM, n=2, best_of=6, logprobs=1)
     samples = alone(engine, PROMPT, params)
     ranked = sorted(samples, key=lambda o: -(o.cumulative_logprob or 0.0))
@@ -110,7 +110,7 @@ def test_the_best_are_those_of_the_highest_cumulative_logprob(engine: Engine):
     check_same(everyone, samples)  # nothing is left out, so nothing is ranked
 
 
-def test_samples_end_each_in_their_own_time(engine: Engine):
+def test_samples_end_independently(engine: Engine):
     params = replace(WARM, n=6, max_tokens=64)
     got = outputs_of(engine, PROMPT, params)
     assert len({len(o.token_ids) for o in got}) > 1
@@ -157,13 +157,13 @@ def test_a_stream_that_is_dropped_aborts_all_samples(engine: Engine):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(beam_width=2), SamplingParams(best_of=2)])
-def test_what_is_known_only_at_the_end_is_not_streamed(engine: Engine, params: SamplingParams):
+def test_ranked_answers_cannot_be_streamed(engine: Engine, params: SamplingParams):
     with pytest.raises(ValueError, match="cannot be streamed"):
         engine.stream(PROMPT, params)
     assert not engine.has_unfinished_requests
 
 
-def test_steps_tell_of_all_samples_and_of_the_best_so_far(engine: Engine):
+def test_steps_return_all_samples_and_the_best_so_far(engine: Engine):
     everyone = engine.add_request(PROMPT, replace(WARM, n=3))
     best = engine.add_request(PROMPT, replace(WARM, n=2, best_of=3))
     seen: dict[str, list[RequestOutput]] = {everyone: [], best: []}
@@ -192,7 +192,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("num_blocks", [129, 24], ids=["roomy", "tight"])
-def test_a_mixed_batch_gives_each_what_it_gives_alone(
+def test_mixed_batch_gives_each_request_its_answer_alone(
     engines: Engines, shallow_folder: Path, num_blocks: int
 ):
     engine = engines(shallow_folder, num_blocks=num_blocks)
@@ -204,9 +204,7 @@ def test_a_mixed_batch_gives_each_what_it_gives_alone(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["penalties", "truncated"])
-def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_gives_alone(
-    engines: Engines, shallow_folder: Path, kind: str
-):
+def test_padded_logits_rows_change_no_answer(engines: Engines, shallow_folder: Path, kind: str):
     """A step of 33 to 48 sequences leaves 64 rows."""
     engine = engines(shallow_folder, max_num_seqs=64, num_blocks=300)
     own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]
@@ -277,7 +275,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD)
-def test_a_group_that_can_never_run_is_refused_and_touches_nobody(
+def test_group_that_can_never_run_is_refused_without_effect_on_others(
     engines: Engines, shallow_folder: Path, prompt: Any, params: SamplingParams, message: str
 ):
     engine = engines(shallow_folder, num_blocks=18)
@@ -293,7 +291,7 @@ def test_a_group_that_can_never_run_is_refused_and_touches_nobody(
     assert last[good].finished
 
 
-def test_a_priority_needs_the_policy_that_looks_at_it(engines: Engines):
+def test_priority_needs_the_priority_policy(engines: Engines):
     engine = engines()
     with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
         engine.add_request(PROMPT, WARM, priority=1)

@@ -85,7 +85,7 @@ def answers(outputs: Any) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("form", [*FORMS])
-def test_answers_obey(engine: Engine, form: str):
+def test_constrained_answers_match_their_specification(engine: Engine, form: str):
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=120, structured_outputs=FORMS[form])
         for i, t in enumerate((0.0, 1.0, 1.0, 1.5, 1.5))
@@ -97,7 +97,7 @@ def test_answers_obey(engine: Engine, form: str):
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_company_changes_no_answer(engines: Engines, shallow_folder: Path, loop: str):
+def test_other_rows_change_no_constrained_answer(engines: Engines, shallow_folder: Path, loop: str):
     engine = engines(shallow_folder, **LOOPS[loop])
     plain = answers(engine.generate(QUESTION, GREEDY))
     prompts, params = workload()
@@ -136,7 +136,7 @@ def test_pressure_and_sharing_change_no_token(
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_devices_that_share_a_model_mask_alike(engines: Engines, shallow_folder: Path):
+def test_tensor_parallel_devices_apply_the_same_masks(engines: Engines, shallow_folder: Path):
     prompts, params = workload(8)
     alone, both = (engines(shallow_folder, dtype="float32", tensor_parallel_size=n) for n in (1, 2))
     assert answers(both.generate(prompts, params)) == answers(alone.generate(prompts, params))
@@ -152,14 +152,14 @@ def test_steps_without_a_grammar_have_no_mask(engine: Engine):
     assert len(masked) >= len("2000-01-01")  # a byte a token
 
 
-def test_an_answer_ends_with_its_form_also_where_the_end_token_is_ignored(engine: Engine):
+def test_complete_answer_ends_even_if_end_tokens_are_ignored(engine: Engine):
     params = SamplingParams(structured_outputs=DATE, seed=3, max_tokens=60, ignore_eos=True)
     (answer,) = engine.generate(QUESTION, params)[0].outputs
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", answer.text)
     assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (10, "stop", None)
 
 
-def test_where_more_may_follow_the_end_token_ends_it(engine: Engine):
+def test_end_token_ends_an_answer_that_could_continue(engine: Engine):
     form = StructuredOutputs(regex="[0-9]{1,60}")
     biased = {"structured_outputs": form, "logit_bias": dict.fromkeys(engine_eos(engine), 100)}
     (answer,) = engine.generate(QUESTION, SamplingParams(max_tokens=50, **biased))[0].outputs
@@ -176,7 +176,7 @@ def engine_eos(engine: Engine) -> frozenset[int]:
     return frozenset({engine.tokenizer.eos_token_id or 0})
 
 
-def test_log_probabilities_are_of_what_may_follow(engine: Engine):
+def test_logprobs_are_among_allowed_tokens(engine: Engine):
     form = StructuredOutputs(choice=["yes", "no"])
     params = SamplingParams(structured_outputs=form, logprobs=5, temperature=0.0, max_tokens=9)
     (answer,) = engine.generate(QUESTION, params)[0].outputs
@@ -187,7 +187,7 @@ def test_log_probabilities_are_of_what_may_follow(engine: Engine):
     assert len(answer.logprobs[1]) == 1
 
 
-def test_sampling_parameters_choose_among_what_may_follow(engine: Engine):
+def test_sampling_parameters_choose_among_allowed_tokens(engine: Engine):
     assert engine.tokenizer is not None
     (no,) = engine.tokenizer.encode("n")
     form = StructuredOutputs(choice=["yes", "no"])
@@ -196,7 +196,7 @@ def test_sampling_parameters_choose_among_what_may_follow(engine: Engine):
         assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
 
 
-def test_parameters_that_forbid_all_that_may_follow_end_the_request_alone(engine: Engine):
+def test_parameters_that_forbid_all_allowed_tokens_end_the_request_only(engine: Engine):
     form = StructuredOutputs(choice=["yes", "no"])
     params = SamplingParams(structured_outputs=form, allowed_token_ids=[5])
     victim = engine.add_request(QUESTION, params)
@@ -234,7 +234,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return release
 
 
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: Callable[[], None]):
+def test_other_requests_run_while_a_grammar_is_compiled(engine: Engine, held: Callable[[], None]):
     params = SamplingParams(structured_outputs=DATE, seed=1, max_tokens=60)
     late = engine.add_request(QUESTION, params)
     with pytest.raises(ValueError, match="in use"):
@@ -253,7 +253,9 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: Callable
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text)
 
 
-def test_a_request_may_go_while_its_grammar_is_compiled(engine: Engine, held: Callable[[], None]):
+def test_request_can_be_aborted_while_its_grammar_is_compiled(
+    engine: Engine, held: Callable[[], None]
+):
     name = engine.add_request(QUESTION, SamplingParams(structured_outputs=DATE))
     engine.step()
     engine.abort(name)
@@ -263,9 +265,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(engine: Engine, held: Ca
     assert engine.step() == []
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
-    engine: Engine, held: Callable[[], None]
-):
+def test_invalid_grammar_ends_its_request_only(engine: Engine, held: Callable[[], None]):
     bad = StructuredOutputs(regex="(a")
     victim = engine.add_request(QUESTION, SamplingParams(structured_outputs=bad, n=2))
     other = engine.add_request(QUESTION, GREEDY)
@@ -281,7 +281,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     assert told[other].error is None
 
 
-def test_generate_refuses_a_grammar_that_cannot_be_compiled_before_any_starts(engine: Engine):
+def test_generate_refuses_an_invalid_grammar_before_any_request_starts(engine: Engine):
     bad = SamplingParams(structured_outputs=StructuredOutputs(regex="(a"))
     with pytest.raises(ValueError, match=r"structured_outputs\.regex"):
         engine.generate([QUESTION, QUESTION], [GREEDY, bad])
@@ -307,7 +307,7 @@ AMBIGUOUS = StructuredOutputs(
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_a_grammar_that_fails_later_ends_its_request_alone(engine: Engine):
+def test_grammar_that_fails_during_an_answer_ends_its_request_only(engine: Engine):
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
     expected = engine.generate(QUESTION, params)[0].outputs[0].text
     bad = SamplingParams(structured_outputs=AMBIGUOUS, max_tokens=220, ignore_eos=True)
@@ -323,7 +323,7 @@ def test_a_grammar_that_fails_later_ends_its_request_alone(engine: Engine):
 
 
 @pytest.mark.parametrize("where", ["gather", "await_taken"])
-def test_one_that_fails_at_any_place_ends_its_request_alone(
+def test_fault_at_any_point_of_constrained_sampling_ends_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     """The process says so when a token is taken in, or with the mask behind it."""
@@ -374,7 +374,7 @@ def mask_processes() -> list[int]:
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_a_process_that_is_killed_ends_requests_with_grammars_alone(engine: Engine):
+def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
     expected = engine.generate(QUESTION, params)[0].outputs[0].text
     for num_steps in (0, 1, 5, 6):
@@ -396,7 +396,7 @@ def test_a_process_that_is_killed_ends_requests_with_grammars_alone(engine: Engi
         assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
 
 
-def test_there_is_no_process_before_the_first_grammar_and_it_ends_with_the_engine(
+def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
     compilation_cache: Path,
 ):
     others = mask_processes()
@@ -414,7 +414,7 @@ def test_there_is_no_process_before_the_first_grammar_and_it_ends_with_the_engin
     "mode",
     ["overlapped", *(pytest.param(it, marks=pytest.mark.full) for it in ("synchronous", "bursts"))],
 )
-def test_rows_whose_masks_are_late_sit_steps_out(
+def test_rows_with_late_masks_skip_steps(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
     """They get the same tokens, and the others too, which do not wait for them. In the synchronous
@@ -427,9 +427,7 @@ def test_rows_whose_masks_are_late_sit_steps_out(
     assert (len(left) > 0) == (mode != "synchronous")
 
 
-def test_most_rows_of_a_step_may_sit_it_out_where_their_answers_are_heavy(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-):
+def test_most_rows_of_a_step_can_skip_it(engines: Engines, monkeypatch: pytest.MonkeyPatch):
     engine = engines(**LOOPS["overlapped"])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)]
     params += [SamplingParams(max_tokens=30, seed=i, structured_outputs=DATE) for i in range(4)]
@@ -448,7 +446,7 @@ def test_most_rows_of_a_step_may_sit_it_out_where_their_answers_are_heavy(
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
-def test_answers_end_where_their_last_tokens_are_matched_late(
+def test_late_matching_of_the_last_tokens_ends_answers_correctly(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
     """It is seen with the masks of the next step, or after the last token that was asked for."""
@@ -502,7 +500,7 @@ def test_generation_waits_for_a_busy_mask_worker(
 
 
 @pytest.mark.parametrize("mode", MOSTLY_OVERLAPPED)
-def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode: str):
+def test_stopped_mask_worker_delays_no_unconstrained_row(engines: Engines, mode: str):
     """Rows that cannot leave a step fail; the others get their tokens when it has gone on."""
     engine = engines(**LOOPS[mode])
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
@@ -542,7 +540,7 @@ def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode
     assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
 
 
-def test_plain_rows_wait_a_tenth_of_a_second_for_a_row_that_cannot_leave(
+def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     """Also where the process seems to run, as one does that a busy machine gives no processor."""
@@ -581,7 +579,7 @@ def test_plain_rows_wait_a_tenth_of_a_second_for_a_row_that_cannot_leave(
     [pytest.param(2, marks=pytest.mark.full), 5],
     ids=["of several", "with penalties"],
 )
-def test_rows_that_cannot_be_computed_again_are_waited_for(
+def test_step_waits_for_rows_that_cannot_skip(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
 ):
     engine = engines(**LOOPS["overlapped"])
@@ -627,7 +625,7 @@ def make_late(
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 @pytest.mark.parametrize("after", range(1, 9, 2))
-def test_ctrl_c_between_a_steps_layers_and_its_sampling_loses_nothing(
+def test_ctrl_c_between_layers_and_sampling_loses_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int
 ):
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
@@ -667,14 +665,14 @@ def test_aborts_between_steps_lose_no_block(engines: Engines):
 # What cannot be had
 
 
-def test_beams_obey_no_grammar():
+def test_beam_search_with_a_grammar_is_refused():
     with pytest.raises(
         ValueError, match=r"structured_outputs=.* cannot be combined with beam_width=2"
     ):
         SamplingParams(beam_width=2, n=2, structured_outputs=DATE)
 
 
-def test_it_is_a_form():
+def test_structured_outputs_must_be_a_specification():
     with pytest.raises(TypeError, match=r"structured_outputs='\\\\d' must be a StructuredOutputs"):
         SamplingParams(structured_outputs=r"\d")  # pyright: ignore
 
@@ -685,7 +683,7 @@ def test_a_grammar_needs_a_tokenizer(engines: Engines):
         engine.generate([[5]], SamplingParams(structured_outputs=DATE, detokenize=False))
 
 
-def test_text_is_not_needed(engine: Engine):
+def test_constrained_answer_works_without_detokenizing(engine: Engine):
     params = SamplingParams(structured_outputs=DATE, seed=3, detokenize=False)
     (answer,) = engine.generate([5, 6], params)[0].outputs
     assert engine.tokenizer is not None

@@ -120,7 +120,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("pair", "asked"), covering(LOOPS, ASKED, strength=1), indirect=["pair"])
-def test_every_way_to_sample_gives_the_same_texts(pair: tuple[Engine, Engine], asked: str):
+def test_all_sampling_options_give_the_texts_of_one_device(pair: tuple[Engine, Engine], asked: str):
     prompts = [QUESTION, "Say hello", "Count from 1 to 20"]
     params = SamplingParams(**{"max_tokens": 24, **ASKED[asked]})
     alone, both = ([it.outputs for it in engine.generate(prompts, params)] for engine in pair)
@@ -129,7 +129,7 @@ def test_every_way_to_sample_gives_the_same_texts(pair: tuple[Engine, Engine], a
     ]
 
 
-def test_rows_that_need_whole_logits_change_no_others(pair: tuple[Engine, Engine]):
+def test_rows_that_gather_logits_change_no_other_row(pair: tuple[Engine, Engine]):
     """In one step with such as need the best token of each device alone, and after these."""
     lengths = {"greedy": 24, "seeded": 24}
     params = [
@@ -144,7 +144,7 @@ def test_rows_that_need_whole_logits_change_no_others(pair: tuple[Engine, Engine
 @pytest.mark.parametrize(
     "count", [4, *(pytest.param(count, marks=pytest.mark.full) for count in (2, 8))]
 )
-def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_device(
+def test_mixed_rows_in_one_step_give_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], count: int
 ):
     """Of a vocabulary that all of them split; at last greedy rows are alone."""
@@ -166,7 +166,7 @@ def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_device(
         assert [it.token_ids for it in two.outputs] == [it.token_ids for it in one.outputs]
 
 
-def test_log_probabilities_of_answer_and_prompt_are_those_of_one_device(pair):
+def test_logprobs_equal_those_of_one_device(pair):
     params = SamplingParams(temperature=0.0, max_tokens=10, logprobs=4, prompt_logprobs=3)
     one, two = (engine.generate([QUESTION], params)[0] for engine in pair)
     found = [
@@ -180,7 +180,7 @@ def test_log_probabilities_of_answer_and_prompt_are_those_of_one_device(pair):
         np.testing.assert_allclose([p for _, p in own], [p for _, p in others], atol=1e-4)
 
 
-def test_prefixes_are_shared(engines: Engines, shallow_folder: Path):
+def test_tensor_parallel_devices_share_prefixes(engines: Engines, shallow_folder: Path):
     both = shared(engines, 2, shallow_folder)
     text = "Count from 1 to 20. " * 6
     params = SamplingParams(temperature=0.0, max_tokens=8)
@@ -193,7 +193,7 @@ def test_prefixes_are_shared(engines: Engines, shallow_folder: Path):
 @pytest.mark.parametrize(
     "mode", ["swap", *(pytest.param(it, marks=pytest.mark.full) for it in ("recompute", "auto"))]
 )
-def test_preempted_sequences_go_on_where_they_were(
+def test_preempted_sequences_continue_on_tensor_parallel_devices(
     engines: Engines, shallow_folder: Path, mode: str
 ):
     """Eleven blocks for six sequences of up to four."""
@@ -211,7 +211,7 @@ def test_preempted_sequences_go_on_where_they_were(
         assert stats.num_swapped_out_blocks > 0
 
 
-def test_memory_is_told_of_each_device(engines: Engines):
+def test_memory_account_is_per_device(engines: Engines):
     alone, both = (shared(engines, count) for count in (1, 2))
     one, two = alone.memory_account, both.memory_account
     assert two.kv_cache * 2 == one.kv_cache
@@ -225,7 +225,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("count", [*REFUSED])
-def test_what_cannot_be_shared_is_refused_by_name(count: int):
+def test_indivisible_sizes_are_refused_by_name(count: int):
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices, which are looked for first")
     with pytest.raises(ValueError, match=REFUSED[count]):
@@ -238,7 +238,9 @@ def test_missing_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
         Engine(tensor_parallel_size=2)
 
 
-def test_requests_come_and_go_at_any_time(engines: Engines, shallow_folder: Path):
+def test_random_arrivals_and_aborts_on_tensor_parallel_devices(
+    engines: Engines, shallow_folder: Path
+):
     both = shared(engines, 2, shallow_folder)
     params = SamplingParams(temperature=0.0, max_tokens=16)
     wanted = both.generate([QUESTION], params)[0].outputs[0].text
@@ -253,7 +255,7 @@ def test_requests_come_and_go_at_any_time(engines: Engines, shallow_folder: Path
 
 
 @pytest.mark.full
-def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(
+def test_bfloat16_logprobs_differ_no_more_than_between_batches(
     engines: Engines, shallow_folder: Path
 ):
     """Between two devices and one as between a prompt in a batch and the same alone."""
@@ -270,7 +272,7 @@ def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
-def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
+def test_every_layer_type_in_bfloat16_gives_close_logprobs(
     engines: Engines, folders: Callable[[str], Path], family: str
 ):
     """Where rows are summed before a bias, a norm of their own, or one of another kind."""
@@ -283,7 +285,7 @@ def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
     assert np.abs(found - wanted).mean() <= 2.0**-7 * np.abs(wanted).mean()
 
 
-def test_every_device_draws_the_same_tokens(engines: Engines, shallow_folder: Path):
+def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
     """The host reads those of one, and each feeds its own to its next step."""
     both = shared(engines, 2, shallow_folder)
     for i, temperature in enumerate((0.0, 1.0, 2.0, 3.0)):
@@ -323,7 +325,7 @@ def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemor
 
 
 @pytest.mark.parametrize(("loop", "place"), covering(LOOPS, [0, 1], strength=1))
-def test_a_device_that_has_lost_another_ends_the_engine(
+def test_lost_peer_device_fails_the_engine(
     new_engine: Engines,
     shallow_folder: Path,
     peer_memories: list[peer_memory.PeerMemory],
@@ -371,7 +373,7 @@ def test_a_device_that_has_lost_another_ends_the_engine(
         *(pytest.param(it, marks=pytest.mark.full) for it in ("gpt2", "opt-350m", "llama")),
     ],
 )
-def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
+def test_all_reduces_of_each_layer_type_use_peer_memory(
     engines: Engines,
     new_engine: Engines,
     peer_memories: list[peer_memory.PeerMemory],
@@ -388,7 +390,7 @@ def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
     assert tokens_of(both, prompts) == tokens_of(alone, prompts)
 
 
-def test_few_rows_are_loaded_ahead(
+def test_launches_of_row_loads_are_bounded(
     new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A device that hangs would stop the thread in a launch, where nothing ends its wait."""
@@ -406,7 +408,7 @@ def test_few_rows_are_loaded_ahead(
         assert sum(isinstance(it, SamplingState) for it in waited) == count
 
 
-def test_a_step_that_never_ends_ends_the_engine(
+def test_hanging_step_fails_the_engine(
     new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a device waits in a collective for one that has failed."""

@@ -53,7 +53,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, greedy
 
 
-def test_tokens_are_those_of_transformers_also_after_a_cached_prefix(
+def test_gemma3_tokens_equal_transformers_also_after_a_cached_prefix(
     engines: Engines, gemma: tuple[Path, Any]
 ):
     folder, greedy = gemma

@@ -47,7 +47,7 @@ def answers(engine: Engine, examples: list[Example]) -> list[str]:
         pytest.param(False, NUM_REQUESTS, marks=pytest.mark.soak),
     ],
 )
-def test_pressure_changes_no_answer_and_answers_are_true(
+def test_memory_pressure_changes_no_answer_of_the_embedded_model(
     engines: Engines, examples: list[Example], async_scheduling: bool, count: int
 ):
     chosen = examples[:count]
@@ -65,7 +65,7 @@ def test_pressure_changes_no_answer_and_answers_are_true(
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [FEW, 80])
-def test_random_aborts_touch_nobody_else(
+def test_random_aborts_change_no_other_answer(
     engines: Engines, shallow_folder: Path, examples: list[Example], count: int
 ):
     engine = engines(shallow_folder, max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT)

@@ -77,7 +77,7 @@ def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list
         pytest.param("swap", WIDE | {"enable_prefix_caching": False}, 120, marks=pytest.mark.soak),
     ],
 )
-def test_every_answer_is_as_if_its_request_ran_alone(
+def test_requests_under_memory_pressure_answer_as_alone(
     engines: Engines,
     shallow_folder: Path,
     examples: list[Example],

@@ -53,7 +53,7 @@ def is_idle(engine: Engine) -> bool:
     return not (engine.has_unfinished_requests or stats.num_used_blocks)
 
 
-def test_all_are_queued_before_the_first_step_in_their_order(engine: Engine):
+def test_generate_queues_all_requests_in_order_before_the_first_step(engine: Engine):
     queued: list[int] = []
 
     def count(plans: Sequence[StepPlan]) -> None:
@@ -68,7 +68,7 @@ def test_all_are_queued_before_the_first_step_in_their_order(engine: Engine):
     assert [requests[output.request_id].arrival_index for output in outputs] == [0, 1, 2]
 
 
-def test_each_request_draws_from_a_seed_of_its_own_and_arrives_when_it_is_made(engine: Engine):
+def test_each_request_gets_its_own_seed_and_arrival_time(engine: Engine):
     with engine.record_steps() as steps:
         outputs = engine.generate(prompts(*[4] * 12), plain())
     rows = [row for launch in steps.launches for row in launch.plans[0].scheduled]
@@ -78,9 +78,7 @@ def test_each_request_draws_from_a_seed_of_its_own_and_arrives_when_it_is_made(e
     assert len(times) == 12
 
 
-def test_all_are_waited_for_and_progress_tells_of_each(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_generate_waits_for_all_and_shows_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     told: list[int] = []
 
     class Bar(engine_module.tqdm):
@@ -96,9 +94,7 @@ def test_all_are_waited_for_and_progress_tells_of_each(
     assert is_idle(engine)
 
 
-def test_an_output_is_made_when_its_request_has_ended(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_output_is_made_when_its_request_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     made, output_of = [], RequestState.output
 
     def noted(state: RequestState):
@@ -111,9 +107,7 @@ def test_an_output_is_made_when_its_request_has_ended(
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 5, 2]
 
 
-def test_an_output_that_cannot_be_made_leaves_none_queued(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_failing_output_aborts_all_other_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(RequestState, "output", lambda state: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.generate(prompts(3, 3, 3), [plain(n) for n in (2, 8, 8)])
@@ -131,7 +125,7 @@ def test_an_output_that_cannot_be_made_leaves_none_queued(
         (4, 12, plain(), 0, "may need 4 blocks"),
     ],
 )
-def test_if_the_last_is_refused_none_is_started(
+def test_refused_last_request_starts_none(
     num_blocks: int, last: int, params: SamplingParams, priority: int, message: str
 ):
     engine = new_engine(num_blocks)
@@ -142,7 +136,7 @@ def test_if_the_last_is_refused_none_is_started(
 
 
 @pytest.mark.parametrize("num_reads", [1, 2, 3])
-def test_an_interrupt_leaves_none_queued(
+def test_interrupted_generate_aborts_all_requests(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_reads: int
 ):
     read, calls = StepHandle.read, []
@@ -164,7 +158,7 @@ def test_an_interrupt_leaves_none_queued(
     assert len(engine.generate(prompts(2), plain())[0].outputs[0].token_ids) == 4
 
 
-def test_a_stream_brings_what_came_until_each_delta_is_asked_for(engine: Engine):
+def test_stream_delta_contains_all_text_since_the_last(engine: Engine):
     stream = engine.stream([1], plain(n=2, temperature=1.0))
     first = next(stream)
     engine.advance()
@@ -176,7 +170,7 @@ def test_a_stream_brings_what_came_until_each_delta_is_asked_for(engine: Engine)
     assert [delta.index for delta in rest if delta.finished] == [0, 1]
 
 
-def test_what_is_refused_takes_no_name(engine: Engine):
+def test_refused_request_does_not_occupy_its_id(engine: Engine):
     for params in (plain(beam_width=2), plain(n=1, best_of=2, temperature=1.0)):
         with pytest.raises(ValueError, match="cannot be streamed"):
             engine.stream([1], params)
@@ -185,13 +179,13 @@ def test_what_is_refused_takes_no_name(engine: Engine):
     assert engine.add_request([1], plain()) == "request-0"
 
 
-def test_nothing_to_do_is_refused_before_any_step(engine: Engine):
+def test_empty_request_list_is_refused_before_any_step(engine: Engine):
     with pytest.raises(ValueError, match="prompts is empty"):
         engine.generate([], plain())
     assert engine.stats().num_steps == 0
 
 
-def test_a_stream_that_is_interrupted_as_it_is_queued_leaves_nothing(engine: Engine):
+def test_stream_interrupted_while_queued_is_aborted(engine: Engine):
     add = Scheduler.add
 
     def pressed(self: Scheduler, request: Request) -> None:
@@ -219,7 +213,7 @@ def test_an_ended_request_that_is_aborted_is_not_delivered(engine: Engine):
     assert [(each.request_id, each.finished) for each in engine.step()] == [("a", True)]
 
 
-def test_an_output_that_cannot_be_made_takes_no_others(engine: Engine):
+def test_failing_output_does_not_lose_other_outputs(engine: Engine):
     output = RequestState.output
 
     def broken(self: RequestState) -> RequestOutput:

@@ -26,7 +26,7 @@ IDS = NormalizedPrompt(token_ids=[1, 2, 3])
         {"prompt_token_ids": (1, 2, 3)},
     ],
 )
-def test_every_form_of_token_ids_is_one_prompt(prompt: object):
+def test_every_type_of_token_id_list_is_one_prompt(prompt: object):
     assert normalize_prompts(prompt) == [IDS]
     assert normalize_prompts([prompt, prompt]) == [IDS, IDS]
     ids = normalize_prompt(prompt).token_ids
@@ -34,7 +34,7 @@ def test_every_form_of_token_ids_is_one_prompt(prompt: object):
     assert all(type(token_id) is int for token_id in ids)
 
 
-def test_text_and_mixed_lists():
+def test_lists_of_texts_and_token_ids_are_prompts():
     assert (
         normalize_prompts("a") == normalize_prompts({"prompt": "a"}) == [NormalizedPrompt(text="a")]
     )
@@ -43,7 +43,7 @@ def test_text_and_mixed_lists():
     assert normalize_prompts(np.array([[1, 2, 3], [1, 2, 3]])) == [IDS, IDS]
 
 
-def test_a_salt_comes_with_either_form():
+def test_cache_salt_works_with_text_and_token_ids():
     assert normalize_prompt({"prompt": "a", "cache_salt": "s"}) == NormalizedPrompt(
         "a", cache_salt="s"
     )
@@ -52,7 +52,7 @@ def test_a_salt_comes_with_either_form():
     assert normalize_prompt({"prompt": "a", "cache_salt": None}) == NormalizedPrompt("a")
 
 
-def test_the_callers_list_is_not_kept():
+def test_prompt_list_is_copied():
     ids = [1, 2, 3]
     (prompt,) = normalize_prompts(ids)
     ids.append(4)
@@ -90,7 +90,7 @@ def test_the_callers_list_is_not_kept():
         ({"prompt_token_ids": "abc"}, TypeError, "must be a list of token ids; got str"),
     ],
 )
-def test_what_is_no_prompt(prompts: object, error: type[Exception], message: str):
+def test_invalid_prompts_are_refused(prompts: object, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         normalize_prompts(prompts)
 
@@ -103,14 +103,14 @@ def test_unknown_ids_need_the_vocabulary():
 
 
 @pytest.mark.parametrize("token_id", [-(2**64), -1, 2**63, 2**64])
-def test_ids_at_the_ends_of_what_a_machine_compares(token_id: int):
+def test_token_ids_at_integer_limits_are_refused(token_id: int):
     with pytest.raises(ValueError, match=f"the token id {token_id} at position 1 is unknown"):
         normalize_prompts([9, token_id], vocab_size=10)
     if token_id > 0:
         assert normalize_prompts([9, token_id]) == [NormalizedPrompt(token_ids=[9, token_id])]
 
 
-def test_one_params_for_all_or_one_for_each():
+def test_params_apply_to_all_prompts_or_one_each():
     a, b = SamplingParams(temperature=0.5), SamplingParams(seed=3)
     assert pair_params(a, 2) == [a, a]
     assert pair_params([a, b], 2) == [a, b]
@@ -118,7 +118,7 @@ def test_one_params_for_all_or_one_for_each():
     assert pair_params(None, 1) == [SamplingParams()]
 
 
-def test_params_that_do_not_fit():
+def test_wrong_number_of_params_is_refused():
     with pytest.raises(ValueError, match="params has 2 entries for 3 prompts"):
         pair_params([SamplingParams()] * 2, 3)
     with pytest.raises(TypeError, match=r"params\[1\] must be SamplingParams, got dict"):
@@ -127,7 +127,7 @@ def test_params_that_do_not_fit():
         pair_params({"seed": 1}, 1)
 
 
-def test_priorities_are_one_for_each_prompt():
+def test_priorities_must_match_the_prompts():
     assert pair_priorities(None, 2) == [0, 0]
     assert pair_priorities((3, np.int64(-1)), 2) == [3, -1]
     with pytest.raises(ValueError, match="priority has 1 entry for 2 prompts"):

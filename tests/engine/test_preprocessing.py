@@ -41,13 +41,13 @@ def seeds_of(preprocessor: Preprocessor, params: SamplingParams) -> list[int]:
         (np.int8(127), [127, 128, 129]),
     ],
 )
-def test_each_sample_has_the_seed_of_its_number(seed: Any, expected: list[int]):
+def test_sample_seed_is_request_seed_plus_index(seed: Any, expected: list[int]):
     seeds = seeds_of(make_preprocessor(), SamplingParams(n=3, seed=seed))
     assert seeds == expected
     assert {type(one) for one in seeds} == {int}
 
 
-def test_requests_without_a_seed_get_one_each_that_an_engine_repeats():
+def test_unseeded_requests_get_reproducible_seeds():
     first, second, other = make_preprocessor(3), make_preprocessor(3), make_preprocessor(4)
     found = [seeds_of(first, SamplingParams(n=2)) for _ in range(20)]
     assert len({seed for seeds in found for seed in seeds}) == 40
@@ -55,7 +55,7 @@ def test_requests_without_a_seed_get_one_each_that_an_engine_repeats():
     assert found[0] != seeds_of(other, SamplingParams(n=2))
 
 
-def test_the_params_are_kept_as_they_were_given():
+def test_params_are_not_modified():
     params = SamplingParams()
     assert (
         make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params).params
@@ -63,7 +63,7 @@ def test_the_params_are_kept_as_they_were_given():
     )
 
 
-def test_what_could_never_end_is_refused_before_a_request_is_made():
+def test_unbounded_request_is_refused_before_it_is_made():
     params = SamplingParams(max_tokens=None, min_tokens=9)
     with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower it"):
         make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params)

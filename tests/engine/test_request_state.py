@@ -61,7 +61,7 @@ def say(
     return state.accept_token(EmittedToken(sequence, state.request, token_id, reason), scores, 0)
 
 
-def test_each_sample_has_its_text_scores_and_end():
+def test_each_sample_has_its_text_scores_and_finish_reason():
     state = make(SamplingParams(n=2, logprobs=1, stop="XY"))
     assert not say(state, 0, ord("A"), -0.25)
     assert not say(state, 1, ord("X"), -1.0)
@@ -79,7 +79,7 @@ def test_each_sample_has_its_text_scores_and_end():
     assert first.token_ids == [65, 88, EOS]
 
 
-def test_the_best_so_far_come_first():
+def test_ranked_output_lists_the_best_answers_first():
     state = make(SamplingParams(n=2, best_of=3))
     for index, logprob in enumerate((-2.0, -1.0, -3.0)):
         say(state, index, ord("A") + index, logprob)
@@ -93,13 +93,13 @@ def test_the_best_so_far_come_first():
     assert [o.text for o in state.output().outputs] == ["A", "C"]
 
 
-def test_sums_are_told_only_where_asked():
+def test_cumulative_logprob_is_returned_only_on_request():
     state = make(SamplingParams(n=2))
     say(state, 0, ord("A"))
     assert [o.cumulative_logprob for o in state.output().outputs] == [None, None]
 
 
-def test_a_sample_tells_each_token_once_and_its_end():
+def test_deltas_contain_each_token_once_and_the_finish_reason():
     state = make(SamplingParams(n=2))
     first, second = state.samples
     assert not first.has_update
@@ -162,7 +162,7 @@ def search_ended(n: int) -> RequestState:
     return state
 
 
-def test_an_aborted_search_has_none():
+def test_aborted_search_has_no_answer():
     state = search(*FOUND)
     state.request.status = RequestStatus.FINISHED
     state.request.finish_reason = FinishReason.ABORT
@@ -181,7 +181,7 @@ class Counting(Letters):
         return super().decode(token_ids, skip_special_tokens)
 
 
-def test_scores_are_made_to_objects_when_they_are_read_and_once():
+def test_logprob_objects_are_decoded_lazily_and_once():
     rows = [packed((65, -0.5, 3), (66, -0.25), (65, -0.5)), packed((66, -1.0, 1), (66, -1.0))]
     tokenizer: Any = Counting()
     whole = [TokenLogprobs(row.packed, tokenizer) for row in rows]
@@ -196,7 +196,7 @@ def test_scores_are_made_to_objects_when_they_are_read_and_once():
     assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B")}])
 
 
-def test_scores_are_made_once_however_often_an_answer_that_grows_is_read():
+def test_growing_logprobs_decode_only_new_entries():
     tokenizer = Counting()
     state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
     for _ in range(20):
@@ -207,7 +207,7 @@ def test_scores_are_made_once_however_often_an_answer_that_grows_is_read():
     assert len(tokenizer.decoded) == 2 * 20  # itself and one alternative, each token's once
 
 
-def test_scores_are_copied_as_a_list():
+def test_logprobs_can_be_copied_and_pickled_as_a_list():
     """What makes them stays where it is, also where another process gets the copy."""
     scores = TokenLogprobs(packed((65, -0.5, 3), (66, -0.25)).packed, Counting())  # type: ignore
     plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
@@ -216,7 +216,7 @@ def test_scores_are_copied_as_a_list():
         assert copied == plain
 
 
-def test_an_answer_keeps_what_it_said_as_it_grows():
+def test_earlier_output_does_not_change_as_the_answer_grows():
     state = make(SamplingParams(logprobs=1))
     say(state, 0, ord("A"), -0.25)
     (before,) = state.output().outputs
@@ -231,7 +231,7 @@ def test_an_answer_keeps_what_it_said_as_it_grows():
     ]
 
 
-def test_as_few_alternatives_as_the_vocabulary_has():
+def test_logprobs_are_limited_by_the_vocabulary():
     state = make(SamplingParams(logprobs=20))
     say(state, 0, ord("A"))
     (answer,) = state.output().outputs

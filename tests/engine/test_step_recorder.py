@@ -14,7 +14,7 @@ def new_engine() -> Engine:
     return make_engine(runtime_of(NUM_SEQS), Clock(), LoopMode.SYNCHRONOUS)
 
 
-def test_plans_and_programs_are_recorded_while_it_is_open():
+def test_open_recorder_records_plans_and_programs():
     engine = new_engine()
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     sizes: list[int] = []
@@ -29,7 +29,7 @@ def test_plans_and_programs_are_recorded_while_it_is_open():
     assert len(steps.launches) == 3
 
 
-def test_a_recorder_is_opened_once_and_the_last_is_closed_first():
+def test_recorders_open_once_and_close_in_reverse_order():
     runner = make_runner(runtime_of(NUM_SEQS), Clock())
     programs, launch = runner.programs, runner.launch_layers
     first, second = StepRecorder(runner), StepRecorder(runner)

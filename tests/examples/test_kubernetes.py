@@ -47,7 +47,7 @@ def test_every_manifest_is_valid(file: Path, version: str):
     ],
     ids=["type", "unknown", "missing"],
 )
-def test_what_is_wrong_is_seen(path: tuple[str, ...], value: Any):
+def test_invalid_manifest_is_detected(path: tuple[str, ...], value: Any):
     wrong = copy.deepcopy(manifest("deployment"))
     place = wrong
     for name in path[:-1]:
@@ -60,12 +60,12 @@ def test_what_is_wrong_is_seen(path: tuple[str, ...], value: Any):
         validate(wrong, VERSIONS[-1])
 
 
-def test_the_kinds_are_all_there():
+def test_all_kinds_of_manifests_exist():
     kinds = [manifest(file.stem)["kind"] for file in FILES]
     assert sorted(kinds) == ["ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Service"]
 
 
-def test_parts_find_each_other():
+def test_labels_and_ports_of_manifests_match():
     deployment, service = manifest("deployment"), manifest("service")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
@@ -77,7 +77,7 @@ def test_parts_find_each_other():
     assert annotations["prometheus.io/port"] == str(ports["http"])
 
 
-def test_the_server_takes_its_arguments_and_has_time_to_drain():
+def test_server_accepts_the_arguments_and_can_drain():
     pod, own = manifest("deployment")["spec"]["template"]["spec"], container()
     assert own["command"] == ["python", "-m", "jpaged.serve"]
     flags = read_flags(own["args"])
@@ -90,7 +90,7 @@ def test_the_server_takes_its_arguments_and_has_time_to_drain():
     assert pod["terminationGracePeriodSeconds"] > slept + flags.serve.shutdown_timeout
 
 
-def test_probes_ask_what_needs_no_key():
+def test_probes_use_unauthenticated_paths():
     own = container()
     paths = {kind: own[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")}
     assert set(paths.values()) == {"/ready"}
@@ -98,7 +98,7 @@ def test_probes_ask_what_needs_no_key():
     assert {"/ready", "/health"} <= UNAUTHENTICATED_PATHS
 
 
-def test_the_autoscaler_goes_by_a_metric_that_the_server_has():
+def test_autoscaler_uses_an_existing_metric():
     (rule,) = yaml.safe_load(manifest("adapter_rule")["data"]["config.yaml"])["rules"]
     series = rule["seriesQuery"].partition("{")[0]
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
@@ -109,7 +109,7 @@ def test_the_autoscaler_goes_by_a_metric_that_the_server_has():
     assert metric["pods"]["metric"]["name"] == renamed
 
 
-def test_nothing_secret_is_written_down():
+def test_manifests_contain_no_secret():
     text = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
     assert "kind: Secret" not in text
     assert "env" not in container()

@@ -42,7 +42,7 @@ def test_all_rungs_agree_and_print_their_numbers(table):
     ]
 
 
-def test_naive_attention_is_what_the_formula_says(work):
+def test_naive_rung_equals_the_attention_formula(work):
     out = np.asarray(rung_1_naive.attend(*rung_1_naive.prepare(work)))
     q, k, v = (np.asarray(x, np.float64) for x in (work.q, work.k, work.v))
     start = 0
@@ -55,7 +55,7 @@ def test_naive_attention_is_what_the_formula_says(work):
         start += length
 
 
-def test_a_rung_that_differs_is_found_out(work):
+def test_rung_with_a_different_result_is_detected(work):
     def attend(*arguments):
         return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
 
@@ -65,14 +65,14 @@ def test_a_rung_that_differs_is_found_out(work):
 
 
 @pytest.mark.parametrize("rung", [*RUNGS, *JPAGED], ids=lambda rung: rung.TITLE)
-def test_slots_that_hold_no_token_do_not_count(work, rung: Any, monkeypatch):
+def test_empty_slots_do_not_change_results(work, rung: Any, monkeypatch):
     with jax.default_matmul_precision("highest"):  # the programs that `table` compiled
         out = rung.attend(*rung.prepare(work))
         monkeypatch.setattr(ladder, "GARBAGE", -77.0)
         np.testing.assert_array_equal(out, rung.attend(*rung.prepare(work)))
 
 
-def test_the_naive_rung_wastes_what_the_seed_says(work):
+def test_naive_rung_wastes_the_expected_share(work):
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
@@ -82,13 +82,13 @@ def test_the_naive_rung_wastes_what_the_seed_says(work):
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
-def test_the_flops_are_those_of_the_program(work, rung: ModuleType):
+def test_counted_flops_equal_the_program(work, rung: ModuleType):
     """All matrix multiplications of a rung that is one program of plain JAX, loops counted."""
     closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
     assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
 
-def test_the_two_passes_multiply_keys_twice(work):
+def test_two_pass_rung_reads_keys_twice(work):
     two, one = (RUNGS[i].cost(work) for i in (1, 2))
     assert two.num_flops * 2 == one.num_flops * 3
     assert two.bytes_read * 2 == one.bytes_read * 3
@@ -96,7 +96,7 @@ def test_the_two_passes_multiply_keys_twice(work):
     assert two.waste == one.waste == 64 / 21632  # of the last sequence's 8 x 16 pairs
 
 
-def test_the_ragged_rung_counts_the_tiles_that_it_runs(work):
+def test_ragged_rung_counts_its_tiles(work):
     *_, tiles = rung_5_ragged.prepare(work)
     steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
     assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
@@ -106,7 +106,7 @@ def test_the_ragged_rung_counts_the_tiles_that_it_runs(work):
     )
 
 
-def test_a_ragged_tile_writes_its_own_rows_alone():
+def test_ragged_tile_writes_only_its_rows():
     """A GPU runs tiles in any order; interpreted, a later one would mend what another spoilt."""
     *arrays, tiles = rung_5_ragged.prepare(ladder.make_workload((9, 8, 20)))
     in_order, reverse = (rung_5_ragged.attend(*arrays, each) for each in (tiles, tiles[::-1]))
@@ -123,7 +123,7 @@ def test_the_ragged_kernel_lowers_for_a_gpu(work, monkeypatch):
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 
-def test_blocks_lie_anywhere_and_belong_to_one_sequence(work):
+def test_blocks_are_scattered_and_belong_to_one_sequence(work):
     tables = work.block_tables()
     blocks = [block for table in tables for block in table]
     assert sorted(blocks) == list(range(1, 16))
@@ -134,12 +134,12 @@ def test_blocks_lie_anywhere_and_belong_to_one_sequence(work):
 
 
 @pytest.mark.parametrize("lengths", [(), (8, 0), (-1,)])
-def test_lengths_of_nothing_are_refused(lengths):
+def test_empty_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match=r"lengths=.* must be positive"):
         ladder.make_workload(lengths)
 
 
-def test_the_command_line_names_what_is_wrong(monkeypatch, capsys):
+def test_command_line_error_names_the_option(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "12,x"])
     with pytest.raises(SystemExit):
         ladder.main(rung_1_naive)
@@ -156,7 +156,7 @@ def test_a_rung_runs_by_itself(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=TITLES)
-def test_a_rung_can_be_read_at_a_glance(rung: ModuleType):
+def test_each_rung_is_a_short_file(rung: ModuleType):
     lines = Path(str(rung.__file__)).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MAX_LINES
 
@@ -174,7 +174,7 @@ def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
             yield from flops(getattr(inner, "jaxpr", inner), times * repeats)
 
 
-def test_products_inside_loops_count_as_often_as_they_run():
+def test_products_in_loops_are_counted_per_iteration():
     def function(x):
         return jax.lax.scan(lambda carry, _: (carry @ x, None), x, length=3)[0]
 

@@ -27,7 +27,7 @@ def num_common(*bodies: bytes) -> int:
     return sum(x == y for x, y in zip(first, second, strict=False))
 
 
-def test_pieces_are_those_of_the_common_beginning():
+def test_equal_prefixes_have_equal_piece_hashes():
     one = body(max_tokens=5, prompt=SYSTEM + "Count from 1 to 5" * 9)
     other = body(prompt=SYSTEM + "Spell 'tree' backwards" * 9, temperature=0)
     assert num_common(one, other) == len(SYSTEM) // PIECE
@@ -36,7 +36,7 @@ def test_pieces_are_those_of_the_common_beginning():
     assert num_common(one, body(prompt="!" + "Count" + SYSTEM)) == 0
 
 
-def test_a_conversation_goes_on_where_it_began():
+def test_conversation_stays_on_its_replica():
     system = {"role": "system", "content": SYSTEM}
     asked = [system, {"role": "user", "content": "Count from 1 to 5, and then to 10. " * 3}]
     later = [*asked, {"role": "assistant", "content": "1, 2"}, {"role": "user", "content": "Why?"}]
@@ -46,11 +46,11 @@ def test_a_conversation_goes_on_where_it_began():
     assert common >= len(pieces_of(body(messages=asked))) - 1
 
 
-def test_token_ids_are_a_prompt_too():
+def test_token_id_prompts_are_routed():
     assert num_common(body(prompt=[*range(100)]), body(prompt=[*range(90), 1, 2, 3])) > 3
 
 
-def test_salts_and_owners_have_nothing_in_common():
+def test_salts_and_keys_share_no_prefix():
     plain, salted = body(prompt=SYSTEM), body(prompt=SYSTEM, cache_salt="tenant")
     assert pieces_of(plain) == pieces_of(plain)
     assert num_common(plain, salted) == 0
@@ -70,16 +70,16 @@ def test_salts_and_owners_have_nothing_in_common():
     ],
     ids=["empty", "cut", "array", "no text", "deep", "no prompt", "short"],
 )
-def test_what_has_no_beginning_may_go_anywhere(asked: bytes):
+def test_request_without_prompt_goes_to_the_least_loaded(asked: bytes):
     assert pieces_of(asked) == []
     assert sorted(PrefixMemory().rank([], IDLE)) == [*IDLE]
 
 
-def test_long_prompts_are_looked_at_in_part():
+def test_only_the_beginning_of_long_prompts_is_hashed():
     assert len(pieces_of(body(prompt="x" * (MAX_PIECES + 100) * PIECE))) == MAX_PIECES
 
 
-def test_the_replica_that_knows_the_longest_beginning_is_first():
+def test_replica_with_the_longest_prefix_is_preferred():
     memory = PrefixMemory()
     memory.note([b"1", b"2"], "a")
     memory.note([b"1", b"2", b"3"], "b")
@@ -87,7 +87,7 @@ def test_the_replica_that_knows_the_longest_beginning_is_first():
     assert memory.rank([b"1", b"2", b"9"], {"a": 3, "b": 4, "c": 0}) == ["a", "b", "c"]
 
 
-def test_unknown_beginnings_go_to_the_least_loaded_and_then_by_turns():
+def test_unknown_prompts_go_to_the_least_loaded_replica_in_turn():
     memory = PrefixMemory()
     assert memory.rank([b"1"], {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
     chosen = []
@@ -97,14 +97,14 @@ def test_unknown_beginnings_go_to_the_least_loaded_and_then_by_turns():
     assert chosen == ["a", "b", "c", "a"]
 
 
-def test_a_replica_that_is_much_more_loaded_gives_way():
+def test_overloaded_replica_loses_its_preference():
     memory = PrefixMemory()
     memory.note([b"1"], "a")
     assert memory.rank([b"1"], {"a": 6, "b": 2}, max_extra_load=4) == ["a", "b"]
     assert memory.rank([b"1"], {"a": 7, "b": 2}, max_extra_load=4) == ["b", "a"]
 
 
-def test_a_replica_that_is_gone_is_not_remembered():
+def test_removed_replica_is_forgotten():
     memory = PrefixMemory()
     memory.note([], "b")
     memory.note([b"1"], "a")
@@ -114,7 +114,7 @@ def test_a_replica_that_is_gone_is_not_remembered():
     assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # it has had no turn
 
 
-def test_memory_is_bounded_and_forgets_what_was_used_least_recently():
+def test_prefix_memory_is_bounded_and_evicts_least_recently_used():
     memory = PrefixMemory(max_pieces=3)
     memory.note([b"1", b"2"], "b")
     memory.note([b"3"], "b")
@@ -140,7 +140,7 @@ def test_memory_is_bounded_and_forgets_what_was_used_least_recently():
         (3, 1, 0.1, 3),  # something waits
     ],
 )
-def test_replicas_follow_the_waiting_requests(
+def test_number_of_replicas_follows_waiting_requests(
     current: int, num_waiting: int, busy: float, expected: int
 ):
     assert num_replicas(current, num_waiting, busy) == expected

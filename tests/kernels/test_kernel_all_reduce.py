@@ -79,7 +79,7 @@ KERNEL, COLLECTIVE = "custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_what_is_not_too_large_goes_through_peer_memory(count: int):
+def test_small_sums_use_peer_memory(count: int):
     most = max_payload_bytes(count) // (2 * WIDTH)
     assert most == {2: 256, 4: 128, 8: 64}[count]
     for rows in (1, 8, most):
@@ -90,7 +90,7 @@ def test_what_is_not_too_large_goes_through_peer_memory(count: int):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(F32, WIDTH), (F16, WIDTH), (BF16, 12)])
-def test_other_dtypes_and_rows_that_no_thread_loads_at_once_are_left_to_xla(dtype, width: int):
+def test_unsupported_dtypes_and_widths_use_xla(dtype, width: int):
     text = lowered(2, 1, dtype, width)
     assert (text.count(KERNEL), text.count(COLLECTIVE)) == (0, 2)
 
@@ -104,7 +104,7 @@ def test_other_dtypes_and_rows_that_no_thread_loads_at_once_are_left_to_xla(dtyp
         pytest.param(512, WIDTH, 1, BF16, 0, marks=NO_TRITON_IN_MESH),
     ],
 )
-def test_a_norm_is_in_the_launch_where_a_program_has_a_row(
+def test_norm_is_fused_if_each_program_has_a_row(
     rows: int, width: int, parts: int, dtype: Any, kernels: int
 ):
     """129 rows are summed by the other kernel, 512 by XLA."""
@@ -141,7 +141,7 @@ def test_every_chunk_has_a_thread(count: int):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("count", [2, 8])
-def test_xla_sums_as_the_reference_does(count: int, dtype):
+def test_xla_all_reduce_matches_the_reference(count: int, dtype):
     mesh, rng = mesh_of(count), np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((count * 3, 24)), dtype)
     run = on_all(mesh, lambda own: device_sum(own, MESH_AXIS), SPLIT)
@@ -153,7 +153,7 @@ def test_xla_sums_as_the_reference_does(count: int, dtype):
     np.testing.assert_allclose(got[0], want, rtol=tolerance, atol=tolerance)
 
 
-def test_an_exchange_is_for_hopper_gpus_that_are_several():
+def test_peer_exchange_needs_several_hopper_gpus():
     assert exchange_word_counts(2, Backend.XLA) is None
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         assert exchange_word_counts(1, Backend.TRITON) is None
@@ -162,7 +162,7 @@ def test_an_exchange_is_for_hopper_gpus_that_are_several():
     assert words == [(10, 2**21), (14, 2**21), (22, 2**21)]
 
 
-def test_a_header_tells_where_the_memories_are():
+def test_header_contains_the_addresses_of_all_devices():
     words = make_exchange_header(1, [0x1_0000_0002, 0xFEDC_0000_1234], max_polls=5)
     assert words[:4].tolist() == [0, 1, 5, 0]
     addresses = words[4:].view(np.uint64).tolist()
@@ -278,7 +278,7 @@ GPU_COUNTS = [2, 4, 8]
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
-def test_the_kernel_sums_in_the_devices_order(rows: int | None, count: int):
+def test_kernel_sums_in_device_order(rows: int | None, count: int):
     """To the bit, on each device. Rows of None are the most that go through peer memory."""
     rows = rows or max_payload_bytes(count) // (WIDTH * 2)
     found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
@@ -289,7 +289,7 @@ def test_the_kernel_sums_in_the_devices_order(rows: int | None, count: int):
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.parametrize(("rows", "num_turns"), [(8, 50_000), (64, 5_000), (3, 5_000)])
-def test_the_kernel_sums_so_every_time_whoever_comes_late(rows: int, num_turns: int):
+def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int):
     found, memory = run_chain(gpus(2), (rows, WIDTH), num_turns, 20_000)
     memory.check_devices()
     assert found.tolist() == [NONE_WRONG] * 2
@@ -299,7 +299,7 @@ def test_the_kernel_sums_so_every_time_whoever_comes_late(rows: int, num_turns: 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("num_partials", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 4096), (8, 4096), (64, 8192), (5, 1032), (128, 4096)])
-def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], num_partials: int):
+def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_partials: int):
     """The stream to the bit; partials are halves, quarters ..., whose sum is exact."""
     mesh = gpus(2)
     memory, width = PeerMemory(mesh), shape[1]
@@ -342,7 +342,7 @@ def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-def test_numbers_that_are_none_are_summed_too():
+def test_kernel_sums_nan_and_infinity():
     """The bits that stand for an empty word as well: what is NaN stays NaN, and none waits."""
     mesh, memory = gpus(2), PeerMemory(gpus(2), max_polls=2**18)
     x = np.zeros((2, 8, 64), np.uint16)
@@ -371,7 +371,7 @@ def test_numbers_that_are_none_are_summed_too():
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_device_that_is_held_back_ends_the_program_with_an_error(place: int):
+def test_delayed_device_ends_the_program_with_an_error(place: int):
     """All devices give NaN from then on, at once, and the memory says why."""
     mesh, shape = gpus(2), (8, WIDTH)
     memory = PeerMemory(mesh, max_polls=2**14)

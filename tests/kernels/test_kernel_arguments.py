@@ -74,12 +74,12 @@ VALUE_ERRORS = {
 
 
 @pytest.mark.parametrize("message", VALUE_ERRORS)
-def test_attention_value_errors(message):
+def test_attention_refuses_invalid_values(message):
     with pytest.raises(ValueError, match=message):
         _attention(**VALUE_ERRORS[message])
 
 
-def test_xlas_attention_takes_heads_of_any_size():
+def test_xla_attention_accepts_any_head_size():
     for size in (1, 5, 12, 520):
         _attention(jnp.zeros((3, 4, size), F32), _pool(head_size=size), backend=Backend.XLA)
 
@@ -97,17 +97,17 @@ TYPE_ERRORS = {
 
 
 @pytest.mark.parametrize("message", TYPE_ERRORS)
-def test_attention_type_errors(message):
+def test_attention_refuses_invalid_dtypes(message):
     with pytest.raises(TypeError, match=message):
         _attention(**TYPE_ERRORS[message])
 
 
-def test_queries_over_a_float8_pool_have_any_dtype():
+def test_queries_of_a_float8_pool_can_have_any_wide_dtype():
     for dtype in (F32, BF16, jnp.float16):
         _attention(jnp.zeros((3, 4, 64), dtype), _pool(dtype=F8))
 
 
-def test_scales_are_those_of_a_float8_pool():
+def test_scales_need_a_float8_pool():
     one = jnp.ones(1, F32)
     assert checks.resolve_pool_scales(_pool(), None) is None
     assert checks.resolve_pool_scales(_pool(dtype=F8), None) == (1, 1)
@@ -132,17 +132,17 @@ def test_scales_are_those_of_a_float8_pool():
         )
 
 
-def test_decode_wants_one_row_a_sequence():
+def test_decode_requires_one_row_per_sequence():
     with pytest.raises(ValueError, match="6 rows for 3 block tables"):
         attention.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
 
 
-def test_prefill_wants_one_more_start():
+def test_prefill_requires_one_more_start_than_sequences():
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* with B \+ 1 = 4"):
         attention.check_prefill(_ints(3), _ints(3))
 
 
-def test_write_wants_rows_of_the_pool():
+def test_write_requires_rows_that_fit_the_pool():
     rows = jnp.zeros((3, 2, 64), F32)
     kv_cache.check_write(_pool(), rows, rows, _ints(3))
     with pytest.raises(ValueError, match="k has shape"):
@@ -156,7 +156,7 @@ def test_write_wants_rows_of_the_pool():
         kv_cache.check_write(_pool(dtype=F8), rows.astype(F8), rows, _ints(3))
 
 
-def test_rope_write_wants_the_pools_heads():
+def test_rope_write_requires_heads_that_fit_the_pool():
     angle, slots = jnp.zeros((3, 32), F32), _ints(3)
 
     def check(qkv, dtype=F32, angles=(angle, angle), norms=None, kv=None):
@@ -181,7 +181,7 @@ def test_rope_write_wants_the_pools_heads():
         check(good, norms=HeadNorms(jnp.ones(64, F32), jnp.ones(64, F32), -1.0))
 
 
-def test_rope_decode_wants_one_token_a_sequence():
+def test_rope_decode_requires_one_token_per_sequence():
     angle, qkv = jnp.zeros((3, 32), F32), jnp.zeros((1, 3, 8, 64), F32)
 
     tables, lens = _ints(3, 5), _ints(3)
@@ -202,7 +202,7 @@ def test_rope_decode_wants_one_token_a_sequence():
         check(window=0)
 
 
-def test_norms_and_gemms_want_equal_shapes():
+def test_norms_and_gemms_require_matching_shapes():
     rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
     norm.check_add_norm(rows, rows[None], weight, 1e-6)
     with pytest.raises(ValueError, match="update has shape"):
@@ -219,7 +219,7 @@ def test_norms_and_gemms_want_equal_shapes():
         gemm.check_gemm(rows, jnp.zeros((32, 8), F32))
 
 
-def test_a_gate_wants_another_factor():
+def test_gate_requires_a_matching_factor():
     check = partial(checks.check_array, "gate_up", axes="[T, 2, F]")
     assert check(jnp.zeros((3, 2, 64), BF16)) == {"T": 3, "2": 2, "F": 64}
     with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \[T, 2, F\]"):
@@ -230,7 +230,7 @@ def test_a_gate_wants_another_factor():
         check(_ints(3, 2, 64))
 
 
-def test_a_gated_gemm_wants_two_factors_of_its_depth():
+def test_gated_gemm_requires_two_factors_of_its_depth():
     rows = jnp.zeros((3, 64), BF16)
     gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
@@ -241,7 +241,7 @@ def test_a_gated_gemm_wants_two_factors_of_its_depth():
         gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
-def test_copy_wants_equal_layers_and_pairs():
+def test_copy_requires_matching_layers_and_pairs():
     with pytest.raises(ValueError, match="no layers"):
         kv_cache.check_copy((), _ints(1), _ints(1))
     with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
@@ -252,7 +252,7 @@ def test_copy_wants_equal_layers_and_pairs():
         kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
-def test_the_public_entry_checks():
+def test_public_entry_checks_its_arguments():
     with pytest.raises(ValueError, match="scale is -1"):
         paged_decode_attention(
             jnp.zeros((3, 4, 64), F32),

@@ -220,7 +220,7 @@ def _assert_near(got, want):
 
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", SCALED, ())))
-def test_rope_decode_over_a_float8_pool(case, backend):
+def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
     """New tokens are stored as the same op stores them in a wider pool, rounded, and attended as
     they are stored: a key is the same in the step that makes it and in all later ones."""
     require(backend)
@@ -260,7 +260,7 @@ def test_rope_decode_over_a_float8_pool(case, backend):
         keep=lambda *it: it == (BF16, Backend.INTERPRET),
     ),
 )
-def test_every_number_of_a_float8_pool_is_read_as_it_is(dtype, backend):
+def test_every_float8_number_is_read_exactly(dtype, backend):
     """What attends to one token is its value; NaN too, which spreads to no other column."""
     require(backend)
     numbers = np.arange(256, dtype=np.uint8).view(F8).reshape(1, 1, 2, 128)
@@ -290,7 +290,7 @@ def test_prefill_matches_reference(case, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_nothing_asked_gives_nothing(backend):
+def test_attention_of_no_queries_is_empty(backend):
     require(backend)
     kv = LayerKV(*(jnp.ones((3, 8, 1, 32), F32) for _ in range(2)))
     q, qkv, angle = (jnp.zeros(s, F32) for s in ((0, 2, 32), (1, 0, 4, 32), (0, 16)))
@@ -331,7 +331,7 @@ BY_XLA = ("many", 40, "wide")
         keep=lambda *it: it[:3] in INTERPRETED if it[3] is Backend.INTERPRET else it[:3] == BY_XLA,
     ),
 )
-def test_decode_rows_that_ride_along(lens, padding, changes, backend):
+def test_prefill_with_decode_rows_matches_reference(lens, padding, changes, backend):
     require(backend)
     options: dict[str, Any] = {"dtype": F32, "head_size": 32} | CHANGES[changes]
     case = Case(**options, lens=BATCHES[lens], padding=padding)
@@ -349,7 +349,7 @@ LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, pytest.param(100, marks=pytest.mark.full)])
-def test_long_sequences_in_many_tiles(backend, window):
+def test_long_sequences_match_reference(backend, window):
     require(backend)
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window, padding=50)
     batch = build(case)
@@ -365,7 +365,7 @@ def test_long_sequences_in_many_tiles(backend, window):
         ["decode", "rope decode", "prefill"], strength=0, keep=lambda op, _: op != "rope decode"
     ),
 )
-def test_a_window_begins_with_the_last_key_of_a_tile(op, backend):
+def test_window_that_begins_at_the_end_of_a_tile_matches_reference(op, backend):
     """Whatever the tile: of 16 to 64 keys, or XLA's chunk of 128. Its other keys are out of sight,
     so that a loop that begins a tile late misses one key alone; in float32 that shows."""
     require(backend)
@@ -424,7 +424,7 @@ def _split_decode(splits, window, interpret, **changes):
         ),
     ),
 )
-def test_split_counts(splits, window, changes, interpret):
+def test_decode_with_any_number_of_splits_matches_reference(splits, window, changes, interpret):
     """More splits than tiles, uneven shares and empty splits give the same result."""
     run, arrays, plain = _split_decode(splits, window, interpret, **changes)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), F32)
@@ -435,7 +435,7 @@ def test_split_counts(splits, window, changes, interpret):
     ("splits", "window"),
     covering([1, 2, 3, 16], [None, 40], strength=0, keep=lambda *it: it == (3, 40)),
 )
-def test_splits_change_no_other_row(splits, window, interpret):
+def test_splitting_a_row_changes_no_other_row(splits, window, interpret):
     run, (q, *arrays), plain = _split_decode(splits, window, interpret)
     alone = jax.jit(run)
     got = alone(q, *arrays)
@@ -454,7 +454,7 @@ def test_splits_change_no_other_row(splits, window, interpret):
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("heads", [pytest.param((4, 1), marks=pytest.mark.full), (6, 1)])
-def test_splits_and_heads_merged_in_turns(heads, interpret):
+def test_splits_are_merged_for_many_heads(heads, interpret):
     """More splits and query heads than a program has in registers at once."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
@@ -478,7 +478,7 @@ STRESSED = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [paged_decode_attention, rope_decode_attention])
 @pytest.mark.parametrize("lens", STRESSED, ids=len)
-def test_splits_give_the_same_bits_in_every_run(lens, op):
+def test_splits_are_deterministic(lens, op):
     """50 runs of four launches with queries of their own, whose splits pass through one scratch.
 
     What one program stores another one merges, told by nothing but a counter: were a partial read
@@ -514,7 +514,7 @@ def test_splits_give_the_same_bits_in_every_run(lens, op):
         np.testing.assert_array_equal(np.asarray(launches(queries, kv, rest), np.float32), first)
 
 
-def test_a_second_tile_comes_before_a_second_turn_of_merging():
+def test_merge_follows_all_tiles_of_a_split():
     """One sequence, whose tiles are fewer than the programs that there are to share them."""
     for group, num_tiles, num_splits in (
         (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
@@ -546,7 +546,7 @@ def _spec(config, group):
 @pytest.mark.parametrize(
     ("percent", "splits"), covering([None, 50, 110, 150], [2, 8, 32], strength=1)
 )
-def test_the_plan_covers_every_tile_once(percent, splits):
+def test_decode_plan_covers_every_tile_once(percent, splits):
     """For lengths at random, some all alike and some of padding, in as many items as it has."""
     rng = np.random.default_rng(0)
     spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, split_percent_of_mean=percent), 2)
@@ -581,7 +581,9 @@ def test_the_plan_covers_every_tile_once(percent, splits):
         keep=lambda *it: it == (16, (40, (11, 1)), (6, None)),
     ),
 )
-def test_rope_decode_split_counts(splits, window_and_heads, programs_and_percent, interpret):
+def test_rope_decode_with_any_number_of_splits_matches_reference(
+    splits, window_and_heads, programs_and_percent, interpret
+):
     """The last split has the new token, be it alone; who merges leaves the counters at zero."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     window, heads = window_and_heads
@@ -621,7 +623,7 @@ def test_rope_decode_split_counts(splits, window_and_heads, programs_and_percent
         (128, 32),
     ],
 )
-def test_prefill_tile_sizes(rows, keys, interpret):
+def test_prefill_with_any_tile_size_matches_reference(rows, keys, interpret):
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     case = Case(F32, 32, 16, (6, 2), LONG, padding=1)
     batch = build(case)
@@ -639,7 +641,7 @@ def test_prefill_tile_sizes(rows, keys, interpret):
     ("block_size", "room"),
     covering([16, 24], [0, 9, 13, 64], strength=0, keep=lambda *it: it == (24, 13)),
 )
-def test_prefill_over_widened_blocks(block_size, room, interpret):
+def test_prefill_over_widened_blocks_matches_reference(block_size, room, interpret):
     """The first sequences' blocks are widened, as long as they have room; the others' rows are
     computed over the pool as it is, into the same result."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
@@ -694,7 +696,7 @@ WIDENED = [
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
+def test_head_groups_fill_the_rows_of_a_tile(group):
     """None in a step of long prompts; in others no more than shorter tiles save."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
@@ -710,7 +712,7 @@ def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize("case", HOPPERS + WIDENED, ids=str)
-def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
+def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch):
     """The shapes that Hopper's own kernel takes, and the Triton kernel in its place; over blocks
     that are widened for the first, few of which have room."""
     require(Backend.TRITON)
@@ -733,7 +735,7 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
         keep=lambda *it: it == ((BF16, (6, 1)), 30.0, Backend.INTERPRET),
     ),
 )
-def test_scores_that_grow_and_fade_along_a_sequence(dtype_and_heads, last, backend):
+def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backend):
     """From one key tile to the next the greatest score may be another one, by far or not at all;
     some rows' alone, since their queries are small."""
     require(backend)

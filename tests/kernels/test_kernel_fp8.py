@@ -37,14 +37,14 @@ EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 NUMBERS = np.unique(EVERY[np.isfinite(EVERY.astype(np.float32))].astype(np.float32))
 
 
-def test_every_number_of_fp8_is_itself():
+def test_every_fp8_number_is_preserved():
     got = jax.jit(to_fp8)(jnp.asarray(NUMBERS), jnp.float32(1))
     assert got.dtype == FP8
     np.testing.assert_array_equal(np.asarray(got, np.float32), NUMBERS)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_what_lies_between_two_becomes_the_nearest(scale: float):
+def test_values_are_rounded_to_the_nearest_fp8_number(scale: float):
     """Halfway between two too, where the even one is taken, and a little more and less."""
     halves = ((NUMBERS[1:] + NUMBERS[:-1]) / 2).astype(np.float32)
     x = np.concatenate([halves * np.float32(end) for end in (1 - 1e-6, 1 + 1e-6)])
@@ -54,7 +54,7 @@ def test_what_lies_between_two_becomes_the_nearest(scale: float):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_what_is_beyond_the_largest_becomes_the_largest(dtype):
+def test_values_beyond_the_largest_fp8_number_saturate(dtype):
     x = jnp.asarray([448.0, 464.0, 465.0, 480.0, 1e4, -1e4, np.inf, -np.inf, np.nan], dtype)
     got = np.asarray(jax.jit(to_fp8)(x, jnp.float32(1)), np.float32)
     np.testing.assert_array_equal(got, [448] * 5 + [-448, 448, -448, np.nan])
@@ -67,7 +67,7 @@ def test_what_is_beyond_the_largest_becomes_the_largest(dtype):
         [F32, BF16, F16],
     ),
 )
-def test_rows_have_the_largest_number_where_theirs_is(grouped_and_depth, dtype, backend: Backend):
+def test_quantized_row_reaches_the_largest_fp8_number(grouped_and_depth, dtype, backend: Backend):
     """A GPU's quotient may be off by its last bit, so what lies halfway may become the other."""
     require(backend)
     grouped, depth = grouped_and_depth
@@ -101,7 +101,7 @@ def test_rows_have_the_largest_number_where_theirs_is(grouped_and_depth, dtype, 
         num_by_xla=1,
     ),
 )
-def test_norms_bring_their_rows_to_fp8(case, dtype, backend: Backend):
+def test_norm_quantizes_its_rows_to_fp8(case, dtype, backend: Backend):
     """To what a kernel of its own makes of the rows that they would else return."""
     require(backend)
     grouped, width, partials = case
@@ -123,7 +123,7 @@ def test_norms_bring_their_rows_to_fp8(case, dtype, backend: Backend):
 
 
 @pytest.mark.parametrize(("width", "dtype", "backend"), in_turn([96, 4224], [F32, BF16]))
-def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend: Backend):
+def test_rows_can_share_the_largest_static_scale(width: int, dtype, backend: Backend):
     """By themselves and behind a norm; what is too large then is cut off."""
     require(backend)
     rng, given = np.random.default_rng(0), jnp.asarray([0.002, 0.004, 0.001], F32)
@@ -145,7 +145,7 @@ def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend
         assert np.mean(same) >= (0.9 if backend is Backend.TRITON else 1.0)
 
 
-def test_given_scales_are_of_whole_rows():
+def test_static_scales_apply_to_whole_rows():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
     with pytest.raises(
         ValueError, match="static_scales apply to whole rows: omit static_scales or grouped"
@@ -159,7 +159,7 @@ def test_given_scales_are_of_whole_rows():
         quantize_rows(x, given.astype(BF16), backend=Backend.XLA)
 
 
-def test_a_row_that_several_devices_have_is_scaled_by_all_of_it():
+def test_sharded_row_is_scaled_by_its_global_maximum():
     x = jnp.asarray([[1.0, -2.0], [2.0, 0.5]])
 
     def reduce_max(largest):
@@ -231,7 +231,7 @@ def _gated(columns):
         [F32, BF16],
     ),
 )
-def test_scaled_gemm(shape, dtype, backend: Backend):
+def test_scaled_gemm_matches_reference(shape, dtype, backend: Backend):
     require(backend)
     rows, depth, width = shape
     arguments, exact = _channel_case(rows, depth, width)
@@ -254,7 +254,7 @@ def test_scaled_gemm(shape, dtype, backend: Backend):
         [F32, BF16],
     ),
 )
-def test_block_scaled_gemm(shape, dtype, backend: Backend):
+def test_block_scaled_gemm_matches_reference(shape, dtype, backend: Backend):
     """Blocks begin anew in each part, and the last ones may be smaller."""
     require(backend)
     rows, depth, parts = shape
@@ -270,7 +270,7 @@ def test_block_scaled_gemm(shape, dtype, backend: Backend):
     ("shape", "grouped", "dtype", "backend"),
     on_backends([(3, 128, 40), (16, 384, 128), (512, 256, 512)], [False, True], [F32, BF16]),
 )
-def test_gated_gemms_are_activated(shape, grouped, dtype, backend):
+def test_gated_fp8_gemm_applies_the_activation(shape, grouped, dtype, backend):
     require(backend)
     rows, depth, half = shape
     case = _block_case(rows, depth, [half] * 2) if grouped else _channel_case(rows, depth, 2 * half)
@@ -338,13 +338,13 @@ def _covers_few(case, grouped, gated):
     ("case", "grouped", "gated"),
     covering(FEW, [False, True], [False, True], strength=1, keep=_covers_few),
 )
-def test_hoppers_few_rows(case, grouped, gated):
+def test_hopper_fp8_gemm_of_few_rows_matches_reference(case, grouped, gated):
     rows, depth, config = case
     _check_few_rows(rows, depth, config, grouped, gated)
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_hoppers_few_rows_of_more_groups_than_one_copy_has():
+def test_hopper_fp8_gemm_of_few_rows_with_many_scale_groups():
     _check_few_rows(*DEEP, grouped=True, gated=False)
 
 
@@ -352,7 +352,7 @@ def test_hoppers_few_rows_of_more_groups_than_one_copy_has():
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "config"), [*FEW, DEEP])
-def test_hoppers_few_rows_on_a_gpu(rows, depth, config, grouped, gated):
+def test_hopper_fp8_gemm_of_few_rows_on_a_gpu(rows, depth, config, grouped, gated):
     kind = jax.devices()[0].device_kind
     if not is_hopper(kind):
         pytest.skip(f"{kind} is not a Hopper GPU")
@@ -385,7 +385,7 @@ def _check_few_rows(rows, depth, config, grouped, gated):
         [False, True],
     ),
 )
-def test_hoppers_many_rows(rows_depth_and_config, grouped, gated):
+def test_hopper_fp8_gemm_of_many_rows_matches_reference(rows_depth_and_config, grouped, gated):
     rows, depth, config = rows_depth_and_config
     case = _block_case(rows, depth, [512]) if grouped else _channel_case(rows, depth, 512)
     arguments, exact = case
@@ -394,7 +394,7 @@ def test_hoppers_many_rows(rows_depth_and_config, grouped, gated):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_scales_of_any_sizes_are_those_of_their_own_groups():
+def test_each_group_uses_its_own_scale():
     """Of rows that grow and shrink by what float32 has no square of, of groups of zeros, and of
     rows as good as zeros; sums in units of a scale are lost with none of them."""
     x_scale = np.ones((128, 8), np.float32)
@@ -438,7 +438,7 @@ GATED = (6144, 1024), (28672, 4096)
         pytest.param(8192, marks=pytest.mark.full),
     ],
 )
-def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
+def test_fp8_products_lower_to_hopper_kernels(rows: int, grouped: bool, dtype):
     """Those of every projection, but by scales of outputs where XLA's keep more SMs busy."""
     for width, depth in WIDTHS:
         gated, kind = (width, depth) in GATED, {"dtype": dtype, "backend": Backend.TRITON}
@@ -464,7 +464,7 @@ def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
     ("depth", "grouped", "dtype"),
     covering([40, 192, 1024, 3072, 4096, 14336], [False, True], [F32, BF16, F16], strength=1),
 )
-def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
+def test_row_quantization_is_one_kernel(depth: int, grouped: bool, dtype):
     """The norm before them among it."""
     run = partial(quantize_rows, grouped=grouped, backend=Backend.TRITON)
     rows, partials = (jax.ShapeDtypeStruct((*n, 24, depth), dtype) for n in ((), (1,)))
@@ -483,7 +483,7 @@ def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
     [("NVIDIA H200", 64, True), ("NVIDIA H200", 72, False), ("NVIDIA A100", 64, False)],
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full), 32, 300])
-def test_gpus_that_can_multiply_numbers_as_they_are(
+def test_fp8_products_need_compute_capability_8_9(
     rows: int, kind: str, depth: int, is_direct: bool
 ):
     """cuBLASLt does where the weight's sides are multiples of 16, and rows are padded to that;
@@ -500,7 +500,7 @@ def test_gpus_that_can_multiply_numbers_as_they_are(
     assert (f"tensor<{-(-rows // 16) * 16}x{depth}xf8E4M3FN>" in dot) == is_direct
 
 
-def test_a_weight_of_no_two_halves_is_refused():
+def test_gated_weight_of_odd_width_is_refused():
     x, weight = jnp.zeros((4, 128), FP8), jnp.zeros((7, 128), FP8)
     with pytest.raises(ValueError, match="weight has 7 rows: pass an even number of rows"):
         scaled_gated_gemm(x, weight, jnp.ones(4), jnp.ones(7), dtype=BF16, backend=Backend.XLA)
@@ -521,7 +521,7 @@ ONES = jnp.ones(4), jnp.ones(8)
         ((ROWS, WEIGHT, ONES[0], ONES[1].astype(BF16)), TypeError, "weight_scale has dtype"),
     ],
 )
-def test_scales_and_factors_that_do_not_fit(arguments, error: type, words: str):
+def test_mismatched_scales_and_factors_are_refused(arguments, error: type, words: str):
     with pytest.raises(error, match=words):
         gemm.check_scaled_gemm(*arguments)
 
@@ -534,6 +534,6 @@ def test_scales_and_factors_that_do_not_fit(arguments, error: type, words: str):
         ((4, 1), (1, 1), [4, 4], r"weight_scale has shape \(1, 1\); .* blocks = 2"),
     ],
 )
-def test_blocks_that_do_not_fit(x_scale, weight_scale, parts, words: str):
+def test_mismatched_scale_blocks_are_refused(x_scale, weight_scale, parts, words: str):
     with pytest.raises(ValueError, match=words):
         gemm.check_block_scaled_gemm(ROWS, WEIGHT, jnp.ones(x_scale), jnp.ones(weight_scale), parts)

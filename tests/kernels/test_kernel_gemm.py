@@ -47,7 +47,7 @@ def races_raise():
 
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(("rows", "depth", "config"), CASES)
-def test_each_partial_is_a_gemm(rows, depth, config):
+def test_split_k_partials_match_reference(rows, depth, config):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
     partials = hopper.split_k_gemm(x, weight, config=config)
@@ -68,7 +68,7 @@ def test_each_partial_is_a_gemm(rows, depth, config):
 @pytest.mark.parametrize(
     ("rows", "depth", "config"), [case for case in CASES if case[2].num_splits == 1]
 )
-def test_a_gated_gemm_is_activated(rows, depth, config):
+def test_gated_gemm_applies_the_activation(rows, depth, config):
     x, weight = _gated_case(rows, depth, 256)
     _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
@@ -80,7 +80,7 @@ def test_a_gated_gemm_is_activated(rows, depth, config):
     ("rows", "depth", "width", "stages", "programs"),
     [(128, 64, 128, 2, 1), (256, 320, 384, 3, 4), (1280, 64, 256, 4, 3), (384, 192, 256, 4, 8)],
 )
-def test_a_gated_gemm_of_many_rows(rows, depth, width, stages, programs):
+def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, depth, width, stages, programs):
     x, weight = _gated_case(rows, depth, width)
     out = hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(stages, programs))
     _assert_gated(out, x, weight)
@@ -95,7 +95,7 @@ def test_a_gated_gemm_of_many_rows(rows, depth, width, stages, programs):
     ],
     ids=["few_rows", "many_rows"],
 )
-def test_a_gate_is_shut_whatever_it_shuts(run):
+def test_closed_gate_gives_zero_for_any_factor(run):
     """exp(-gate) is infinite, and gate times up before that would be too."""
     x = jnp.zeros((128, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 128), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
@@ -115,7 +115,7 @@ def _assert_gated(out, x, weight):
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
 
 
-def test_a_ring_of_one_stage_is_refused():
+def test_pipeline_of_one_stage_is_refused():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
     with pytest.raises(ValueError, match="num_stages is 1: pass at least 2"):
         hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
@@ -134,7 +134,7 @@ def test_a_ring_of_one_stage_is_refused():
         ((8, 128, 192), FewRowsConfig(1, 8, 2, 2)),
     ],
 )
-def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
+def test_sizes_without_whole_tiles_are_refused_for_few_rows(sizes, config):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
     tile = config.tile_rows, 64 * config.num_splits, 64 * config.num_consumers
@@ -143,7 +143,7 @@ def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
-def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
+def test_sizes_without_whole_tiles_are_refused_for_many_rows(sizes):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
     message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")

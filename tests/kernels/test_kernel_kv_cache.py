@@ -44,7 +44,7 @@ def _pool(rng, dtype, *shape):
 
 
 @pytest.mark.parametrize(("shape", "backend"), on_backends(SHAPES, strength=0, keep=_is_default))
-def test_write_kv(shape, backend):
+def test_write_kv_matches_reference(shape, backend):
     require(backend)
     dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(1)
@@ -74,7 +74,7 @@ def _bits(array):
         keep=lambda _, scales, backend: backend is Backend.INTERPRET and scales == (3.0, 0.07),
     ),
 )
-def test_a_float8_pool_stores_quotients(dtype_and_heads, scales, backend):
+def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, backend):
     """On a GPU a quotient may be an ulp off, which decides where it lies between two numbers."""
     require(backend)
     dtype, heads = dtype_and_heads
@@ -123,7 +123,7 @@ def _stored_by(op, values, scales, backend):
         keep=lambda _, scales, backend: backend is Backend.INTERPRET and scales == (0.25, 2.0),
     ),
 )
-def test_every_number_is_rounded_alike(op, scales, backend):
+def test_all_implementations_round_to_float8_alike(op, scales, backend):
     """All of bfloat16: to the nearest, ties to even, 448 beyond it, NaN to NaN."""
     require(backend)
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
@@ -153,7 +153,7 @@ def test_every_number_is_rounded_alike(op, scales, backend):
         ),
     ),
 )
-def test_rotated_keys_go_into_a_float8_pool_as_into_another(partials_and_size, with_norms, backend):
+def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms, backend):
     """Rounded once more; queries are the same."""
     require(backend)
     num_partials, size = partials_and_size
@@ -179,7 +179,7 @@ def test_rotated_keys_go_into_a_float8_pool_as_into_another(partials_and_size, w
 
 
 @pytest.mark.parametrize(("shape", "backend"), on_backends(COPIED, strength=0, keep=_is_default))
-def test_copy_blocks(shape, backend):
+def test_copy_blocks_matches_reference(shape, backend):
     require(backend)
     dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(2)
@@ -192,7 +192,7 @@ def test_copy_blocks(shape, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_nothing_to_move(backend):
+def test_empty_writes_and_copies_change_nothing(backend):
     kv = LayerKV(jnp.ones((2, 8, 1, 32), F32), jnp.ones((2, 8, 1, 32), F32))
     none = jnp.zeros((0,), jnp.int32)
     rows = jnp.zeros((0, 1, 32), F32)

@@ -71,7 +71,7 @@ def error(got, want):
 @pytest.mark.parametrize(
     "sizes", [pytest.param(SMALL, id="small"), pytest.param(ODD, id="odd", marks=pytest.mark.full)]
 )
-def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
+def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
     """In bfloat16, against float64, and the same every time."""
     require(backend)
     attention_output, hidden, weights = layer(sizes, BF16)
@@ -92,7 +92,7 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_row_sees_another(backend):
+def test_fused_layer_rows_are_independent(backend):
     """A row of NaN or infinity ruins itself alone, and no program waits for it for ever."""
     require(backend)
     attention_output, hidden, weights = layer(SMALL, BF16)
@@ -111,7 +111,7 @@ def test_no_row_sees_another(backend):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_other_dtypes_run_op_by_op(dtype):
+def test_unsupported_dtypes_are_not_fused(dtype):
     attention_output, hidden, weights = layer(SMALL, dtype)
     assert new_exchange_memory(weights, num_tokens=ROWS, backend=Backend.XLA) is None
     got = two_layers(attention_output, hidden, weights, jnp.int32(ROWS), Backend.XLA)
@@ -122,7 +122,7 @@ def test_other_dtypes_run_op_by_op(dtype):
 
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
-def test_programs_share_all_units(sizes, num_programs):
+def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
     """Each unit has one program, each partial one region, where its readers look."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
@@ -150,7 +150,7 @@ def test_programs_share_all_units(sizes, num_programs):
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 @pytest.mark.parametrize("num_cores", [78, 132])
-def test_one_program_fills_a_multiprocessor(sizes, num_cores):
+def test_fused_layer_program_fills_an_sm(sizes, num_cores):
     """More than half of the shared memory, so that none shares one, and no more than all."""
     plan = choose(sizes=sizes, num_cores=num_cores)
     assert plan is not None
@@ -167,7 +167,7 @@ def choose(**changes):
     return hopper.layer_plan(facts.pop("sizes"), **facts)
 
 
-def test_it_is_for_hopper_and_small_steps():
+def test_fused_layer_needs_hopper_and_small_steps():
     assert choose() == hopper.LayerPlan(QWEN, 132, num_stages=12)
     for change in (
         {"num_tokens": 16},
@@ -224,7 +224,7 @@ def test_wrong_arguments_are_named():
         run(eps=-1.0)
 
 
-def test_foreign_exchange_memory_is_refused():
+def test_exchange_memory_of_other_sizes_is_refused():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")

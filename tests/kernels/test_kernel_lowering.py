@@ -148,7 +148,7 @@ def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
         assert sorted(calls) == expected, name
 
 
-def test_prompts_that_may_have_no_room_to_be_widened_are_left_to_the_triton_kernel():
+def test_prompts_too_large_to_widen_use_the_triton_kernel():
     """Where a step's block tables have more entries than there is room for."""
     kv = _pool(F8, P, S, 8, 128)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
@@ -195,7 +195,7 @@ assert {*DEFAULT} <= {*LOWERED}
     ],
     ids=LOWERED,
 )
-def test_lowers_to_one_kernel_an_op(dtype, head_size):
+def test_each_op_lowers_to_one_kernel(dtype, head_size):
     for name, (function, arguments) in _operations(dtype, head_size).items():
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
         prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"  # Hopper's own
@@ -228,7 +228,7 @@ def test_blocks_of_every_size_lower(block_size):
         keep=lambda *it: it in (((6, 2), 16), ((40, 2), 16)),
     ),
 )
-def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
+def test_hopper_prefill_lowers_for_head_groups_and_block_sizes(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
@@ -239,7 +239,7 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
 )
 @pytest.mark.parametrize("function", [split_k_gemm, gated_gemm])
-def test_gemms_of_few_rows_are_hoppers_own(function, rows, width):
+def test_gemms_of_few_rows_lower_to_hopper_kernels(function, rows, width):
     weight = (640, width) if function is split_k_gemm else (640, 2, width)
     for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
         run = partial(function, backend=Backend.TRITON)
@@ -256,7 +256,7 @@ def test_gemms_of_few_rows_are_hoppers_own(function, rows, width):
         (8192, 14336, "gated_gemm_hopper"),
     ],
 )
-def test_gated_gemms_of_many_rows_are_hoppers_own(rows, width, kernel):
+def test_gated_gemms_of_many_rows_lower_to_hopper_kernels(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
     run = partial(gated_gemm, backend=Backend.TRITON)
     text = _lowered(run, *arguments, device=WHOLE_H200)
@@ -278,7 +278,7 @@ def test_truncation_lowers_to_five_kernels(width):
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
-def test_scores_lower_to_two_kernels_with_the_choice_or_without(width):
+def test_scores_lower_to_two_kernels(width):
     logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
     options = {"count": 20, "backend": Backend.TRITON}
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)

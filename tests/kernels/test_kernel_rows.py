@@ -86,7 +86,7 @@ def _is_default(shape, backend):
 
 
 @pytest.mark.parametrize(("shape", "backend"), on_backends(SHAPES, strength=0, keep=_is_default))
-def test_rope_write_kv(shape, backend):
+def test_rope_write_kv_matches_reference(shape, backend):
     require(backend)
     dtype, block_size, heads, head_size, norms = shape
     arrays, norms = _case(dtype, block_size, heads, head_size, norms, dtype)
@@ -125,7 +125,7 @@ def test_rope_write_kv(shape, backend):
         ),
     ),
 )
-def test_write_without_rotation(shape, backend):
+def test_rope_write_kv_without_rotation_matches_reference(shape, backend):
     """Of split-K partials, where there is more than one, the sum."""
     require(backend)
     dtype, block_size, heads, head_size, norms = shape
@@ -147,7 +147,7 @@ def test_write_without_rotation(shape, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_a_pool_of_another_dtype_gets_rounded_rows(backend):
+def test_narrower_pool_gets_rounded_rows(backend):
     require(backend)
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
@@ -160,7 +160,7 @@ def test_a_pool_of_another_dtype_gets_rounded_rows(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_a_pool_of_a_wider_dtype_gets_rows_rounded_as_the_queries(backend):
+def test_wider_pool_gets_rows_rounded_like_queries(backend):
     require(backend)
     arrays, norms = _case(BF16, 8, (4, 2), 32, True, F32)
     _, pool = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))(*arrays)
@@ -169,7 +169,7 @@ def test_a_pool_of_a_wider_dtype_gets_rows_rounded_as_the_queries(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_no_token_sees_another(backend):
+def test_rows_of_rope_write_kv_are_independent(backend):
     """A token of NaN ruins its own rows alone."""
     require(backend)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
@@ -186,7 +186,7 @@ def test_no_token_sees_another(backend):
     ("shape", "dtype", "backend"),
     _with_dtypes((1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192)),
 )
-def test_add_rms_norm(shape, dtype, backend):
+def test_add_rms_norm_matches_reference(shape, dtype, backend):
     require(backend)
     rows, size = shape
     rng = np.random.default_rng(4)
@@ -210,7 +210,7 @@ def test_add_rms_norm(shape, dtype, backend):
 @pytest.mark.parametrize(
     "backend", on_backends(strength=0, keep=lambda backend: backend is Backend.INTERPRET)
 )
-def test_scales_of_norms_may_be_float32(backend):
+def test_norm_scales_can_be_float32(backend):
     """Of rows in bfloat16 too: the scale is not rounded to it, in no op."""
     require(backend)
     (qkv, pool, slots, angles), _ = _case(BF16, 16, (6, 2), 64, False, BF16)
@@ -249,7 +249,7 @@ def test_scales_of_norms_may_be_float32(backend):
     ("shape", "dtype", "backend"),
     _with_dtypes((2, 8704), (1, 9000), (300, 1024), (80, 14336)),
 )
-def test_gated_silu(shape, dtype, backend):
+def test_gated_silu_matches_reference(shape, dtype, backend):
     require(backend)
     rows, size = shape
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
@@ -265,7 +265,7 @@ def test_gated_silu(shape, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_far_gates_shut_or_open(backend):
+def test_gates_of_large_magnitude_close_or_open(backend):
     """No overflow on the way; NaN and infinity are not hidden."""
     require(backend)
     gates = jnp.tile(jnp.asarray([-1e4, -200, 0, 200, 1e4, jnp.inf, jnp.nan], BF16), 1300)
@@ -276,7 +276,7 @@ def test_far_gates_shut_or_open(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_parts_are_summed_and_rounded_first(backend):
+def test_partials_are_summed_and_rounded_first(backend):
     """A GEMM in float32 partials gives what its rounded sum gives."""
     require(backend)
     rng = np.random.default_rng(5)
@@ -322,7 +322,7 @@ def _assert_gemm(got, exact, depth, dtype):
 
 
 @pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
-def test_split_k_gemm(shape, dtype, backend):
+def test_split_k_gemm_matches_reference(shape, dtype, backend):
     """Split or not, the sum is the GEMM's result."""
     require(backend)
     rows, depth, width = shape
@@ -337,7 +337,7 @@ def test_split_k_gemm(shape, dtype, backend):
 
 
 @pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
-def test_gated_gemm(shape, dtype, backend):
+def test_gated_gemm_matches_reference(shape, dtype, backend):
     require(backend)
     rows, depth, width = shape
     x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)
@@ -349,7 +349,7 @@ def test_gated_gemm(shape, dtype, backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [8, pytest.param(2048, marks=pytest.mark.gpu)])
-def test_a_gate_is_shut_whatever_it_shuts(rows, backend):
+def test_closed_gate_gives_zero_for_any_factor(rows, backend):
     """Gate times up is infinite, and so is exp(-gate)."""
     require(backend)
     x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
@@ -360,7 +360,7 @@ def test_a_gate_is_shut_whatever_it_shuts(rows, backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 96, 128])
-def test_a_gemm_by_a_large_weight(rows):
+def test_gemm_with_a_large_weight_matches_reference(rows):
     """A program has all rows, and more steps of the depth than stages."""
     require(Backend.TRITON)
     x, weight = _factors(10, (rows, 2304), (2304, 4224), BF16)
@@ -371,7 +371,7 @@ def test_a_gemm_by_a_large_weight(rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 128])
-def test_a_gated_gemm_by_a_large_weight(rows):
+def test_gated_gemm_with_a_large_weight_matches_reference(rows):
     """With 128 columns a program, on GPUs of 130 SMs and more; XLA's GEMM on others."""
     require(Backend.TRITON)
     x, weight = _factors(11, (rows, 1280), (1280, 2, 16640), BF16)
@@ -382,7 +382,7 @@ def test_a_gated_gemm_by_a_large_weight(rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(("rows", "width"), [(256, 14336), (384, 14336), (2048, 3072)])
-def test_a_gated_gemm_of_many_rows(rows, width, dtype):
+def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, width, dtype):
     """In tiles that the programs of a GPU of 132 SMs have two or three of; XLA's on others."""
     require(Backend.TRITON)
     x, weight = _factors(12, (rows, 1088), (1088, 2, width), dtype)
@@ -392,7 +392,7 @@ def test_a_gated_gemm_of_many_rows(rows, width, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 256, 2048])
-def test_gemms_give_the_same_bits_again(rows):
+def test_gemms_are_deterministic(rows):
     """Whatever ran on the device before: nothing is left out, or read before it is there."""
     require(Backend.TRITON)
     x, weight = _factors(9, (rows, 1024), (1024, 2, 3072), BF16)
@@ -412,7 +412,7 @@ def test_gemms_give_the_same_bits_again(rows):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_no_rows(backend):
+def test_ops_accept_no_rows(backend):
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
     qkv, kv, slots, angles = arrays
     none = angles[0][:0], angles[1][:0]

@@ -63,7 +63,7 @@ def _check(logits, tokens, count, backend):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_scores_are_those_of_sorting(width, backend):
+def test_scores_match_a_sort(width, backend):
     logits = _logits(width)
     tokens = [0, width - 1, int(logits[2].argmax()), int(logits[3].argmin())]
     for count in (1, 20) if width == 130 else (20,):
@@ -71,7 +71,7 @@ def test_scores_are_those_of_sorting(width, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_of_equal_logits_the_lowest_token_comes_first(backend):
+def test_ties_are_ordered_by_token_id(backend):
     """Equal within a block, across blocks and across chunks; and of whole rows."""
     logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
     logits[1] = 7.0
@@ -101,12 +101,12 @@ def test_forbidden_tokens_come_last_lowest_first(backend):
     ).filter(lambda row: max(row) > -np.inf),
     st.integers(0, 149),
 )
-def test_any_row_is_as_sorted(backend, row, token):
+def test_scores_of_random_rows_match_a_sort(backend, row, token):
     _check(np.array([row], np.float32), [token], 20, backend)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_the_order_is_top_ks_whatever_the_row_holds(backend):
+def test_order_equals_top_k_for_special_values(backend):
     """NaN of either sign, infinities and negative zeros included."""
     logits = _logits(4099)
     strange = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 0.0, -0.0, np.nan]
@@ -119,7 +119,7 @@ def test_the_order_is_top_ks_whatever_the_row_holds(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_every_row_says_its_token_and_wanted_ones_are_alike_whichever_others_are_wanted(backend):
+def test_scored_rows_do_not_depend_on_other_rows(backend):
     logits, tokens = _logits(4099), [9, -1, 5000, 4098]
     whole = _scored(logits, tokens, 20, backend)
     for wanted in ([True, False, False, True], [False] * B):
@@ -128,7 +128,7 @@ def test_every_row_says_its_token_and_wanted_ones_are_alike_whichever_others_are
         np.testing.assert_array_equal(part[wanted], whole[wanted])
 
 
-def test_no_other_tokens_may_be_asked_for():
+def test_count_zero_returns_only_the_chosen_token():
     packed = _scored(_logits(40), [1] * B, 0, Backend.XLA)
     assert packed.shape == (B, NUM_TOKEN_COLUMNS)
     with pytest.raises(ValueError, match="count=-1 is negative"):
@@ -173,7 +173,7 @@ KINDS = [
         ),
     ),
 )
-def test_the_choice_is_the_first_maximum_of_what_is_adjusted_by_hand(width, kinds, backend):
+def test_greedy_choice_equals_the_adjusted_maximum(width, kinds, backend):
     require(backend)
     logits, adjustments = _logits(width), _adjustments(width, kinds)
     state: list[Any] = [np.asarray(array) for array in adjustments]
@@ -201,7 +201,7 @@ def test_a_row_that_is_not_adjusted_reads_no_state(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_the_first_of_equals_is_chosen_and_nothing_where_the_maximum_is_not_finite(backend):
+def test_first_maximum_is_chosen_if_it_is_finite(backend):
     require(backend)
     logits = np.zeros((7, 4099), np.float32)
     logits[0, [0, 1, 4097]] = -0.0  # equal to the others

@@ -62,7 +62,7 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     ("query_lens", "tile_size"),
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
-def test_leading_rows_of_one_token_are_left_to_others(query_lens, tile_size):
+def test_leading_one_token_rows_get_no_tile(query_lens, tile_size):
     """In both maps all other rows have a tile still, and these have none."""
     batch = len(query_lens)
     num_riders = next((i for i, n in enumerate(query_lens) if n != 1), batch)

@@ -93,21 +93,21 @@ _settings = st.fixed_dictionaries(
     scales=st.lists(st.sampled_from([1e-20, 1e-3, 1.0, 1e6]), min_size=B, max_size=B),
     params=st.lists(_settings, min_size=B, max_size=B),
 )
-def test_keeps_what_sorting_keeps(rows, scales, params, backend):
+def test_truncation_keeps_what_a_sort_keeps(rows, scales, params, backend):
     logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
     logits[np.abs(logits) < 1e-30] = 0.0  # subnormal numbers are zeros to XLA
     _check(logits, params, backend)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_top_k_keeps_the_ties_of_the_last(backend):
+def test_top_k_keeps_ties_with_the_last_token(backend):
     row = np.array([5, 3, 3, 3, 1, 0], np.float32)
     kept = _kept([row] * 4, [{"top_k": k} for k in (1, 2, 4, 5)], backend)
     assert kept.sum(axis=1).tolist() == [1, 4, 4, 5]
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_the_two_zeros_are_a_tie(backend):
+def test_positive_and_negative_zero_are_a_tie(backend):
     kept = _kept([[0.0, -0.0, -1.0, -2.0]], [{"top_k": 1}], backend)
     assert kept[0].tolist() == [True, True, False, False]
 
@@ -123,7 +123,7 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_top_p_counts_what_top_k_and_min_p_left(backend):
+def test_top_p_applies_after_top_k_and_min_p(backend):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     # Of 0.4 and 0.3 alone, 0.4 is 57 %: enough for 0.55, and too little among all four.
     params = [{"top_p": 0.55}, {"top_p": 0.55, "top_k": 2}, {"top_p": 0.55, "min_p": 0.6}]
@@ -132,12 +132,12 @@ def test_top_p_counts_what_top_k_and_min_p_left(backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
-def test_equal_logits_stay_together(one, backend):
+def test_equal_logits_are_kept_or_dropped_together(one, backend):
     assert _kept(np.full((1, V), -7.5), [one], backend).all()
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_nothing_on_keeps_even_what_has_no_probability(backend):
+def test_disabled_truncation_keeps_all_tokens(backend):
     row = np.where(np.arange(V) == 3, 0.0, -1e30)
     assert _kept([row], [{}], backend).all()
 
@@ -153,7 +153,7 @@ LARGE = {
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_vocabulary_keeps_what_sorting_keeps(name, backend):
+def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
     params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
     params += [{"top_p": 0.9, "temperature": t, "min_p": 1e-4} for t in (0.1, 1.7)]
     params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]
@@ -171,7 +171,7 @@ def test_a_large_vocabulary_keeps_what_sorting_keeps(name, backend):
         keep=lambda _, backend: backend is Backend.XLA,
     ),
 )
-def test_the_edge_of_top_p_does_not_move_with_the_batch(part, backend):
+def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
     # Every row's top_p lies within a rounding of the mass of some set of tokens.
     logits = np.random.RandomState(1).randn(16, 300).astype(np.float32)
     weight = np.sort(np.exp(logits - logits.max(axis=1, keepdims=True)), axis=1)[:, ::-1]
@@ -185,7 +185,7 @@ def test_the_edge_of_top_p_does_not_move_with_the_batch(part, backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_that_overflowed_ruins_itself_alone(bad, backend):
+def test_overflowed_row_changes_no_other_row(bad, backend):
     """And the search in it ends."""
     logits = np.random.RandomState(2).randn(B, V).astype(np.float32)
     for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
@@ -197,7 +197,7 @@ def test_a_row_that_overflowed_ruins_itself_alone(bad, backend):
             np.testing.assert_array_equal(kept[[0, 2, 3]], clean[[0, 2, 3]])
 
 
-def test_there_is_no_sort():
+def test_truncation_uses_no_sort():
     logits = jnp.zeros((B, V), jnp.float32)
     text = _truncate.lower(logits, **_parameters([{}] * B), backend=Backend.XLA).as_text()
     assert "stablehlo.sort" not in text

@@ -29,22 +29,22 @@ def _decode(**changes):
     return attention_tuning.decode_config(**{**facts, **changes})
 
 
-def test_decode_splits_fill_the_chip():
+def test_decode_splits_fill_the_gpu():
     assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 8, 8, 8]
 
 
-def test_of_many_sequences_the_longer_ones_are_split():
+def test_long_sequences_of_many_are_split():
     shares = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
     assert shares == [None, None, 110, 110, 150, 150]
 
 
-def test_programs_beyond_what_the_chip_holds_have_small_tiles():
+def test_many_programs_use_small_tiles():
     assert [_decode(batch=b).tile_tokens for b in (64, 192, 256)] == [64, 64, 32]
     assert _decode(batch=256, head_size=512).tile_tokens == 16
     assert [_decode(batch=b, itemsize=1).tile_tokens for b in (64, 256)] == [64, 64]
 
 
-def test_decode_has_no_more_splits_than_tiles():
+def test_decode_has_at_most_one_split_per_tile():
     assert _decode(batch=1, max_context=64).num_splits == 1
 
 
@@ -61,7 +61,7 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
-def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
+def test_head_tiles_are_powers_of_two_for_tensor_cores():
     widths = {1: 16, 8: 16, 12: 16, 16: 16, 24: 32, 64: 64, 80: 128, 96: 128, 128: 128, 200: 256}
     options = {"scale": 1.0, "soft_cap": None, "sliding_window": None}
 
@@ -75,7 +75,7 @@ def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
+def test_norm_threads_load_16_bytes_each(itemsize):
     for size in (24, 64, 1000, 1024, 4096, 5120, 16384):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
@@ -84,14 +84,14 @@ def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
-def test_few_gates_have_twice_the_threads():
+def test_small_gated_products_use_twice_the_threads():
     """Each program writes as many columns either way."""
     few, many = (gemm_tuning.gated_silu_config(num_tokens=rows, size=14336) for rows in (64, 256))
     assert few == gemm_tuning.GatedSiluConfig(1024, num_warps=8)
     assert many == gemm_tuning.GatedSiluConfig(1024, num_warps=4)
 
 
-def test_the_activation_of_gemms_that_xla_splits_stays_with_them():
+def test_activation_stays_with_products_that_xla_splits():
     sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
     ours = {
         rows: [
@@ -112,7 +112,7 @@ MEASURED_SPLITS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llam
 
 
 @pytest.mark.parametrize("rows", [*MEASURED_SPLITS])
-def test_gemms_are_split_where_that_was_measured_to_pay(rows):
+def test_gemm_splits_follow_measurements(rows):
     def splits(depth, width, itemsize=2):
         return gemm_tuning.num_splits(GemmProblem(rows, depth, width, itemsize))
 
@@ -122,13 +122,13 @@ def test_gemms_are_split_where_that_was_measured_to_pay(rows):
     assert splits(14336, 4096, itemsize=4) == 1
 
 
-def test_many_programs_have_few_warps():
+def test_many_programs_use_few_warps():
     assert _decode(batch=1).num_warps == 4
     assert _decode(batch=256).num_warps == 2
     assert _decode(batch=256, itemsize=4).num_warps == 4
 
 
-def test_hoppers_prefill_is_for_hopper_and_what_it_can():
+def test_hopper_prefill_is_chosen_only_if_supported():
     facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "is_plain_causal": True}
     runs = partial(attention_tuning.runs_hopper_prefill, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
@@ -140,7 +140,7 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
         assert not runs(device_kind="NVIDIA H200", **{name: value})
 
 
-def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
+def test_hopper_prefill_needs_blocks_that_divide_tiles():
     facts = {"head_size": 128, "itemsize": 2, "is_plain_causal": True, "device_kind": "NVIDIA H200"}
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
     taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
@@ -148,7 +148,7 @@ def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
-def test_widened_blocks_have_room_for_a_steps_own_tokens(num_tokens):
+def test_widened_buffer_fits_the_tokens_of_a_step(num_tokens):
     facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
     assert config.max_blocks == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
@@ -159,7 +159,7 @@ def _few_rows(rows, depth, width, **changes) -> Any:
     return gemm_tuning.few_rows_config(GemmProblem(rows, depth, width, **(facts | changes)))
 
 
-def test_hoppers_gemms_give_each_sm_a_program_at_most():
+def test_hopper_gemm_has_at_most_one_program_per_sm():
     splits = {
         rows: [_few_rows(rows, *shape).num_splits for shape in ((1024, 4096), (2048, 1024))]
         for rows in (8, 64, 96, 128, 192, 256)
@@ -173,14 +173,14 @@ def test_hoppers_gemms_give_each_sm_a_program_at_most():
     assert _few_rows(64, 512, 64).num_splits == 4  # each at least 128 deep
 
 
-def test_hoppers_gemms_stream_a_large_weight_once():
+def test_hopper_gemm_reads_a_large_weight_once():
     for rows in (8, 64, 96, 128):
         config = _few_rows(rows, 14336, 4096)
         assert (config.tile_rows, config.num_splits) == (rows, 2)
     assert _few_rows(64, 4096, 14336, num_factors=2).tile_rows == 64
 
 
-def test_hoppers_gemms_do_not_run_far_ahead_of_a_large_weight():
+def test_hopper_gemm_prefetch_is_limited_for_large_weights():
     for rows in (8, 64, 128):
         assert _few_rows(rows, 14336, 4096).num_stages == 8  # 128 programs
     assert _few_rows(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
@@ -189,7 +189,7 @@ def test_hoppers_gemms_do_not_run_far_ahead_of_a_large_weight():
     assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
 
 
-def test_hoppers_gemms_are_at_most_one_program_an_sm_and_fit_it():
+def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
     taken = 0
     for rows, depth, width, factors, cores in itertools.product(
         range(8, 257, 8), (1024, 8192), (64, 1024, 8448, 8512, 14336, 16896), (1, 2), (78, 132)
@@ -207,7 +207,7 @@ def test_hoppers_gemms_are_at_most_one_program_an_sm_and_fit_it():
     assert taken > 200
 
 
-def test_hoppers_gemms_read_few_rows_seldom():
+def test_hopper_gemm_rereads_few_rows_rarely():
     """Each program reads all of its rows, so it has twice the columns where SMs are too few."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
@@ -217,7 +217,7 @@ def test_hoppers_gemms_read_few_rows_seldom():
     assert _few_rows(64, 4096, 17408) is None  # 136 programs even so
 
 
-def test_hoppers_gemms_are_for_hopper_and_few_rows():
+def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     assert _few_rows(64, 1024, 4096) is not None
     others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
     for name, value in others.items():
@@ -244,7 +244,7 @@ def _gated_gemm(rows, depth, width, **changes) -> Any:
     return gemm_tuning.many_rows_config(GemmProblem(rows, depth, width, num_factors=2, **facts))
 
 
-def test_hoppers_gated_gemms_of_many_rows_keep_the_sms_at_work():
+def test_hopper_gated_gemm_of_many_rows_fills_the_sms():
     counts = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
     wide, narrow = (
         [rows for rows in counts if _gated_gemm(rows, *shape)]
@@ -254,7 +254,7 @@ def test_hoppers_gated_gemms_of_many_rows_keep_the_sms_at_work():
     assert narrow == [2048, 3072, 4096, 6144, 8192]  # not 24 tiles, 48, 72, 96, 144, 192 and 288
 
 
-def test_hoppers_gated_gemms_of_many_rows_are_for_hopper_and_whole_tiles():
+def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
     config = _gated_gemm(256, 4096, 14336)
     assert config == gemm_tuning.ManyRowsConfig(num_stages=4, num_programs=132)
     step, out = (128 + 2 * 128) * 64 * 2, 128 * 128 * 2
@@ -287,7 +287,7 @@ def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") ->
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_products_in_fp8_fit_the_shared_memory(grouped):
+def test_fp8_products_fit_the_shared_memory(grouped):
     """And are whole stages, splits and tiles."""
     shapes = itertools.product((1024, 1920, 4096, 14336), (1024, 6144, 14336, 28672), (1, 2))
     for (depth, width, factors), rows in itertools.product(shapes, (8, 24, 64, 120, 192, 256)):
@@ -302,7 +302,7 @@ def test_products_in_fp8_fit_the_shared_memory(grouped):
         assert depth % (few.num_splits * 128) == width % (few.num_consumers * 64) == 0
 
 
-def test_products_in_fp8_by_scales_of_outputs_are_xlas_where_its_tiles_fit_better():
+def test_channel_scaled_products_use_xla_if_its_tiles_fit_better():
     assert _fp8(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
     assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 in two turns
@@ -314,7 +314,7 @@ def test_products_in_fp8_by_scales_of_outputs_are_xlas_where_its_tiles_fit_bette
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_products_in_fp8_are_for_hopper_and_whole_tiles(grouped):
+def test_fp8_products_need_hopper_and_whole_tiles(grouped):
     for kind in ("NVIDIA A100", ""):
         assert _fp8(64, 4096, 4096, grouped=grouped, kind=kind)[0] is None
         assert _fp8(512, 4096, 4096, grouped=grouped, kind=kind)[1] is None
@@ -334,7 +334,7 @@ def gpu(tmp_path, monkeypatch):
     return tmp_path.name
 
 
-def test_a_table_overrides_fields(gpu):
+def test_tuned_table_overrides_fields(gpu):
     facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
     assert kv_cache_triton.move_config("write", **facts).chunk == 512
     assert kv_cache_triton.move_config("copy", **facts).chunk == kv_cache_triton.MoveConfig().chunk

@@ -128,7 +128,7 @@ def test_a_check_fetches_the_config_alone_and_only_once(tmp_path, monkeypatch):
     assert fetched == [("owner/model", ["config.json"])]
 
 
-def test_a_folder_kept_without_weights_names_the_network_that_is_lost(tmp_path, monkeypatch):
+def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monkeypatch):
     """Without a network the hub's client gives the folder in which a check left a config."""
 
     def ask(repo_id):
@@ -205,7 +205,7 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_might_never_end_is_not_read(tmp_path, name):
+def test_fifo_and_device_files_are_refused(tmp_path, name):
     """Opening a FIFO waits for somebody to write to it; reading a device may never end."""
     (tmp_path / "cache.sock").symlink_to("/dev/zero")  # never read
     assert resolve_checkpoint(tmp_path) == tmp_path
@@ -218,7 +218,7 @@ def test_what_might_never_end_is_not_read(tmp_path, name):
         resolve_checkpoint(tmp_path)
 
 
-def test_config_is_returned_as_it_stands(tmp_path):
+def test_config_is_returned_unchanged(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "extra": [1]}')
     assert read_config(tmp_path) == {"model_type": "llama", "extra": [1]}
 
@@ -245,7 +245,7 @@ def test_tensors_are_described_in_file_order_and_read_in_slabs(tmp_path):
             np.testing.assert_array_equal(read, expected[1:2])
 
 
-def test_one_file_wins_over_the_rest_of_the_folder(tmp_path):
+def test_single_safetensors_file_takes_precedence(tmp_path):
     write_shards(tmp_path, {"model.safetensors": ["a"], "other.safetensors": ["b"]})
     assert names(tmp_path) == ["a"]
 
@@ -330,7 +330,7 @@ def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, com
     assert isinstance(caught.value.__cause__, SafetensorError)
 
 
-def test_a_name_twice_in_one_header_is_refused(tmp_path):
+def test_duplicate_tensor_name_in_a_header_is_refused(tmp_path):
     """safetensors itself would keep the last entry, here of another dtype."""
     (tmp_path / "model.safetensors").write_bytes(header(TWICE) + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has several .* one name: a;"):

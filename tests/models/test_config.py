@@ -78,21 +78,21 @@ def through_transformers(config: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", OLD_FILES)
-def test_old_files_mean_what_transformers_5_makes_of_them(name):
+def test_old_config_files_are_read_like_transformers_5(name):
     new = through_transformers(OLD_FILES[name])
     assert "rope_scaling" not in new
     assert read_model_config(OLD_FILES[name]) == read_model_config(new)
 
 
 @pytest.mark.parametrize("name", [name for name in OLD_FILES if name.startswith("qwen")])
-def test_windows_are_transformers_layer_types(name):
+def test_sliding_windows_equal_transformers_layer_types(name):
     theirs = through_transformers(OLD_FILES[name])
     window = {"full_attention": None, "sliding_attention": theirs["sliding_window"]}
     expected = tuple(window[kind] for kind in theirs["layer_types"])
     assert windows_of(OLD_FILES[name]) == expected
 
 
-def test_literal_values():
+def test_config_is_read_to_literal_values():
     assert windows_of(OLD_FILES["qwen2-window"]) == (None, None, 16)
     assert windows_of(OLD_FILES["mistral"]) == (16, 16, 16)
     llama3 = read_model_config(OLD_FILES["llama3-original"])
@@ -112,7 +112,7 @@ def test_literal_values():
     ]  # fmt: skip
 
 
-def test_text_of_a_checkpoint_that_takes_images():
+def test_text_config_of_a_multimodal_checkpoint_is_read():
     """As transformers has it: what the text's config says; special tokens are the outer one's."""
     outer = GEMMA3_IMAGES | {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
     wanted = GEMMA3 | {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
@@ -128,11 +128,11 @@ def test_text_of_a_checkpoint_that_takes_images():
 @pytest.mark.parametrize(
     ("value", "ids"), [(None, ()), (5, (5,)), ([5, 6], (5, 6)), ([], ()), (0, (0,))]
 )
-def test_eos_token_ids(value, ids):
+def test_eos_token_ids_are_read(value, ids):
     assert read_model_config(LLAMA | {"eos_token_id": value}).eos_token_ids == ids
 
 
-def test_eos_left_out_is_the_familys():
+def test_missing_eos_takes_the_family_default():
     found = {c["model_type"]: read_model_config(c).eos_token_ids for c in (GPT2, OPT, QWEN3)}
     assert found == {"gpt2": (50256,), "opt": (2,), "qwen3": ()}
 
@@ -215,7 +215,7 @@ def test_eos_left_out_is_the_familys():
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'", "bfloat16"),
     ],
 )  # fmt: skip
-def test_refused(config, field, supported):
+def test_unsupported_config_values_are_refused(config, field, supported):
     """The error has the field, its value and what is supported."""
     with pytest.raises(ValueError, match=re.escape(field)) as error:
         read_model_config(config)
@@ -237,7 +237,7 @@ READ = {
 
 
 @pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GEMMA3_IMAGES])
-def test_whatever_is_in_a_field_the_error_names_it(config):
+def test_error_names_the_field_for_any_value(config):
     for name in READ | config.keys():
         for value in STRANGE:
             try:
@@ -248,7 +248,7 @@ def test_whatever_is_in_a_field_the_error_names_it(config):
 
 
 @pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3])
-def test_sizes_must_be_there(config):
+def test_missing_sizes_are_refused(config):
     needless = {"model_type"} | ({"num_key_value_heads"} if config is LLAMA else set())
     for name in config.keys() - needless:
         with pytest.raises(ValueError, match=f"{name} is missing"):
@@ -256,14 +256,14 @@ def test_sizes_must_be_there(config):
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
-def test_rope_factors_must_be_there(kind):
+def test_missing_rope_factors_are_refused(kind):
     for name in "rope_scaling", "rope_parameters":
         with pytest.raises(ValueError, match=rf"{name}\.factor is missing"):
             read_model_config(LLAMA | {name: {"rope_type": kind}})
 
 
 @pytest.mark.parametrize(("also", "found"), [({}, 256), ({"max_sequence_length": 1024}, 1024)])
-def test_the_number_of_positions_of_a_linear_scaling(also, found):
+def test_linear_rope_scaling_multiplies_the_positions(also, found):
     """Vicuna's configs have it in a field of their own."""
     scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
@@ -271,12 +271,12 @@ def test_the_number_of_positions_of_a_linear_scaling(also, found):
     assert read_model_config(LLAMA | {"max_sequence_length": 0}).max_position_embeddings == 256
 
 
-def test_what_only_another_scaling_has_may_be_null():
+def test_null_fields_of_other_rope_scalings_are_ignored():
     scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
     read_model_config(LLAMA | {"rope_scaling": scaling})
 
 
-def test_fields_without_effect_are_taken():
+def test_fields_without_effect_are_accepted():
     harmless = {"use_cache": True, "transformers_version": "4.40", "attention_dropout": 0.1}
     assert read_model_config(LLAMA | harmless) == read_model_config(LLAMA)
 

@@ -18,7 +18,7 @@ MORE_CASES = ("gpt2", "llama3-biases", "mistral-window", "qwen2-layer-types")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)]
 )
-def test_greedy_tokens_are_those_of_transformers(case: str):
+def test_contiguous_greedy_tokens_equal_transformers(case: str):
     """Each chosen token is the most probable after those before it."""
     rng, model = np.random.RandomState(3), Model(ours(case))
     prompts = [rng.randint(2, 97, n).tolist() for n in rng.randint(1, 60, NUM_REQUESTS)]

@@ -114,7 +114,7 @@ SCALES = (0.03, 0.4)
     ("case", "scales"),
     covering(CASES, [SCALES, (1.0, 1.0)], strength=1, keep=lambda case, scales: scales == SCALES),
 )
-def test_logits_are_those_of_the_rounded_keys_and_values(case: str, scales: tuple[float, float]):
+def test_float8_pool_logits_equal_those_of_rounded_kv(case: str, scales: tuple[float, float]):
     got = logits_of(narrow(case, scales))
     assert distance(got, slow_logits(ours(case), scales)) <= BOUND
 
@@ -130,12 +130,12 @@ def test_logits_are_those_of_the_rounded_keys_and_values(case: str, scales: tupl
         ),
     ],
 )
-def test_rounding_changes_logits_little(case: str):
+def test_float8_rounding_changes_logits_little(case: str):
     wide = logits_of(ours(case), jnp.float32)
     assert 10 * BOUND < distance(logits_of(narrow(case, (1.0, 1.0))), wide) <= ROUNDED
 
 
-def test_scales_decide_what_saturates():
+def test_kv_scales_determine_saturation():
     """With a scale so small that keys and values are cut off at 448 times it, logits are far off,
     as those of the reference are; and keys have another one than values."""
     case, small = "llama3-biases", 2.0**-12

@@ -67,7 +67,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
         ("block", "group"),
     ],
 )
-def test_compressed_tensors_checkpoints_compute_what_that_library_does(tmp_path, weights, rows):
+def test_compressed_tensors_checkpoint_gives_the_logits_of_that_library(tmp_path, weights, rows):
     """Rows are brought to FP8 there too. A number of a row that lies halfway between two may come
     out as either, which changes a logit by a thousandth at most."""
     model = random_model(**(WIDE if weights == "block" else SMALL))
@@ -81,7 +81,7 @@ def test_compressed_tensors_checkpoints_compute_what_that_library_does(tmp_path,
 
 
 @pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "qwen2", "gemma3"])
-def test_every_familys_projections_may_be_in_fp8(tmp_path, case):
+def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
     """Biases, projections that are fused, widths that differ, activations other than SiLU."""
     # OPT gives its feed-forward rows without a batch, of which the library scales each number.
     ignored = ("re:.*fc[12]",) if case == "opt-350m" else ()
@@ -91,9 +91,7 @@ def test_every_familys_projections_may_be_in_fp8(tmp_path, case):
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 1000])
 @pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "gemma3"])
-def test_weights_that_become_fp8_as_they_load_are_those_of_a_checkpoint_in_fp8(
-    tmp_path, monkeypatch, case, slab_bytes
-):
+def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch, case, slab_bytes):
     reference(case).save_pretrained(tmp_path / "wide")
     made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
     monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
@@ -107,7 +105,7 @@ def test_weights_that_become_fp8_as_they_load_are_those_of_a_checkpoint_in_fp8(
 F32 = jnp.float32
 
 
-def test_weights_that_lie_as_inputs_by_outputs_become_fp8_too(tmp_path, monkeypatch):
+def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
     """GPT-2's, in slabs that have no output whole."""
     monkeypatch.setattr(loader, "SLAB_BYTES", 100)
     model = reference("gpt2")
@@ -123,7 +121,7 @@ def test_weights_that_lie_as_inputs_by_outputs_become_fp8_too(tmp_path, monkeypa
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", ["channel", "static", "block", "loaded"])
-def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kind, count):
+def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, kind, count):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 1}
     model, quantization = random_model(**sizes), "fp8" if kind == "loaded" else None
@@ -158,14 +156,14 @@ def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kin
 @pytest.mark.parametrize(
     ("count", "field"), [(2, "intermediate_size=384"), (8, "num_attention_heads=8")]
 )
-def test_blocks_that_devices_would_share_are_refused(tmp_path, count, field):
+def test_split_scale_blocks_are_refused(tmp_path, count, field):
     sizes = WIDE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     made.compressed(random_model(**sizes), tmp_path, "block", "group")
     with pytest.raises(ValueError, match=f"size={count} .*{field}, whose .*; use 1$"):
         read_model_config(read_config(tmp_path)).shard(count)
 
 
-def test_a_model_of_odd_blocks_is_whole_on_one_device(tmp_path):
+def test_partial_scale_blocks_load_on_one_device(tmp_path):
     made.compressed(random_model(**WIDE), tmp_path, "block", "group")
     config = replace(read_model_config(read_config(tmp_path)), num_heads=9, num_kv_heads=3)
     assert config.shard(1) is config
@@ -207,7 +205,7 @@ def published(folder: Path, name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_published_layout_has_the_values_that_it_was_made_with(tmp_path, name):
+def test_published_layout_dequantizes_to_its_original_values(tmp_path, name):
     """Weights times scales, to the last bit; and logits within what rows in FP8 cost."""
     model = published(tmp_path, name)
     ours = load(tmp_path)
@@ -220,7 +218,7 @@ def test_a_published_layout_has_the_values_that_it_was_made_with(tmp_path, name)
     assert difference(logits_of(ours), made.logits_of(model)) < BOUND
 
 
-def test_fused_parts_scale_their_rows_by_the_largest_static_scale(tmp_path):
+def test_fused_projections_use_the_largest_static_scale(tmp_path):
     published(tmp_path, "ModelOpt")
     scales = {"q": 1.0, "k": 4.0, "v": 2.0}
     own = {
@@ -261,7 +259,7 @@ def wide_of(linear: Any) -> np.ndarray:
     return weight * scale[np.concatenate(rows)][:, np.arange(size_in) // 128]
 
 
-def test_projections_that_a_config_leaves_alone_are_not_in_fp8(tmp_path):
+def test_ignored_projections_are_not_in_fp8(tmp_path):
     published(tmp_path, "ModelOpt")
     first, second = load(tmp_path).layers
     assert first.mlp.down.projection.format is FP8StaticTensorFormat
@@ -269,7 +267,7 @@ def test_projections_that_a_config_leaves_alone_are_not_in_fp8(tmp_path):
     assert second.attention.qkv.projection.format is FP8StaticTensorFormat
 
 
-def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
+def test_hf_quant_config_file_of_modelopt_is_read(tmp_path):
     published(tmp_path, "ModelOpt")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -312,7 +310,7 @@ def over_fp8(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KV_SCALES)
-def test_scales_of_keys_and_values_are_needed_by_a_cache_in_fp8_alone(tmp_path, name):
+def test_kv_scales_are_loaded_only_for_an_fp8_cache(tmp_path, name):
     """A layer without them has ones."""
     with_kv_scales(tmp_path, {name.format("k"): 0.5, name.format("v"): 0.25})
     assert "layers.0.attention.k_scale" not in model_parameters(load(tmp_path))
@@ -325,7 +323,7 @@ def test_scales_of_keys_and_values_are_needed_by_a_cache_in_fp8_alone(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["self_attn.kv_scale", "self_attn.attn.kv_scale"])
-def test_a_scale_that_keys_and_values_share_is_of_both(tmp_path, name):
+def test_shared_kv_scale_applies_to_keys_and_values(tmp_path, name):
     with_kv_scales(tmp_path, {name: 0.5})
     assert "layers.0.attention.k_scale" not in model_parameters(load(tmp_path))
     found = over_fp8(tmp_path)
@@ -333,7 +331,7 @@ def test_a_scale_that_keys_and_values_share_is_of_both(tmp_path, name):
     assert own == [[0.5], [0.5]]
 
 
-def test_scales_of_keys_and_values_are_unknown_where_the_config_says_nothing(tmp_path):
+def test_kv_scales_without_a_config_entry_are_refused(tmp_path):
     published(tmp_path, "ModelOpt")
     scales = {f"model.layers.0.self_attn.{kind}_scale": torch.tensor(0.5) for kind in "kv"}
     changed(tmp_path, lambda tensors: tensors.update(scales))
@@ -372,7 +370,7 @@ def test_scales_of_keys_and_values_are_unknown_where_the_config_says_nothing(tmp
         ),
     ],
 )
-def test_scales_that_a_cache_in_fp8_cannot_have_are_refused(tmp_path, scales, complaint):
+def test_invalid_kv_scales_are_refused(tmp_path, scales, complaint):
     """And not looked at where the cache is wider."""
     with_kv_scales(tmp_path, scales)
     load(tmp_path)
@@ -380,7 +378,7 @@ def test_scales_that_a_cache_in_fp8_cannot_have_are_refused(tmp_path, scales, co
         over_fp8(tmp_path)
 
 
-def test_a_file_of_modelopts_that_says_nothing_is_refused(tmp_path):
+def test_empty_hf_quant_config_is_refused(tmp_path):
     published(tmp_path, "ModelOpt")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -423,7 +421,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda t: t.update({f"{Q}.weight_zero": torch.ones(1)}), r"unknown tensors .*weight_zero"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, complaint):
+def test_mismatched_fp8_tensors_are_refused_by_name(tmp_path, change, complaint):
     published(tmp_path, "ModelOpt")
     changed(tmp_path, change)
     with pytest.raises(CheckpointError, match=complaint):
@@ -439,7 +437,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, complaint):
         ("Qwen3-FP8", "weight_scale_inv", (1, 0)),
     ],
 )
-def test_scales_that_are_none_are_refused(tmp_path, layout, tensor, place, value):
+def test_zero_negative_or_infinite_scales_are_refused(tmp_path, layout, tensor, place, value):
     """They would give wrong logits that are finite, or no finite ones."""
     published(tmp_path, layout)
     changed(tmp_path, lambda tensors: tensors[f"{Q}.{tensor}"].__setitem__(place, value))
@@ -448,14 +446,14 @@ def test_scales_that_are_none_are_refused(tmp_path, layout, tensor, place, value
         load(tmp_path)
 
 
-def test_all_wrong_scales_of_a_tensor_are_counted(tmp_path):
+def test_error_counts_all_wrong_scales_of_a_tensor(tmp_path):
     published(tmp_path, "Qwen3-FP8")
     changed(tmp_path, lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(0.0))
     with pytest.raises(CheckpointError, match=r"holds the scale 0, and \d+ more of its numbers"):
         load(tmp_path)
 
 
-def test_a_file_that_was_cut_after_its_header_was_read(tmp_path):
+def test_file_truncated_after_reading_its_header_is_refused(tmp_path):
     published(tmp_path, "Qwen3-FP8")
     plan = plan_model(tmp_path, read_model_config(read_config(tmp_path)), dtype=F32)
     file = tmp_path / "model.safetensors"
@@ -465,7 +463,7 @@ def test_a_file_that_was_cut_after_its_header_was_read(tmp_path):
         plan.load()
 
 
-def test_random_weights_are_in_fp8_too(tmp_path):
+def test_dummy_weights_can_be_in_fp8(tmp_path):
     published(tmp_path, "AutoFP8")
     logits = logits_of(load(tmp_path, load_format="dummy"))
     assert np.isfinite(logits).all()

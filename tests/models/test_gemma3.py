@@ -38,7 +38,7 @@ def logits_of(model) -> np.ndarray:
     return Harness(model).step([(PagedSequence(TOKENS), len(TOKENS))])[0]
 
 
-def test_attention_scores_are_capped(monkeypatch):
+def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
     """As the paper's own code does; transformers reads the field and leaves it."""
     theirs = random_text_model(attn_logit_softcapping=0.5)
     ours = build(
@@ -56,7 +56,7 @@ def test_attention_scores_are_capped(monkeypatch):
         assert np.abs(theirs(torch.tensor([TOKENS])).logits[0].numpy() - expected).max() > 0.1
 
 
-def test_embeddings_and_norms_in_bfloat16():
+def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
     """The embedding's factor is rounded to bfloat16; a norm's 1 + weight is not."""
     theirs = random_text_model(hidden_size=48).to(torch.bfloat16)
     tensors = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
@@ -92,7 +92,7 @@ def with_images(folder: Path):
     return model
 
 
-def test_the_text_of_a_checkpoint_that_takes_images(tmp_path: Path):
+def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
     """Under the names that transformers writes, those of its modules, and the hub's."""
     theirs = with_images(tmp_path)
     config, file = read_model_config(read_config(tmp_path)), tmp_path / "model.safetensors"

@@ -92,7 +92,7 @@ def operations(jaxpr):
 
 
 @pytest.mark.parametrize("case", [*CONFIGS])
-def test_kernels_of_a_layer(case):
+def test_layer_launches_the_expected_kernels(case):
     """Eight: three of ours, four GEMMs, the activation, ours as well if it is wide."""
     ours = KERNELS | ({"gated_silu": 1} if case.endswith(str(WIDE)) else {})
     free = FREE if "gated_silu" in ours else FREE | ACTIVATION
@@ -110,7 +110,7 @@ def test_kernels_of_a_layer(case):
 
 
 @pytest.mark.parametrize("case", [*CONFIGS_IN_FP8])
-def test_kernels_of_a_layer_in_fp8(case):
+def test_fp8_layer_launches_the_expected_kernels(case):
     """Nine: the norms bring rows to FP8 themselves; what heads attended to and the activation have
     a kernel each that does; four products, the activation in one of them. Nothing of XLA's."""
     layer = layers_of_a_step(case, 8, WHOLE_H200)[1]
@@ -122,7 +122,7 @@ def test_kernels_of_a_layer_in_fp8(case):
     assert set(counts) - {f"kernel {name}" for name in wanted} - products <= FREE
 
 
-def test_kernels_of_a_gemma3_layer():
+def test_gemma3_layer_launches_the_expected_kernels():
     """The norms after attention and feed-forward are XLA's, with the GEMMs' partials."""
     for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
         counts = Counter(operations(layer))
@@ -131,7 +131,7 @@ def test_kernels_of_a_gemma3_layer():
         assert counts["dot_general"] == 4
 
 
-def test_the_plan_of_attention_is_made_once_a_step():
+def test_attention_plan_is_computed_once_per_step():
     """Layers ask for it each; the compiler finds that they ask for the same."""
     shape = (9, 8, 1, 32)
 
@@ -170,13 +170,13 @@ def lowered_opt_layer(rows: int) -> str:
         return jax.jit(parts).trace(state, x, own).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_products_with_a_bias_are_the_kernels_that_others_are():
+def test_products_with_bias_use_the_same_kernels():
     text = lowered_opt_layer(8)
     assert "stablehlo.dot_general" not in text
     assert text.count("@mosaic_gpu") == 4
 
 
-def test_a_bias_is_added_as_a_row_which_a_product_takes_in():
+def test_bias_is_fused_into_the_product():
     """With separate heads XLA wrote it out for all rows first: 2 % of a step of 2,048 tokens."""
     added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
     assert added.count("2048x3072") == 1

@@ -26,7 +26,7 @@ OWNERS = {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm
 """The formats of projections; tables; norms, whose weights are their own."""
 
 
-def test_nothing_else_reads_a_weight():
+def test_only_the_weight_format_reads_a_weight():
     root = Path(jpaged.__file__).parent
     found = set()
     for file in root.rglob("*.py"):
@@ -74,7 +74,7 @@ class Turned(WeightFormat):
         *(pytest.param(case, marks=pytest.mark.full) for case in ("opt-350m", "llama", "gemma3")),
     ],
 )
-def test_a_format_is_all_that_knows_how_a_weight_is_stored(case):
+def test_new_weight_format_needs_no_other_code(case):
     """Loaded into another format, a model gives the logits of transformers all the same."""
     config = replace(config_of(case), quantization=QuantizationConfig(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
@@ -93,7 +93,7 @@ def test_a_format_is_all_that_knows_how_a_weight_is_stored(case):
     assert fused_layer_weights(other.layers[0], other.layers[1]) is None
 
 
-def test_parts_that_lie_apart_or_fused_fill_the_same_places():
+def test_separate_and_fused_tensors_load_the_same_weight():
     projection = Projection((6,), (("q", 4), ("k", 2), ("v", 2)), (8,), has_bias=True)
     assert projection.output_shape == (8, 8)
     assert projection.source_ranges(["q", "k", "v"]) == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]

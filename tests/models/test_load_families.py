@@ -80,7 +80,7 @@ def load(folder, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("scaled", "load_format", "num_devices"), covering([True, False], ["auto", "dummy"], [2, 1])
 )
-def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
+def test_kv_scales_come_from_the_checkpoint_or_are_one(
     tmp_path, monkeypatch, scaled, load_format, num_devices
 ):
     """Whole on every device; a checkpoint may have some of them."""
@@ -111,7 +111,7 @@ def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_every_value_arrives_once_and_sharding_changes_nothing(tmp_path, name):
+def test_sharded_checkpoint_loads_every_value_once(tmp_path, name):
     values = make_checkpoint(tmp_path / "one", HF_CONFIGS[name])
     make_checkpoint(tmp_path / "many", HF_CONFIGS[name], max_shard_size="4KB")
     assert (tmp_path / "one/model.safetensors").exists()
@@ -125,7 +125,7 @@ def test_every_value_arrives_once_and_sharding_changes_nothing(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_each_matrix_lying_the_wrong_way_round_is_refused(tmp_path, name):
+def test_transposed_matrix_is_refused(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     config = read_model_config(read_config(tmp_path))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32))
@@ -147,14 +147,14 @@ def edit(folder, change):
     save_file(tensors, file)
 
 
-def test_a_tied_checkpoint_may_hold_the_head_all_the_same(tmp_path):
+def test_tied_checkpoint_can_contain_the_head(tmp_path):
     values = make_checkpoint(tmp_path, HF_CONFIGS["llama-tied"])
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding}))
     assert sum(value.size for value in load(tmp_path).values()) == values.size
 
 
-def test_an_untied_checkpoint_must_hold_the_head(tmp_path):
+def test_untied_checkpoint_must_contain_the_head(tmp_path):
     make_checkpoint(tmp_path, LLAMA)
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"missing parameters \(1\): .*lm_head"):
@@ -173,7 +173,7 @@ def test_a_config_of_another_shape_is_refused(tmp_path):
 
 @pytest.mark.parametrize("num_layers", [1, 1000])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
-def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_before_they_are_made(
+def test_wrong_number_of_layers_is_refused_before_allocation(
     tmp_path, name, num_layers, monkeypatch
 ):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
@@ -184,7 +184,7 @@ def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_before_they_ar
         plan_model(tmp_path, config, dtype=jnp.float32)
 
 
-def test_a_bfloat16_checkpoint_is_kept(tmp_path):
+def test_bfloat16_checkpoint_stays_bfloat16(tmp_path):
     make_checkpoint(tmp_path, LLAMA)
     dtype = jnp.bfloat16
 

@@ -121,7 +121,7 @@ def load(folder, dtype=jnp.float32, **options):
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])
 @pytest.mark.parametrize("num_files", [1, 5])
-def test_every_value_lands_in_its_place(tmp_path, monkeypatch, num_files, slab_bytes):
+def test_every_value_is_loaded_to_its_parameter(tmp_path, monkeypatch, num_files, slab_bytes):
     monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
     tensors = make_tensors()
     save(tmp_path, tensors, num_files)
@@ -134,7 +134,7 @@ def test_every_value_lands_in_its_place(tmp_path, monkeypatch, num_files, slab_b
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_kept_or_cast_to_the_dtype(tmp_path, source, target):
+def test_weights_are_kept_or_cast_to_the_dtype(tmp_path, source, target):
     tensors = make_tensors(DTYPES[source])
     save(tmp_path, tensors)
     got = load(tmp_path, DTYPES[target])
@@ -143,7 +143,7 @@ def test_kept_or_cast_to_the_dtype(tmp_path, source, target):
         np.testing.assert_array_equal(got[path], value.astype(DTYPES[target]), err_msg=path)
 
 
-def test_the_file_may_change_after_loading(tmp_path):
+def test_loaded_weights_do_not_depend_on_the_file(tmp_path):
     tensors = make_tensors()
     save(tmp_path, tensors)
     got = load(tmp_path)
@@ -152,7 +152,7 @@ def test_the_file_may_change_after_loading(tmp_path):
     np.testing.assert_array_equal(got["embedding"], tensors["embed"])
 
 
-def test_known_tensors_without_a_place_are_ignored_whatever_their_dtype(tmp_path):
+def test_ignored_tensors_can_have_any_dtype(tmp_path):
     tensors = make_tensors()
     save(tmp_path, tensors | {"layers.0.mask": np.ones((3, 3), np.bool_)})
     np.testing.assert_array_equal(load(tmp_path)["embedding"], tensors["embed"])
@@ -190,13 +190,13 @@ def changed(name, tensor):
         (changed("embed", np.ones((V, D))), "embed is F64"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(tmp_path, tensors, complaint):
+def test_mismatched_tensors_are_refused_by_name(tmp_path, tensors, complaint):
     save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path)
 
 
-def test_all_problems_are_told_at_once_the_long_lists_cut(tmp_path):
+def test_error_lists_all_problems_and_shortens_long_lists(tmp_path):
     tensors = without("embed", "layers.0.up") | {f"extra{i:02}": np.ones(1) for i in range(13)}
     save(tmp_path, tensors)
     with pytest.raises(CheckpointError) as caught:
@@ -225,7 +225,7 @@ def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypat
         ("embed", r"missing parameters \(1\): embedding \(comes from a tensor that no rule"),
     ],
 )
-def test_rules_that_leave_a_place_empty_are_refused(tmp_path, monkeypatch, source, complaint):
+def test_rules_that_miss_a_parameter_are_refused(tmp_path, monkeypatch, source, complaint):
     rules = model_rules()
     fewer = replace(rules, rules=[rule for rule in rules.rules if rule.source != source])
     monkeypatch.setattr(loader, "weight_rules", lambda config: fewer)
@@ -234,7 +234,7 @@ def test_rules_that_leave_a_place_empty_are_refused(tmp_path, monkeypatch, sourc
         load(tmp_path)
 
 
-def test_a_tensor_that_a_place_has_no_room_for_is_refused(tmp_path, monkeypatch):
+def test_tensor_larger_than_its_parameter_is_refused(tmp_path, monkeypatch):
     rules = model_rules()
     more = [WeightRule("embed", "head"), *rules.rules]
     monkeypatch.setattr(loader, "weight_rules", lambda config: replace(rules, rules=more))
@@ -243,7 +243,7 @@ def test_a_tensor_that_a_place_has_no_room_for_is_refused(tmp_path, monkeypatch)
         load(tmp_path)
 
 
-def test_two_tensors_for_one_place_are_refused(tmp_path):
+def test_two_tensors_for_one_parameter_are_refused(tmp_path):
     save(tmp_path, changed("model_embed", np.ones((V, D), np.float32)))
     message = r"filled twice \(1\): embedding by embed and model_embed"
     with pytest.raises(CheckpointError, match=message):

@@ -94,7 +94,7 @@ def family_of(case: str) -> str:
     return family if family in NAMES else "llama"
 
 
-def test_norms_and_feed_forward(traced):
+def test_norms_and_feed_forward_equal_transformers(traced):
     family, num_compared = family_of(traced.case), 0
     for path, name in NAMES[family].items():
         call = traced.calls.get(f"{layer_prefix(traced.case, 1)}.{name}")
@@ -112,7 +112,7 @@ def test_norms_and_feed_forward(traced):
         assert_same(traced.model.final_norm(jnp.asarray(value)), output)
 
 
-def test_embedding_and_head(traced):
+def test_embedding_and_head_equal_transformers(traced):
     positions = jnp.arange(NUM_TOKENS, dtype=jnp.int32)
     hidden = traced.model.embed_tokens(jnp.asarray(TOKENS), positions)
     assert_same(hidden, traced.calls[layer_prefix(traced.case, 0)][0])
@@ -124,7 +124,7 @@ def test_embedding_and_head(traced):
         assert_same(traced.model.logits(jnp.asarray(value)), logits)
 
 
-def test_decoder_layer(traced):
+def test_decoder_layer_equals_transformers(traced):
     model, layer = traced.model, 1
     value, output = traced.calls[layer_prefix(traced.case, layer)]
     blocks = np.arange(TABLE_WIDTH, 0, -1)
@@ -150,7 +150,7 @@ def test_decoder_layer(traced):
 
 
 @pytest.mark.parametrize("case", ["llama", "llama3-biases", "llama-linear-mha"])
-def test_rope_frequencies_and_rotation(case):
+def test_rope_frequencies_and_rotation_equal_transformers(case):
     from transformers.models.llama import modeling_llama as theirs
 
     theirs_config: Any = hf_config(case)
@@ -176,7 +176,7 @@ def test_rope_frequencies_and_rotation(case):
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-def test_rotations_far_into_a_long_context(theta):
+def test_rotation_at_large_positions_is_exact(theta):
     """An ulp in a frequency is an error of 1e-2 after a hundred thousand tokens."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -191,7 +191,7 @@ def test_rotations_far_into_a_long_context(theta):
         np.testing.assert_allclose(got, want[0, :, :64].numpy(), atol=2e-4)
 
 
-def test_llama3_scaling_of_real_size():
+def test_llama3_rope_scaling_equals_transformers():
     """Llama 3.1's own numbers, where all three ranges of wavelengths occur."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -207,7 +207,7 @@ def test_llama3_scaling_of_real_size():
 @pytest.mark.parametrize(
     "name", ["relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish"]
 )
-def test_activations(name):
+def test_activations_equal_transformers(name):
     from transformers.activations import ACT2FN
 
     x = np.linspace(-6, 6, 101, dtype=np.float32)

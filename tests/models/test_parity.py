@@ -39,7 +39,7 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_agrees_with_transformers(case):
+def test_logits_equal_transformers(case):
     """One test a case: its two programs then compile once, whichever worker runs it."""
     check_prefill_then_decode(case)
     check_random_chunks_mixed_steps_and_recompute(case)
@@ -120,7 +120,7 @@ def check_greedy_generation_is_token_exact(case):
         ("qwen3-biases", jnp.bfloat16),
     ],
 )
-def test_half_precision_is_near_float32(case, dtype):
+def test_half_precision_logits_are_close_to_float32(case, dtype):
     tokens = random_tokens(NUM_TOKENS, seed=4)
     harness = Harness(ours(case, dtype), pool_dtype=dtype)
     (got,) = harness.step([(PagedSequence(tokens), NUM_TOKENS)])

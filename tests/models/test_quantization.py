@@ -105,7 +105,9 @@ def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
         (MODELOPT | {"kv_cache_quant_algo": None}, FP8StaticTensorFormat, False),
     ],
 )  # fmt: skip
-def test_published_layouts(config: dict[str, Any], kept: type[WeightFormat], has_kv_scales: bool):
+def test_published_quantization_layouts_are_read(
+    config: dict[str, Any], kept: type[WeightFormat], has_kv_scales: bool
+):
     model = read(config)
     assert model.quantization is not None
     assert model.quantization.has_kv_scales == has_kv_scales
@@ -113,12 +115,12 @@ def test_published_layouts(config: dict[str, Any], kept: type[WeightFormat], has
     assert set(formats(model).values()) == {kept}
 
 
-def test_without_a_configuration_weights_are_as_they_are_unless_fp8_is_asked_for():
+def test_unquantized_weights_stay_unless_fp8_is_requested():
     assert formats(read(None)) == {}
     assert set(formats(read(None, "fp8")).values()) == {FP8Format}
 
 
-def test_a_checkpoint_whose_cache_alone_has_scales():
+def test_checkpoint_with_kv_scales_only_is_read():
     """compressed-tensors without groups; its weights may be brought to FP8 as others are."""
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
@@ -133,7 +135,7 @@ def test_a_checkpoint_whose_cache_alone_has_scales():
         read(config | {"format": "int-quantized"})
 
 
-def test_what_is_asked_for_must_be_what_there_is():
+def test_requested_quantization_must_match_the_checkpoint():
     assert read(COMPRESSED, "compressed-tensors") == read(COMPRESSED)
     with pytest.raises(ValueError, match=r"quantization='fp8', but .* is 'compressed-tensors'\)"):
         read(COMPRESSED, "fp8")
@@ -168,18 +170,18 @@ OF_QKV = ["q_proj", "k_proj", "v_proj"]
         (MODELOPT | {"exclude_modules": ["model.layers.0.mlp.down"]}, set()),
     ],
 )  # fmt: skip
-def test_modules_that_are_left_as_they_are(config: dict[str, Any], left: set[str]):
+def test_ignored_modules_stay_unquantized(config: dict[str, Any], left: set[str]):
     paths = {f"layers.{i}.{path}" for i in range(3) for path in read(None).projections}
     assert paths - formats(read(config)).keys() == left
 
 
-def test_projections_that_are_fused_are_treated_alike():
+def test_fused_projections_must_be_quantized_alike():
     ignored = ["model.layers.1.self_attn.q_proj"]
     with pytest.raises(ValueError, match=r"leaves layers.1.self_attn.q_proj unq.* not all of"):
         read(COMPRESSED | {"ignore": ignored})
 
 
-def test_the_text_of_a_model_that_takes_images():
+def test_quantization_of_a_multimodal_text_model_is_read():
     """Its modules have other names, and the outer configuration says what they are in."""
     text = {key: value for key, value in LLAMA.items() if key != "model_type"}
     text |= {"head_dim": 64, "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
@@ -241,7 +243,7 @@ def test_the_text_of_a_model_that_takes_images():
         (MODELOPT | {"has_zero_point": True}, "has_zero_point=True"),
     ],
 )  # fmt: skip
-def test_a_field_that_is_not_understood_is_named(config: dict[str, Any], field: str):
+def test_unknown_quantization_field_is_refused_by_name(config: dict[str, Any], field: str):
     with pytest.raises(ValueError, match=re.escape(field)) as error:
         read(config)
     assert str(error.value).startswith("model config: quantization_config.")

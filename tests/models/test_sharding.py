@@ -56,7 +56,7 @@ def config_of(case: str) -> ModelConfig:
     return read_model_config(CASES[case])
 
 
-def test_an_array_is_cut_along_the_axis_that_differs():
+def test_array_is_sharded_along_the_axis_that_differs():
     assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
         ShardSlice((0, 2), (0, 0), (6, 2))
     ]
@@ -67,7 +67,7 @@ def test_an_array_is_cut_along_the_axis_that_differs():
     assert sharded_axis((6,), (6,)) is None
 
 
-def test_each_device_has_its_queries_keys_and_values_side_by_side():
+def test_each_device_has_its_fused_qkv_rows():
     parts = [(4, 2), (2, 1), (2, 1)]
     assert shard_slices((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
         ShardSlice((0, 2, 0), (0, 0, 0), (3, 2, 5)),
@@ -76,7 +76,7 @@ def test_each_device_has_its_queries_keys_and_values_side_by_side():
     ]
 
 
-def test_devices_beyond_the_kv_heads_have_one_together():
+def test_devices_beyond_the_kv_heads_replicate_a_head():
     """Eight query heads over two KV heads, a query head a device: the first four have the first."""
     parts = [(8, 1), (2, 1), (2, 1)]
     held = [
@@ -86,7 +86,7 @@ def test_devices_beyond_the_kv_heads_have_one_together():
     assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
 
 
-def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
+def test_devices_with_one_kv_head_hold_all_its_scale_blocks():
     """Heads of 256 numbers are two blocks with a scale each: four query heads, two KV heads."""
     parts = [(8, 2), (4, 2), (4, 2)]
     held = [
@@ -104,12 +104,12 @@ def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
         ("heads", 7, "num_attention_heads=8; use 1 or 2 or 4 or 8"),
     ],
 )
-def test_heads_that_cannot_be_shared_are_named(case: str, count: int, field: str):
+def test_indivisible_heads_are_refused_by_name(case: str, count: int, field: str):
     with pytest.raises(ValueError, match=f"tensor_parallel_size={count} .*{field}"):
         config_of(case).shard(count)
 
 
-def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
+def test_indivisible_kv_heads_and_widths_are_refused_by_name():
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6}
     with pytest.raises(ValueError, match="num_key_value_heads=6; use 1 or 2 or 3 or 6"):
         read_model_config(LLAMA | heads).shard(4)
@@ -119,7 +119,7 @@ def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("case", [*CASES])
-def test_no_device_has_more_than_its_share(case: str, count: int):
+def test_each_device_holds_only_its_shard(case: str, count: int):
     """Of what is large: the tables too, where the vocabulary can be shared."""
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     whole = model_parameters(make_abstract_model(config, jnp.float32))
@@ -165,7 +165,7 @@ def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]
 
 
 @pytest.mark.parametrize(("case", "count"), SHARED)
-def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, count: int):
+def test_random_weights_do_not_depend_on_the_number_of_devices(case: str, count: int):
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     options: dict[str, Any] = {"dtype": jnp.float32, "load_format": "dummy", "seed": 5}
     alone = model_parameters(plan_model("", config, **options).load())
@@ -177,7 +177,7 @@ def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, c
 
 
 @pytest.mark.parametrize(("case", "count"), SHARED)
-def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
+def test_checkpoint_gives_the_same_model_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, count: int
 ):
     """From tensors that lie apart and transposed, and GPT-2's, which have q, k and v in one; slab
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
         np.testing.assert_array_equal(got, array, err_msg=path)
 
 
-def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
+def test_sharded_embedding_clamps_ids_out_of_range():
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
     rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
@@ -219,7 +219,7 @@ def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
     assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
 
 
-def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
+def test_sharded_config_cannot_be_sharded_again():
     config, mesh = config_of("heads"), make_mesh(jax.devices(), 2)
     with pytest.raises(ValueError, match="tensor_parallel_size is 2: shard the whole"):
         config.shard(2).shard(2)
@@ -230,7 +230,7 @@ def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
         DeviceShapes.of(config, limits, jnp.float32, mesh)
 
 
-def test_devices_meet_in_every_turn_of_a_loop():
+def test_all_reduce_runs_in_every_iteration_of_a_loop():
     """Where tables are not shared too: of zeros that do not depend on the turn XLA makes one sum,
     before the loop."""
     mesh = make_mesh(jax.devices(), 2)
@@ -254,7 +254,7 @@ def test_devices_meet_in_every_turn_of_a_loop():
 
 
 @pytest.mark.gpu2
-def test_rows_over_two_devices_are_brought_to_fp8_as_whole_ones():
+def test_sharded_rows_are_quantized_like_whole_rows():
     """Bit for bit, though each row's largest number is on one of them."""
     mesh = make_mesh(jax.devices(), 2)
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 256)), jnp.float32)

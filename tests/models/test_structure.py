@@ -56,7 +56,7 @@ DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
         sorted(DTYPE_CASES), DTYPES, strength=1, keep=lambda case, dtype: dtype == jnp.bfloat16
     ),
 )
-def test_dtypes_of_a_step(case, dtype):
+def test_step_has_the_expected_dtypes(case, dtype):
     """Logits are float32 and the pool keeps its dtype, whatever the model's."""
     for decode, pool_dtype in ((False, dtype), (True, jnp.bfloat16)):
         step, rows = abstract_step(case, dtype, pool_dtype, decode=decode)

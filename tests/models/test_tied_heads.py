@@ -75,7 +75,7 @@ def check_logits(folder: Path, planned: ModelPlan) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_another_head_than_the_embedding_is_kept(tmp_path: Path, case: str):
+def test_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     with pytest.warns(UserWarning, match=NOT_TIED):
         planned = plan(tmp_path)
@@ -87,7 +87,7 @@ def test_another_head_than_the_embedding_is_kept(tmp_path: Path, case: str):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_the_embedding_once_more_is_no_other_head(tmp_path: Path, case: str):
+def test_head_equal_to_the_embedding_is_tied(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     embedding = name_of_embedding(tensors)
     rewrite(tmp_path, tensors | {"lm_head.weight": tensors[embedding]})
@@ -98,7 +98,7 @@ def test_the_embedding_once_more_is_no_other_head(tmp_path: Path, case: str):
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gpt2"])
-def test_a_head_in_the_embeddings_place_is_both(tmp_path: Path, case: str):
+def test_head_tensor_alone_serves_as_embedding_and_head(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     del tensors[name_of_embedding(tensors)]
     rewrite(tmp_path, tensors)
@@ -107,7 +107,7 @@ def test_a_head_in_the_embeddings_place_is_both(tmp_path: Path, case: str):
     check_logits(tmp_path, planned)
 
 
-def test_a_head_is_compared_as_it_is_loaded(tmp_path: Path):
+def test_head_is_compared_after_casting(tmp_path: Path):
     """What a cast makes the same is tied, as in transformers, which compares after it."""
     tensors = save(tmp_path, "llama")
     embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
@@ -120,7 +120,9 @@ def test_a_head_is_compared_as_it_is_loaded(tmp_path: Path):
         assert not plan(tmp_path).config.tie_word_embeddings
 
 
-def test_a_head_differs_also_in_its_last_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_head_that_differs_in_its_last_value_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """It is compared in several slabs."""
     monkeypatch.setattr("jpaged.models.loader.COMPARE_CHUNK_BYTES", 1000)
     tensors = save(tmp_path, "llama")
@@ -142,7 +144,7 @@ def test_a_head_of_another_shape_is_refused(tmp_path: Path):
             plan(tmp_path)
 
 
-def test_without_weights_there_is_no_head_to_keep(tmp_path: Path):
+def test_dummy_weights_have_no_separate_head(tmp_path: Path):
     save(tmp_path, "llama")
     planned = plan(tmp_path, load_format="dummy")
     assert planned.config.tie_word_embeddings

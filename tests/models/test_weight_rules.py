@@ -37,7 +37,7 @@ def test_the_base_models_prefix_is_optional(case):
         ("gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight"),
     ],
 )
-def test_known_and_not_needed(case, name):
+def test_known_tensors_that_are_not_needed_are_ignored(case, name):
     assert targets(config_of(case), name) == [None]
 
 
@@ -61,5 +61,5 @@ def test_an_untied_head_is_a_parameter(case):
         ("qwen3", "model.layers.0.input_layernorm.weight_scale"),
     ],
 )
-def test_unknown(case, name):
+def test_unknown_tensors_are_found(case, name):
     assert targets(config_of(case), name) == []

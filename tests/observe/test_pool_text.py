@@ -39,7 +39,7 @@ def test_each_kind_of_block_has_its_mark():
     assert lines == [f"pool      {LEGEND}", "        1 #+3*Po."]
 
 
-def test_free_lines_are_counted():
+def test_free_lines_of_the_pool_are_summed_up():
     lines = draw_blocks(pool_of(FULL, *[FREE] * 200, CACHED, *[FREE] * 100), 4)
     assert lines[1:] == [
         "        1 #" + "." * 63,
@@ -49,15 +49,15 @@ def test_free_lines_are_counted():
     ]
 
 
-def test_an_idle_pool_is_one_line():
+def test_idle_pool_is_drawn_as_one_line():
     assert draw_blocks(pool_of(*[FREE] * 70_000), 4)[1:] == ["      ... 70,000 free"]
 
 
-def test_sixteen_lines_are_drawn_whole():
+def test_pool_of_sixteen_lines_is_drawn_completely():
     assert draw_blocks(pool_of(*[FULL] * 1024), 4)[-1] == "      961 " + "#" * 64
 
 
-def test_of_a_large_pool_the_rest_is_summed_up():
+def test_rest_of_a_large_pool_is_summed_up():
     lines = draw_blocks(pool_of(*[FREE] * 640, *[FULL] * 1000, *[CACHED] * 30, FREE), 4)
     assert len(lines) == 1 + 16
     assert lines[1:3] == ["      ... 640 free", "      641 " + "#" * 64]
@@ -65,7 +65,7 @@ def test_of_a_large_pool_the_rest_is_summed_up():
     assert max(map(len, lines)) < 100
 
 
-def test_the_report_is_told_in_lines():
+def test_memory_report_is_formatted_in_lines():
     assert describe_report(REPORT) == [
         "slots     1,007 with tokens, 3 reserved, 2 never filled, 40 cached, 2,948 free",
         "sharing   250 blocks instead of 400: 37.5% saved; 4 pinned",
@@ -98,7 +98,7 @@ def stats(num_used: int) -> EngineStats:
     return EngineStats(block_size=4, num_blocks=9, num_free_blocks=9 - num_used, peak_used_blocks=9)
 
 
-def test_the_last_busy_moment_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_busy_pool_sampler_keeps_the_last_busy_state(monkeypatch: pytest.MonkeyPatch):
     engine: Any = Engine()
     monkeypatch.setattr(pool_text.time, "perf_counter", lambda: engine.now)
     pool = BusyPoolSampler(engine)

@@ -104,7 +104,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256])
-def test_without_places_large_buffers_move(num_rows: int):
+def test_large_buffers_move_without_the_guard(num_rows: int):
     steps = Steps(Memory(TOTAL), num_rows, random.Random(0))
     seen = [steps.run() for _ in range(TURNS)]
     assert len({step.logits for step in seen}) > 1
@@ -113,7 +113,7 @@ def test_without_places_large_buffers_move(num_rows: int):
 
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256, 512])
 @pytest.mark.parametrize("seed", range(4))
-def test_with_places_nothing_that_attention_reads_moves(num_rows: int, seed: int):
+def test_guard_keeps_buffers_of_attention_in_place(num_rows: int, seed: int):
     rng = random.Random(seed)
     memory = with_holes(rng) if seed else Memory(TOTAL)
     memory.give_places()
@@ -122,7 +122,7 @@ def test_with_places_nothing_that_attention_reads_moves(num_rows: int, seed: int
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_there_are_places_of_every_size_however_memory_looks(seed: int):
+def test_guard_reserves_fragments_of_every_size(seed: int):
     memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
     places = memory.give_places()
     for size in FRAGMENT_SIZES:
@@ -130,7 +130,7 @@ def test_there_are_places_of_every_size_however_memory_looks(seed: int):
     assert all(memory.free[address] == size for address, size in places)  # joined with nothing
 
 
-def test_a_place_serves_what_is_above_its_half_and_is_whole_again():
+def test_fragment_serves_buffers_above_half_its_size():
     memory = Memory(TOTAL)
     places = dict(memory.give_places())
     before = dict(memory.free)
@@ -142,7 +142,7 @@ def test_a_place_serves_what_is_above_its_half_and_is_whole_again():
         assert memory.free == before
 
 
-def test_only_what_lies_between_two_that_stay_is_a_place():
+def test_fragment_lies_between_two_kept_arrays():
     row = [(at, 256) for at in range(0, 256 * 6, 256)]
     assert select_buffers_to_free(row) == {1, 3}
     assert select_buffers_to_free(row[::-1]) == {4, 2}
@@ -151,14 +151,14 @@ def test_only_what_lies_between_two_that_stay_is_a_place():
     assert select_buffers_to_free(row[:2]) == select_buffers_to_free([]) == set()
 
 
-def test_each_device_has_places_of_its_own():
+def test_guard_reserves_fragments_on_each_device():
     devices = jax.local_devices()[:2]
     assert {device for guard in reserve_fragments(devices) for device in guard.devices()} == {
         *devices
     }
 
 
-def test_the_guards_are_what_stays():
+def test_guard_arrays_stay_allocated():
     """On a CPU, whose allocator is another: most pieces, at addresses of their own."""
     guards = reserve_fragments(jax.local_devices()[:1])
     assert len(buffer_sizes()) >= len(guards) >= len(buffer_sizes()) // 2

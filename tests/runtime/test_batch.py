@@ -22,7 +22,7 @@ def sequence(token_ids: list[int], table: list[int]) -> Sequence:
     return Sequence(0, token_ids, len(token_ids), block_table=table)
 
 
-def test_a_decode_batch_comes_out_as_it_went_in():
+def test_packed_decode_batch_unpacks_unchanged():
     known = ScheduledSequence(sequence([5, 6, 7], [3]), 2, 1, True)
     pending = ScheduledSequence(sequence([5, 6, 7, 8], [2, 9]), 4, 1, True, ((1, 9),))
     packed = pack_decode(
@@ -43,7 +43,7 @@ def test_a_decode_batch_comes_out_as_it_went_in():
     assert np.array_equal(batch.sampling, SAMPLING[[3, 0] + [R - 1] * 6])
 
 
-def test_a_ragged_batch_comes_out_as_it_went_in():
+def test_packed_prefill_batch_unpacks_unchanged():
     chunk = ScheduledSequence(sequence([1, 2, 3, 4, 5], [7, 8]), 1, 3, False, ((0, 7),))
     decode = ScheduledSequence(sequence([9, 9], [4]), 2, 1, True)
     packed = pack_prefill(
@@ -64,7 +64,7 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
 
 
-def test_rows_of_one_token_go_first():
+def test_one_token_rows_come_first():
     starts_and_tokens = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]
     scheduled = tuple(
         ScheduledSequence(sequence([], []), start, n, True) for start, n in starts_and_tokens

@@ -93,7 +93,7 @@ def images(pool: Pool) -> SwapEntries:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
-def test_blocks_come_back_in_other_places(images: SwapEntries, pool: Pool, num_blocks: int):
+def test_swapped_blocks_return_to_other_block_ids(images: SwapEntries, pool: Pool, num_blocks: int):
     before = contents(pool.state)
     taken = np.random.default_rng(1).permutation(np.arange(1, P))
     source = taken[:num_blocks]
@@ -111,7 +111,7 @@ def test_blocks_come_back_in_other_places(images: SwapEntries, pool: Pool, num_b
     assert len(images) == 0
 
 
-def test_what_waits_for_devices_waits_for_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
+def test_wait_includes_swap_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
     """So a device that never ends what is launched is waited for no longer than a step is."""
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
@@ -124,7 +124,7 @@ def test_what_waits_for_devices_waits_for_chunks(pool: Pool, monkeypatch: pytest
     assert waited[1] == [never] * MAX_STAGED_CHUNKS
 
 
-def test_entries_that_nobody_wants_are_left_out(images: SwapEntries, pool: Pool):
+def test_unneeded_blocks_of_a_swap_entry_are_not_copied(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
     images.swap_out(pool.launch, SwapOut(1, tuple(range(1, 31))))
     places = ((29, 50), (2, 51), (17, 52))  # entries of two chunks, in no order
@@ -136,13 +136,13 @@ def test_entries_that_nobody_wants_are_left_out(images: SwapEntries, pool: Pool)
         )
 
 
-def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: SwapEntries, pool: Pool):
+def test_swap_entry_without_needed_blocks_is_only_dropped(images: SwapEntries, pool: Pool):
     images.swap_out(pool.launch, SwapOut(1, (1, 2)))
     assert not images.start_swap_ins([SwapIn(1, ())])
     assert len(images) == 0
 
 
-def test_several_images_return_in_one_plan(images: SwapEntries, pool: Pool):
+def test_several_swap_entries_return_in_one_plan(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
     for swap_entry_id in range(1, 2 * MAX_STAGED_CHUNKS):
         images.swap_out(pool.launch, SwapOut(swap_entry_id, (swap_entry_id,)))
@@ -154,7 +154,7 @@ def test_several_images_return_in_one_plan(images: SwapEntries, pool: Pool):
         np.testing.assert_array_equal(now[40 + ids], was[ids])
 
 
-def test_a_dropped_image_is_gone(images: SwapEntries, pool: Pool):
+def test_dropped_swap_entry_is_freed(images: SwapEntries, pool: Pool):
     images.swap_out(pool.launch, SwapOut(1, (3,)))
     images.drop(1)
     assert len(images) == 0
@@ -165,7 +165,7 @@ def test_a_dropped_image_is_gone(images: SwapEntries, pool: Pool):
         images.swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_many_images_in_any_order(images: SwapEntries, pool: Pool):
+def test_swap_entries_return_in_any_order(images: SwapEntries, pool: Pool):
     """Random traffic against arrays on the host; images come and go while others are out."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
@@ -193,12 +193,12 @@ def test_many_images_in_any_order(images: SwapEntries, pool: Pool):
     assert len(images) == len(out)
 
 
-def test_swapping_that_is_off_is_refused(pool: Pool):
+def test_swapping_without_host_blocks_is_refused(pool: Pool):
     with pytest.raises(ValueError, match="swap entry 1 cannot be made: num_host_blocks is 0"):
         SwapEntries(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
 
 
-def test_images_lie_in_pinned_host_memory(images: SwapEntries, pool: Pool):
+def test_swap_entries_are_in_pinned_host_memory(images: SwapEntries, pool: Pool):
     def pinned() -> int:
         return sum(it.sharding.memory_kind == "pinned_host" for it in jax.live_arrays())
 
@@ -208,7 +208,7 @@ def test_images_lie_in_pinned_host_memory(images: SwapEntries, pool: Pool):
     images.drop(1)
 
 
-def test_warm_up_leaves_the_pool_alone(images: SwapEntries, pool: Pool):
+def test_swap_warm_up_does_not_change_the_pool(images: SwapEntries, pool: Pool):
     before = contents(pool.state)
     images.warm_up(pool.launch)
     for was, now in zip(before, contents(pool.state), strict=True):
@@ -216,7 +216,7 @@ def test_warm_up_leaves_the_pool_alone(images: SwapEntries, pool: Pool):
     assert len(images) == 0
 
 
-def test_chunks_cover_blocks_with_little_padding():
+def test_swap_chunks_have_little_padding():
     sizes = (8, 16, 32, 64)
     for num_blocks in range(1, 400):
         chunks = list(split_into_chunks(num_blocks, sizes))
@@ -226,7 +226,7 @@ def test_chunks_cover_blocks_with_little_padding():
         assert len(chunks) <= num_blocks // 64 + 3
 
 
-def test_chunk_sizes_stay_within_their_bounds():
+def test_swap_chunk_sizes_are_bounded():
     def pool(num_blocks: int, block_elements: int):
         return jax.ShapeDtypeStruct((num_blocks, block_elements), jnp.int8)
 
@@ -258,7 +258,7 @@ def test_the_pool_is_updated_in_place(compiled, dtype, name: str):
     assert not [line for line in copies if pool in line]
 
 
-def test_blocks_of_float8_come_back_bit_for_bit():
+def test_float8_blocks_are_swapped_exactly():
     """Every number there is, NaN included."""
     array = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H)).view(np.uint16)
     layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
@@ -275,7 +275,7 @@ def test_blocks_of_float8_come_back_bit_for_bit():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, FP8])
-def test_programs_lower_for_a_gpu(dtype):
+def test_swap_programs_lower_for_a_gpu(dtype):
     state = make_state(dtype)
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)

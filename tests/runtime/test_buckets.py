@@ -19,7 +19,7 @@ def test_logits_have_fewer_sizes_than_batches():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
-def test_prefills_and_bursts_have_sizes_that_can_be_sampled(max_num_seqs: int):
+def test_every_step_size_has_a_sampler(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
     assert {*buckets.prefill_batch_sizes, *buckets.burst_batch_sizes} <= {*buckets.logits_row_sizes}
 
@@ -42,7 +42,7 @@ def test_bursts_have_few_sizes_and_not_too_many_rows(max_num_seqs, steps, sizes)
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_larger_bursts_are_for_whole_generations_and_not_padded():
+def test_large_bursts_need_the_throughput_goal_and_no_padding():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:
@@ -62,14 +62,14 @@ def test_token_buckets_pad_by_half_at_most():
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_half_way_shapes_are_for_many_sequences():
+def test_halfway_token_buckets_have_many_sequences():
     few = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 8]
     many = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 256]
     assert few == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     assert many == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
 
-def test_more_sequences_than_half_a_step_has_tokens():
+def test_buckets_with_many_sequences_and_few_tokens():
     few = [tokens for tokens, seqs in make_buckets(512, 8192).prefill_shapes if seqs == 8]
     assert few == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
@@ -89,11 +89,11 @@ def test_more_sequences_than_half_a_step_has_tokens():
         (8192, 256, (8192, 256)),
     ],
 )
-def test_the_smallest_shape_is_taken(num_tokens: int, num_seqs: int, shape: tuple[int, int]):
+def test_smallest_fitting_bucket_is_chosen(num_tokens: int, num_seqs: int, shape: tuple[int, int]):
     assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 
-def test_few_shapes_where_compiling_is_slow():
+def test_few_programs_option_gives_few_shapes():
     assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
@@ -102,7 +102,7 @@ def test_few_sequences_share_one_prefill_bucket():
     assert make_buckets(256, 512).prefill_batch_sizes == (8, 256)
 
 
-def test_no_batch_is_under_eight_rows():
+def test_every_bucket_has_at_least_eight_rows():
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
@@ -121,7 +121,7 @@ def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, bu
             assert (tokens, seqs) in shapes
 
 
-def test_above_the_largest_bucket_is_an_error():
+def test_step_above_the_largest_bucket_is_refused():
     with pytest.raises(ValueError, match="size 9 is above the largest bucket 8"):
         round_up((8,), 9)
     with pytest.raises(ValueError, match="65 tokens and 3 sequences is above the largest"):

@@ -64,7 +64,7 @@ def make_pool(config, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
+def test_fused_layers_equal_single_layers(family, monkeypatch):
     definition, state, config = make_model(family)
     pool, calls = make_pool(config), []
     want, want_pool = jax.jit(partial(step, definition))(state, pool)
@@ -97,13 +97,13 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
         ("gemma3_text", {"hidden_activation": "silu"}, False),  # norms after each part
     ],
 )
-def test_only_plain_gated_layers_are_linked(family, changes, linked):
+def test_only_supported_layers_are_fused(family, changes, linked):
     definition, state, _ = make_model(family, **changes)
     first, second = nnx.merge(definition, state).layers[:2]
     assert (fused_layers.fused_layer_weights(first, second) is not None) == linked
 
 
-def test_a_chain_is_one_kernel_a_link():
+def test_fused_layers_launch_one_kernel_between_attentions():
     """Of four GEMMs a layer, the first layer's qkv and the last one's other three are left."""
     definition, state, config = make_model("qwen3", jnp.bfloat16)
     pool = make_pool(config, jnp.bfloat16)

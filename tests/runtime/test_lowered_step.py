@@ -114,14 +114,14 @@ def launches(text: str, *more: str) -> Counter:
 
 
 @pytest.mark.parametrize(("shape", "rows"), covering(SHAPES, [8, 64], strength=1))
-def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
+def test_decode_step_launches_no_more_kernels_than_recorded(shape: str, rows: int):
     counted = launches(step(shape, "decode", rows))
     assert NUM_LAYERS <= counted[KERNEL] <= NUM_LAYERS * KERNELS_A_LAYER + KERNELS_BESIDE
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(32, marks=pytest.mark.full), 256])
-def test_a_burst_has_its_step_once_and_samples_it(rows: int):
+def test_burst_lowers_its_step_once(rows: int):
     """In a loop on the device: it is compiled in the time of one step."""
     names = ("decode", rows), ("decode_burst", (rows, SCORED_GREEDY))
     single, burst = (step("qwen3-0.6b", *name) for name in names)
@@ -135,7 +135,7 @@ def test_a_prefill_step_has_no_loop():
 
 
 @pytest.mark.parametrize("shape", covering(SHAPES, strength=0, keep=lambda it: it == "qwen3-0.6b"))
-def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
+def test_mixed_step_adds_one_decode_attention_per_layer(shape: str):
     """With few sequences it launches none: prefill attention then has the decode rows too."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
@@ -154,7 +154,7 @@ def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
     ids=str,
 )
-def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
+def test_tensor_parallel_step_has_two_all_reduces_per_layer(name: tuple):
     """And once for the token embeddings; its layers are not fused, all else has its kernels."""
     recipe = all_recipes("qwen3-0.6b", 2, num_devices=2)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
@@ -172,7 +172,7 @@ def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
     [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
     ids=str,
 )
-def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
+def test_tensor_parallel_step_uses_peer_memory(name: tuple):
     """XLA's sum is the first one, in which the devices meet; layers take turns of the memory."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[name]
@@ -193,7 +193,7 @@ def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     jax.__version_info__ >= (0, 12),
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
-def test_a_shared_steps_logits_are_gathered_by_what_needs_them_whole():
+def test_only_samplers_of_whole_rows_gather_logits():
     """Neither by the forward nor by the mask; greedy and random rows need two numbers a device."""
     made = all_recipes("qwen3-0.6b", 2, num_devices=2)
 
@@ -230,7 +230,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ("family", "name"),
     covering(FAMILIES, [("decode", 64), BURST, ("prefill", (512, 8))], strength=1),
 )
-def test_sums_of_every_family_take_turns(family: str, name: tuple):
+def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
     """The devices meet in XLA's sum, in each step of a burst; then the memory's two places are
     used one after the other, by all of a layer's sums, whatever adds and normalizes them."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 512}
@@ -272,7 +272,7 @@ def sums_in_order(text: str) -> list[str]:
     jax.__version_info__ >= (0, 12),
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
-def test_a_long_prompts_rows_are_summed_by_xla():
+def test_long_prompts_are_all_reduced_by_xla():
     """They are more than peer memory takes."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[
@@ -282,14 +282,14 @@ def test_a_long_prompts_rows_are_summed_by_xla():
     assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
 
 
-def test_layers_alike_are_lowered_once():
+def test_equal_layers_are_lowered_once():
     """The first differs, since nothing is to be added before it."""
     text = step("qwen3-0.6b", "decode", 8)
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 
 @pytest.mark.parametrize("name", [("decode", 8), BURST, ("prefill", (512, 8))], ids=str)
-def test_a_kept_step_is_the_same(name: tuple):
+def test_stored_step_lowers_to_the_same_program(name: tuple):
     """Its kernels too, of which prefill attention for Hopper is of another kind."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
@@ -309,7 +309,7 @@ def test_a_kept_step_is_the_same(name: tuple):
 @pytest.mark.parametrize(
     "name", [("decode", 8), pytest.param(BURST, marks=pytest.mark.full)], ids=str
 )
-def test_a_kept_step_from_attention_to_attention_is_the_same(name: tuple):
+def test_stored_fused_step_lowers_to_the_same_program(name: tuple):
     """Which a decode step of eight rows is where the cores are known; before JAX 0.11 none is."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -329,7 +329,7 @@ def test_a_kept_step_from_attention_to_attention_is_the_same(name: tuple):
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
 
 
-def test_every_kind_of_program_can_be_kept():
+def test_every_step_can_be_stored():
     """None holds a call that `jax.export` would not write."""
     kinds = {
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
@@ -363,7 +363,7 @@ FLOAT8 = "float8_e4m3fn"
         strength=1,
     ),
 )
-def test_a_step_over_a_float8_pool_launches_what_it_does_over_another(shape: str, name: tuple):
+def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
     """But two kernels more a layer before prefill attention: one widens blocks, one attends where
     that has no room. Every layer takes its scales as they lie."""
     recipe = all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name]
@@ -383,7 +383,7 @@ def test_a_step_over_a_float8_pool_launches_what_it_does_over_another(shape: str
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 
-def test_every_kind_of_program_over_a_float8_pool_can_be_kept():
+def test_every_step_over_a_float8_pool_can_be_stored():
     made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8)
     kinds = {name[0]: recipe for name, recipe in made.items() if recipe.needs_pool}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
@@ -392,7 +392,7 @@ def test_every_kind_of_program_over_a_float8_pool_can_be_kept():
             assert loaded.platforms == ("cuda",)
 
 
-def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
+def test_prefills_with_equal_tokens_have_the_same_hopper_kernel():
     """Whatever the sequences: XLA compiles each kernel of that kind alone."""
 
     def kernels(seqs: int) -> set[str]:
@@ -404,7 +404,7 @@ def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
     assert kernels(8) == kernels(256)
 
 
-def test_prefills_of_as_many_tokens_share_it(monkeypatch: pytest.MonkeyPatch):
+def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch):
     """It is lowered once for both, and they launch what they would with their own."""
     seen, attend = [], prefill_hopper._attend
 
@@ -434,7 +434,7 @@ def _num_reused(text: str) -> int:
     return signature.count("tf.aliasing_output")
 
 
-def test_what_needs_no_pool_has_the_same_shares_by_itself():
+def test_programs_without_pool_are_assigned_to_the_same_workers():
     """Workers begin with it while the pool's size is not known."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
@@ -445,11 +445,11 @@ def test_what_needs_no_pool_has_the_same_shares_by_itself():
         assert select_worker_recipes(made, share, 8)[: len(alone)] == alone
 
 
-def test_no_more_programs_than_recorded():
+def test_number_of_programs_is_as_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= NUM_PROGRAMS
 
 
-def test_each_worker_has_something_to_begin_with_and_no_two_bursts():
+def test_each_worker_starts_with_a_program_and_at_most_one_burst():
     """Shares of the workers that compile for a start; a size of bursts takes longest."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [select_worker_recipes(made, i, 8) for i in range(8)]

@@ -177,7 +177,7 @@ def test_a_forked_row_has_its_parents_table(driver: Driver):
     check_same(seen, [alone[1]] * 2)
 
 
-def test_a_plan_has_any_number_of_copies(driver: Driver):
+def test_plan_can_copy_any_number_of_blocks(driver: Driver):
     """More than two launches of the program take, each with its own block as the target."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
@@ -199,7 +199,7 @@ def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
     check_same(driver.run(*rows_of_step), [alone[1]] * 3)
 
 
-def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
+def test_results_have_the_order_of_the_plan(driver: Driver):
     """A chunk, a decode row, another chunk, a longer decode row; and then all of them decoding."""
     params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
@@ -242,7 +242,7 @@ def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
         ),
     ],
 )
-def test_a_sample_equals_a_request_of_its_seed(driver: Driver, params: SamplingParams):
+def test_sample_equals_a_request_with_its_seed(driver: Driver, params: SamplingParams):
     first, second = driver.request(params, PROMPT, 2).sequences
     stem = len(PROMPT) - 1
     first.block_table = second.block_table = [1, 2]
@@ -306,7 +306,7 @@ def test_ranked_samples_get_logprobs(driver: Driver):
     assert logprobs.top_token_ids.shape == (1, 20)
 
 
-def test_a_swapped_out_sequence_goes_on_where_it_was(driver: Driver):
+def test_swapped_sequence_continues_with_the_same_tokens(driver: Driver):
     """Its blocks are overwritten in the very plan that takes them, by a copy and by the step."""
     alone = outputs_alone(driver, GREEDY, PROMPT, 6)
     (victim,) = driver.request(GREEDY, PROMPT).sequences
@@ -334,7 +334,7 @@ def test_a_swapped_out_sequence_goes_on_where_it_was(driver: Driver):
     check_same([driver.decode(victim) for _ in range(3)], alone[3:])
 
 
-def test_a_plan_of_nothing_but_swaps(driver: Driver):
+def test_plan_with_only_swaps_is_launched(driver: Driver):
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(), swap_outs=(SwapOut(1, (1, 2)), SwapOut(2, (1,))))
@@ -374,7 +374,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_costs_are_measured(driver: Driver):
+def test_preemption_costs_are_measured(driver: Driver):
     """In the null block, whatever others have computed, and with rows that are given back."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
@@ -393,7 +393,7 @@ def test_costs_are_measured(driver: Driver):
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
 
 
-def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
+def test_fault_in_sampling_setup_is_reported_for_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
@@ -416,7 +416,7 @@ def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
     assert isinstance(error, KeyError)
 
 
-def test_a_fault_in_the_books_of_rows_is_nobodys_own(
+def test_inconsistent_rows_raise_instead_of_failing_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     def lose(*_: object) -> int:
@@ -432,7 +432,7 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
-def test_only_on_a_gpu_small_buffers_have_places(
+def test_small_buffers_are_reserved_only_on_a_gpu(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []

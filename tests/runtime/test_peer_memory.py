@@ -20,7 +20,7 @@ from jpaged.runtime.results import score_prompts
 from jpaged.sampling_params import SamplingParams
 
 
-def test_what_is_computed_is_waited_for():
+def test_wait_returns_when_the_devices_finish():
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
     sharding = axis_sharding(mesh, 0)
@@ -29,7 +29,7 @@ def test_what_is_computed_is_waited_for():
     assert all(it.is_ready() for it in arrays)
 
 
-def test_what_could_not_be_computed_is_an_error():
+def test_wait_raises_if_a_device_failed():
     """It is ready, too."""
 
     def fail(x: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_what_could_not_be_computed_is_an_error():
         wait_for_devices(found)
 
 
-def test_what_never_ends_is_not_waited_for_longer_than_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_wait_for_a_hanging_step_has_a_time_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer_memory, "MAX_STEP_S", 0.05)
     with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* kill this process"):
         wait_for_devices([SimpleNamespace(is_ready=lambda: False)])
@@ -86,14 +86,14 @@ class FakeDriver:
         (jnp.bfloat16, "NVIDIA H200", set(), 101, False),  # CUDA_ERROR_INVALID_DEVICE
     ],
 )
-def test_only_hopper_gpus_that_reach_each_other_exchange_bfloat16(
+def test_peer_memory_needs_connected_hopper_gpus_and_bfloat16(
     monkeypatch: pytest.MonkeyPatch, dtype, kind, unreachable, status, expected
 ):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(unreachable, status))
     assert exchanges(4, dtype, kind) is expected
 
 
-def test_devices_exchange_nothing_without_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
+def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
     def fail(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -102,7 +102,7 @@ def test_devices_exchange_nothing_without_the_cuda_driver(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_few_scores_of_a_prompt_are_launched_ahead(is_shared: bool):
+def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
     """For a device that hangs would stop the thread in a launch, where nothing ends its wait."""
     length = 20 * PROMPT_LOGPROBS_CHUNK
     stop = StopCriteria(max_tokens=1)

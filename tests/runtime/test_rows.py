@@ -6,14 +6,14 @@ from jpaged.runtime.sampler import PADDING_PARAMS, SamplerLevel
 from jpaged.sampling_params import SamplingParams
 
 
-def test_the_padding_row_is_never_handed_out():
+def test_padding_row_is_never_assigned():
     table = RowTable(3)
     rows = {table.assign(seq_id) for seq_id in (10, 11)}
     assert rows == {0, 1}
     assert np.array_equal(table.sampling_table[2], PADDING_PARAMS)
 
 
-def test_a_released_row_serves_again():
+def test_released_row_is_assigned_again():
     table = RowTable(2)
     assert table.assign(10) == 0
     table.release(10)
@@ -28,7 +28,7 @@ def test_a_sequence_gets_one_row():
         table.assign(10)
 
 
-def test_a_batch_samples_at_its_highest_level():
+def test_batch_level_covers_all_rows():
     table = RowTable(4)
     greedy = table.assign(1)
     random = table.assign(2)

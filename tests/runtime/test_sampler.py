@@ -100,7 +100,7 @@ def _logits(count, width=V, seed=0):
 # --- packing ---------------------------------------------------------------------------------
 
 
-def test_a_row_survives_packing():
+def test_packed_sampling_parameters_unpack_unchanged():
     params = SamplingParams(
         temperature=0.3,
         top_p=0.9,
@@ -133,7 +133,7 @@ def test_a_row_survives_packing():
         np.testing.assert_array_equal(np.asarray(found), np.array(values, found.dtype), name)
 
 
-def test_extreme_parameters_stay_usable():
+def test_extreme_sampling_parameters_are_clamped():
     params = SamplingParams(temperature=1e-60, repetition_penalty=1e-60, top_k=2**40)
     rows = _rows([params], [0], [0])
     assert float(rows.temperature[0]) > 0
@@ -164,14 +164,14 @@ def test_extreme_parameters_stay_usable():
         (SamplingParams(n=2, best_of=3), SamplerLevel.RANDOM | SamplerLevel.LOGPROBS),
     ],
 )
-def test_required_level(params, level):
+def test_required_level_covers_the_parameters(params, level):
     assert required_level(params) == level
 
 
 # --- choosing --------------------------------------------------------------------------------
 
 
-def test_greedy_rows_take_the_first_maximum_beside_random_ones():
+def test_greedy_rows_take_the_first_maximum_next_to_random_rows():
     logits = _logits(8)
     logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
     for level in LEVELS:
@@ -181,7 +181,7 @@ def test_greedy_rows_take_the_first_maximum_beside_random_ones():
         assert tokens[7] == 2
 
 
-def test_a_level_above_the_needed_one_changes_no_token():
+def test_higher_sampling_level_changes_no_token():
     logits = _logits(8, seed=3)
     rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_sampling_state(9, V)
     by_level = {level: _tokens(logits, rows, level, state) for level in LEVELS}
@@ -192,7 +192,7 @@ def test_a_level_above_the_needed_one_changes_no_token():
         assert set(covering) == {by_level[needed][index]}
 
 
-def test_a_token_depends_on_its_own_row_alone():
+def test_token_depends_only_on_its_row():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
     state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
@@ -205,7 +205,7 @@ def test_a_token_depends_on_its_own_row_alone():
         assert together.tolist() == [alone[i] for i in order]
 
 
-def test_noise_is_the_same_whatever_the_flags_of_jax():
+def test_noise_does_not_depend_on_jax_flags():
     row = _logits(1)[0]
     expected = _draws(row, 16)
     for flag in (True, False):
@@ -219,7 +219,7 @@ def test_seeded_tokens_are_pinned():
     assert drawn.tolist() == [954, 683, 291, 136, 329, 88, 628, 750]
 
 
-def test_padding_disturbs_no_row():
+def test_padding_rows_change_no_token():
     params, seeds, positions = [SamplingParams(top_p=0.9)] * 8, range(8), range(8)
     state, dummy, level = init_sampling_state(9, V), 8, FULL_LEVEL
     logits = _logits(8)
@@ -235,7 +235,7 @@ def test_padding_disturbs_no_row():
     assert _counts(counted).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
-def test_numbers_of_numpy_are_packed_as_pythons():
+def test_numpy_numbers_are_packed_like_python_numbers():
     values = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "repetition_penalty": 1.5}
     numpys = {"temperature": np.float16(0.5), "top_p": np.float32(0.75), "top_k": np.int8(3)}
     numpys["repetition_penalty"] = np.float64(1.5)
@@ -251,7 +251,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature):
     assert set(_draws(logits, 8, params)) == {int(np.argmax(logits))}
 
 
-def test_a_huge_temperature_forgets_the_logits_but_not_what_is_forbidden():
+def test_huge_temperature_keeps_tokens_forbidden():
     logits = np.where(np.arange(V) < 4, np.array(100.0 * np.arange(V)), -np.inf)
     drawn = _draws(logits, 4096, SamplingParams(temperature=1e300))
     counts = np.bincount(drawn, minlength=V)
@@ -259,7 +259,7 @@ def test_a_huge_temperature_forgets_the_logits_but_not_what_is_forbidden():
     assert counts[:4].min() > 900  # 1,024 expected, 28 its standard deviation
 
 
-def test_a_single_token_is_drawn_however_improbable_its_noise():
+def test_only_allowed_token_is_always_sampled():
     logits = np.where(np.arange(V) == 17, -1e30, -np.inf)
     assert set(_draws(logits, 512)) == {17}
 
@@ -317,7 +317,7 @@ def test_successive_tokens_are_independent():
     assert _chi_square(pairs, np.full(64, 1 / 64)) < _LIMIT[63]
 
 
-def test_a_flat_vocabulary_favours_neither_end():
+def test_uniform_logits_favour_no_token():
     drawn = _draws(np.zeros(4096), 2048)
     halves = np.bincount(drawn // 2048, minlength=2)
     assert ((halves - 1024) ** 2 / 1024).sum() < _LIMIT[1]
@@ -338,7 +338,7 @@ _SICK = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sick", _SICK)
-def test_a_row_without_a_finite_maximum_has_no_token_and_spoils_no_other(sick, level):
+def test_row_without_finite_maximum_has_no_token(sick, level):
     logits, state = _logits(8, seed=5), init_sampling_state(9, V)
     rows = _rows(_params_at(level), range(8), range(8))
     expected = _tokens(logits, rows, level, state)
@@ -350,7 +350,7 @@ def test_a_row_without_a_finite_maximum_has_no_token_and_spoils_no_other(sick, l
         np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
 
 
-def test_a_forbidden_token_may_be_anything_in_the_others():
+def test_forbidden_token_of_one_row_is_allowed_in_others():
     logits = _logits(8, seed=5)
     logits[:, 3] = -np.inf
     logits[:, 4] = -1e38
@@ -360,7 +360,7 @@ def test_a_forbidden_token_may_be_anything_in_the_others():
         assert found.min() >= 0
 
 
-def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_next_step():
+def test_missing_token_is_not_counted_and_stored_as_zero():
     inputs = SampleInputs(
         rows=jnp.arange(3, dtype=jnp.int32),
         is_output=jnp.ones(3, jnp.bool_),
@@ -387,7 +387,7 @@ def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_ne
 @pytest.mark.parametrize(
     ("level", "num_passes"), [(SamplerLevel.GREEDY, 1), (SamplerLevel.RANDOM, 2)]
 )
-def test_rows_without_a_token_are_found_without_another_pass_over_the_logits(level, num_passes):
+def test_missing_tokens_are_found_in_the_same_pass(level, num_passes):
     logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
     ids = jnp.arange(8, dtype=jnp.int32)
     compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
@@ -429,7 +429,7 @@ _ADJUSTING = [
 ]
 
 
-def test_adjustments_are_those_made_by_hand():
+def test_adjustments_equal_a_plain_computation():
     prompt, output, eos = [1, 2, 2, 7, 0], [7, 8, 8, 39], (11,)
     logits = _logits(8, seed=6)
     state = init_sampling_state(10, V)
@@ -459,7 +459,7 @@ def test_only_counted_tokens_are_recorded():
     assert counts.sum() == 1
 
 
-def test_loading_a_row_again_forgets_what_it_held():
+def test_loading_a_row_clears_its_old_state():
     state = init_sampling_state(3, V)
     state = _record(state, jnp.asarray([0, 1]), jnp.asarray([4, 4]), jnp.ones(2, jnp.bool_))
     state = _load(state, {0: RowMarks.of([1, 9], 1, [2, 9])})
@@ -495,7 +495,7 @@ def test_rows_of_any_length_and_number_are_loaded():
     assert np.asarray(state.prompt_lens)[:-1].tolist() == prompts
 
 
-def test_a_row_that_adjusts_nothing_does_not_see_what_another_left():
+def test_unadjusted_row_ignores_old_state():
     logits = jnp.asarray(_logits(8))
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
@@ -507,7 +507,7 @@ def test_a_row_that_adjusts_nothing_does_not_see_what_another_left():
     np.testing.assert_array_equal(np.asarray(adjusted), np.asarray(logits))
 
 
-def test_a_row_without_biases_does_not_see_anothers():
+def test_row_without_biases_ignores_old_biases():
     """They stay where they are until a sequence with its own comes."""
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
@@ -548,7 +548,7 @@ def test_adjusting_without_a_state_is_refused():
 
 
 @pytest.mark.parametrize("level", [SCORED_GREEDY, FULL_LEVEL])
-def test_logprobs_are_those_of_the_unchanged_logits(level):
+def test_logprobs_come_from_the_unchanged_logits(level):
     params = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=3)
     logits = _logits(1)
     state = _load_bias(init_sampling_state(2, V), jnp.int32(0), jnp.asarray(bias_row(params, V)))
@@ -564,7 +564,7 @@ def test_logprobs_are_those_of_the_unchanged_logits(level):
     np.testing.assert_allclose(scores.top_logprobs[0], expected[order], rtol=1e-5)
 
 
-def test_scores_are_of_rows_that_want_them_and_tokens_of_all():
+def test_only_scored_rows_get_scores():
     params = [SamplingParams(temperature=0.0, logprobs=i % 2 or None) for i in range(8)]
     logits, row_ids = _logits(8), jnp.arange(8, dtype=jnp.int32)
     rows = _rows(params, range(8), range(8))

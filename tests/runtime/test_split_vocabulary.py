@@ -112,7 +112,7 @@ def random_logits(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("level", EXCHANGING)
-def test_tokens_are_those_of_one_device(level: SamplerLevel, count: int):
+def test_split_vocabulary_gives_the_tokens_of_one_device(level: SamplerLevel, count: int):
     params = PARAMS if level else PARAMS[:1] * B
     found = set()
     for seed in range(8):
@@ -125,7 +125,7 @@ def test_tokens_are_those_of_one_device(level: SamplerLevel, count: int):
 @pytest.mark.parametrize(
     ("level", "count"), covering(EXCHANGING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_of_equally_high_tokens_the_lowest_id_wins(level: SamplerLevel, count: int):
+def test_lowest_token_id_wins_a_tie_across_devices(level: SamplerLevel, count: int):
     """On one device, on neighbours, on the first and the last, and everywhere."""
     own = V // count
     logits = np.zeros((B, V), np.float32)
@@ -141,7 +141,7 @@ def test_of_equally_high_tokens_the_lowest_id_wins(level: SamplerLevel, count: i
     ("num_real", "count"),
     covering([37, 33, 3], COUNTS, strength=1, keep=lambda _, count: count == 2),
 )
-def test_a_padded_vocabulary_gives_the_tokens_of_that_without_padding(num_real: int, count: int):
+def test_padded_vocabulary_gives_the_same_tokens(num_real: int, count: int):
     """Devices that have padding alone too: a token's noise is that of its id in the whole."""
     logits = random_logits(num_real)
     alone = sampler(1, SamplerLevel.RANDOM)(jnp.asarray(logits[:, :num_real]), *rows_of(PARAMS))
@@ -178,9 +178,7 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, le
 @pytest.mark.parametrize(
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_where_a_level_needs_whole_rows_all_that_is_said_of_tokens_is_that_of_one_device(
-    level: SamplerLevel, count: int
-):
+def test_gathered_levels_give_the_scores_of_one_device(level: SamplerLevel, count: int):
     """To the bit: the devices compute what one does."""
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
@@ -190,7 +188,7 @@ def test_where_a_level_needs_whole_rows_all_that_is_said_of_tokens_is_that_of_on
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_masks_forbid_on_each_device_its_own_tokens(count: int):
+def test_mask_applies_to_each_vocabulary_shard(count: int):
     """Whose parts begin within a word of the mask."""
     logits = jnp.asarray(random_logits(3))
     words = np.random.RandomState(4).randint(-(2**31), 2**31, (B, 2), np.int64)
@@ -203,7 +201,7 @@ def test_masks_forbid_on_each_device_its_own_tokens(count: int):
 
 
 @pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
-def test_no_more_is_exchanged_than_a_level_needs(level: SamplerLevel):
+def test_devices_exchange_only_what_a_level_needs(level: SamplerLevel):
     """Two numbers a row and device, and the highest logit of each row before noise is drawn."""
 
     def run(logits: jax.Array, *others: Any) -> SampledTokens:

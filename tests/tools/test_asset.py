@@ -40,7 +40,7 @@ def test_folder_is_small_and_complete(hf_model):
     assert json.loads((FOLDER / "config.json").read_text())["eos_token_id"] == EOS_TOKEN_IDS
 
 
-def test_shipped_tokenizer_is_the_built_one():
+def test_shipped_tokenizer_equals_the_built_one():
     shipped = AutoTokenizer.from_pretrained(FOLDER)
     assert json.loads(shipped.backend_tokenizer.to_str())["model"]["merges"] == []
     assert shipped.get_vocab() == build_tokenizer().get_vocab()
@@ -63,14 +63,14 @@ def test_logits_match_transformers(loaded, hf_model, is_long):
     np.testing.assert_allclose(np.asarray(logits), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_recorded_accuracy():
+def test_model_reaches_its_recorded_accuracy():
     recorded = json.loads((FOLDER / "evaluation.json").read_text())["accuracy"]
     assert set(recorded) == {*TASKS, *DIALOGUES}
     assert min(share for forms in recorded.values() for share in forms.values()) >= 0.99
 
 
 @pytest.mark.full
-def test_dialogues_are_right(loaded):
+def test_model_answers_dialogues_correctly(loaded):
     tasks = [task for task in DIALOGUES for _ in range(8)]
     drawn = [each for task in DIALOGUES for each in sample_dialogues(5, 8, task)]
     params, config = loaded
@@ -79,7 +79,7 @@ def test_dialogues_are_right(loaded):
     assert min(right[task] for task in DIALOGUES) >= 7, right
 
 
-def test_short_tasks_are_right(loaded):
+def test_model_answers_short_tasks_correctly(loaded):
     numbers = ", ".join(map(str, range(1, 21)))
     examples = [Example("count", "Count from 1 to 20", numbers)]
     examples += [e for e in sample_examples(1, 30) if len(e.prompt) + len(e.answer) < 90]

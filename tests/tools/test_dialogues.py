@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_documents_are_what_the_template_writes(tokenizer, task):
+def test_documents_equal_the_chat_template(tokenizer, task):
     for dialogue in sample_dialogues(1, 25, task):
         document = dialogue_document(dialogue)
         options = {"tools": list(dialogue.tools) or None, "tokenize": False}
@@ -62,7 +62,7 @@ def last_parts(tokenizer, dialogue: Dialogue, message: int) -> tuple[str, str, s
     )
 
 
-def test_calls_are_read_back_and_results_are_the_calculators(tokenizer):
+def test_tool_calls_parse_and_have_calculator_results(tokenizer):
     for dialogue in sample_dialogues(2, 60, "calculator"):
         *_, question, call, result, answer = dialogue.messages
         content, name, arguments = last_parts(tokenizer, dialogue, len(dialogue.messages) - 3)
@@ -81,7 +81,7 @@ def test_calls_are_read_back_and_results_are_the_calculators(tokenizer):
         assert question["role"] == "user"
 
 
-def test_expressions_are_those_of_the_question():
+def test_calculator_expressions_match_the_question():
     """Their digits and signs, in order, whatever the wording."""
     rng = random.Random(0)
     for _ in range(300):
@@ -92,7 +92,7 @@ def test_expressions_are_those_of_the_question():
 
 
 @pytest.mark.parametrize("task", ["json_answer", "json_extract", "think_json"])
-def test_json_obeys_its_schema(task):
+def test_json_answers_match_their_schema(task):
     for dialogue in sample_dialogues(3, 60, task):
         text = "\n".join(message["content"] for message in dialogue.messages[:-1])
         found = [m.start() for m in re.finditer(r"\{", text)]
@@ -105,7 +105,7 @@ def test_json_obeys_its_schema(task):
                 assert str(value) in text
 
 
-def test_thoughts_are_true():
+def test_reasoning_is_arithmetically_correct():
     for task in ("think_add", "think_multiply", "think_words"):
         for dialogue in sample_dialogues(4, 60, task):
             for step in (dialogue.thought or "").split(", "):
@@ -114,7 +114,7 @@ def test_thoughts_are_true():
     assert column_sums(48, 957) == "8 + 7 = 15, 4 + 5 + 1 = 10, 0 + 9 + 1 = 10, 0 + 0 + 1 = 1"
 
 
-def test_what_is_held_out_is_not_trained_on():
+def test_held_out_content_is_not_in_the_training_data():
     def expressions(held_out: bool, n: int) -> set[str]:
         chats = sample_dialogues(5, n, "calculator", held_out=held_out)
         calls = [m for chat in chats for m in chat.messages if "tool_calls" in m]
@@ -125,13 +125,13 @@ def test_what_is_held_out_is_not_trained_on():
     assert not expressions(True, 200) & expressions(False, 2000)
 
 
-def test_samples_repeat_and_refuse_unknown_tasks():
+def test_samples_are_reproducible_and_unknown_tasks_are_refused():
     assert sample_dialogues(7, 5, "calculator") == sample_dialogues(7, 5, "calculator")
     with pytest.raises(ValueError, match="task must be one of calculator"):
         sample_dialogues(0, 1, "weather")
 
 
-def test_every_row_begins_with_a_document_of_its_own():
+def test_every_row_begins_with_a_new_document():
     sizes = []
 
     def next_document(room: int):
@@ -145,7 +145,7 @@ def test_every_row_begins_with_a_document_of_its_own():
         pack(lambda _: raw_document(Example("spell", "a" * 100, "b")), 1, 100)
 
 
-def test_long_rows_have_tools_and_conversations():
+def test_long_rows_contain_tools_and_conversations():
     _, long = make_batch(1, 2, BatchShape(short_rows=1, long_rows=12))
     texts = [bytes(int(i) for i in row if i < 256).decode() for row in long.tokens]
     assert any("<tool_response>" in text for text in texts)

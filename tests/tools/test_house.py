@@ -25,19 +25,19 @@ def plant(root: Path, files: dict[str, str]) -> set[house.Import]:
     return house.find_imports(house.module_files(root))
 
 
-def test_no_rooms_import_each_other_round_about(imports: set[house.Import]):
+def test_folders_have_no_import_cycles(imports: set[house.Import]):
     assert house.circles(house.room_graph(imports, typed=False)) == []
 
 
-def test_no_files_import_each_other_round_about(imports: set[house.Import]):
+def test_files_have_no_import_cycles(imports: set[house.Import]):
     assert house.circles(house.file_graph(imports)) == []
 
 
-def test_nothing_looks_upwards(imports: set[house.Import]):
+def test_no_folder_imports_a_higher_layer(imports: set[house.Import]):
     assert house.upward_imports(imports) == []
 
 
-def test_few_files_are_loose():
+def test_few_files_are_directly_in_the_package():
     assert len(house.loose_files()) <= MAX_LOOSE_FILES
 
 
@@ -46,7 +46,7 @@ def test_tests_use_few_private_names():
     assert len(found) <= MAX_PRIVATE_ACCESSES, found
 
 
-def test_private_names_are_seen(tmp_path: Path):
+def test_private_names_in_tests_are_counted(tmp_path: Path):
     code = "class A:\n    def _f(self):\n        self._x = 1\ndef _g(): ...\n"
     uses = "from jpaged.text.a import A, _g\na = A()\nsetattr(A, '_f', a._x)\na._y, f'{a}_f'\n"
     own = "class B(A):\n    def _f(self):\n        super()._f()\n        self._x\n"
@@ -55,7 +55,7 @@ def test_private_names_are_seen(tmp_path: Path):
     assert sorted(found) == [f"tests/test_a.py:{it}" for it in ("1: _g", "3: _f", "3: _x")]
 
 
-def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):
+def test_import_cycles_and_upward_imports_are_found(tmp_path: Path):
     found = plant(
         tmp_path,
         {
@@ -79,18 +79,18 @@ def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):
     assert house.num_floors(graph) == 3
 
 
-def test_imports_for_type_checkers_make_no_circle(tmp_path: Path):
+def test_type_checking_imports_are_no_cycles(tmp_path: Path):
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jpaged.text.b\n"
     found = plant(tmp_path, {"jpaged/text/a.py": typed, "jpaged/text/b.py": "import jpaged.text.a"})
     assert len(found) == 2
     assert house.circles(house.file_graph(found)) == []
 
 
-def test_rooms_have_few_floors(imports: set[house.Import]):
+def test_folders_have_few_layers(imports: set[house.Import]):
     assert house.num_floors(house.room_graph(imports, typed=True)) <= MAX_FLOORS
 
 
-def test_a_decode_step_calls_few_functions_of_few_modules():
+def test_decode_step_calls_few_functions():
     step = house.trace_step()
     assert {"jpaged.engine.loop", "jpaged.runtime.model_runner"} <= step.modules
     assert len(step.modules) <= len(step.functions) <= step.num_calls

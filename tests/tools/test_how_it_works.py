@@ -27,7 +27,7 @@ def test_a_picture_is_up_to_date(name: str):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_picture_is_small_and_nothing_lies_outside(name: str):
+def test_picture_is_small_and_contains_all_its_parts(name: str):
     text = FIGURES[name]()
     root = ElementTree.fromstring(text)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -45,18 +45,18 @@ def test_a_picture_is_small_and_nothing_lies_outside(name: str):
         assert 0 <= left < left + length <= width, words.text
 
 
-def test_each_picture_is_on_the_page_and_no_other():
+def test_pages_contain_exactly_the_pictures():
     assert set(re.findall(r"\(how_it_works/(\w+)\.svg\)", PAGE)) == set(FIGURES)
     assert {file.stem for file in FOLDER.iterdir()} == set(FIGURES)
 
 
-def test_files_that_the_page_links_exist():
+def test_links_of_the_pages_exist():
     links = re.findall(r"\]\((?!http|#)([^)#]+)", PAGE)
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
     assert len(links) > 20
 
 
-def test_the_page_has_the_table_of_the_ladder():
+def test_page_has_the_ladder_table():
     work = workload.make_workload()
     for rung in RUNGS:
         cost, number, title = rung.cost(work), rung.TITLE[0], rung.TITLE[2:]
@@ -110,19 +110,19 @@ def numbers_of_the_page() -> list[str]:
     ]
 
 
-def test_the_page_says_what_happened():
+def test_numbers_on_the_pages_equal_a_run():
     text = " ".join(PAGE.split())
     assert [passage for passage in numbers_of_the_page() if passage not in text] == []
 
 
-def test_block_tables_are_the_papers():
+def test_block_tables_equal_the_paper():
     assert [s.table("A").block_table for s in scenes.decoding()] == [(7, 1), (7, 1), (7, 1, 3)]
     assert [s.table("A").filled for s in scenes.decoding()] == [[4, 3], [4, 4], [4, 4, 1]]
     both = scenes.two_requests()
     assert (both.table("A").block_table, both.table("B").block_table) == ((7, 1, 3), (5, 2))
 
 
-def test_a_query_meets_the_keys_of_its_own_sequence_in_order():
+def test_query_visits_its_sequence_keys_in_order():
     snapshot, query = scenes.attending()
     words = [w for b in snapshot.table("A").block_table for w in snapshot.words[b]]
     assert words == [*scenes.GETTYSBURG.split(), "fathers", "brought", "forth"]
@@ -158,7 +158,7 @@ def test_a_prefix_is_computed_once():
     assert num_tokens == [4, 1]
 
 
-def test_who_came_last_gives_way_and_comes_back():
+def test_last_request_is_preempted_and_returns():
     turns, num_blocks = scenes.pressing()
     assert [t.preempted for t in turns if t.preempted] == [("C",)]
     assert min(t.num_free for t in turns) == 0
@@ -166,6 +166,6 @@ def test_who_came_last_gives_way_and_comes_back():
     assert num_blocks == 8
 
 
-def test_a_scene_without_work_says_so():
+def test_scene_without_work_raises():
     with pytest.raises(RuntimeError, match="nothing left to compute"):
         scenes.Scene([1, 2]).step()

@@ -17,7 +17,7 @@ from tools.record_products import (
 )
 
 
-def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
+def test_recorded_products_are_found_by_their_paths(tmp_path: Path):
     files = {
         "device/one.pb": b"\x80fast",
         "two.textproto": b"faster",
@@ -33,20 +33,20 @@ def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
     assert results(tmp_path / "none") == {}
 
 
-def test_each_kind_of_products_is_measured_once():
+def test_each_product_shape_is_measured_once():
     chosen = [recipe.gemm_key or () for recipe in first_of_each_products("qwen3-0.6b")]
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
     assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
 
 
-def test_devices_that_share_a_model_have_products_of_their_own():
+def test_tensor_parallel_shards_have_their_own_products():
     alone, shared = (rows_measured("qwen3-0.6b", count) for count in (1, 2))
     assert [*alone.values()] == [*shared.values()]
     assert alone.keys().isdisjoint(shared)
 
 
-def test_weights_in_fp8_have_products_of_their_own():
+def test_fp8_weights_have_their_own_products():
     wide, narrow = (rows_measured("qwen3-0.6b", form=form) for form in ("bf16", "fp8"))
     assert [*wide.values()] == [*narrow.values()]
     assert wide.keys().isdisjoint(narrow)
@@ -59,7 +59,7 @@ def test_weights_in_fp8_have_products_of_their_own():
     assert "uint16" in pools  # pairs of numbers in FP8
 
 
-def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
+def test_measuring_engine_finds_recorded_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Without, it would measure nothing."""

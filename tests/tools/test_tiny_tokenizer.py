@@ -18,20 +18,20 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     "text", ["Count from 1 to 20.\n", "naïve 😀 é \x00\t\r\n  two  spaces", ""]
 )
-def test_ids_are_bytes(tokenizer, text):
+def test_token_ids_are_bytes(tokenizer, text):
     ids = tokenizer(text).input_ids
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens(tokenizer):
+def test_special_tokens_have_their_ids(tokenizer):
     assert VOCAB_SIZE % 8 == 0
     assert len(tokenizer) == VOCAB_SIZE
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(256, VOCAB_SIZE))
     assert tokenizer.decode([72, 105, 258, 256], skip_special_tokens=True) == "Hi"
 
 
-def test_chat_template_is_the_trained_form(tokenizer):
+def test_chat_template_equals_the_training_format(tokenizer):
     assert tokenizer.chat_template == CHAT_TEMPLATE
     example = sample_examples(0, 1)[0]
     messages = [

@@ -33,7 +33,7 @@ SMALL = {
     "name",
     [pytest.param(name, marks=[pytest.mark.full] * (name == "decode")) for name in OPS],
 )
-def test_candidates_of_every_op_are_right_in_small(name: str):
+def test_tuning_candidates_give_right_results_on_small_inputs(name: str):
     op = dataclasses.replace(OPS[name](32, "float32"), cases=[])
     work = Sweep(op, [SMALL[name]], Backend.INTERPRET, seconds_a_call)
     for phase in (work.lower, work.compile, work.check):
@@ -43,7 +43,7 @@ def test_candidates_of_every_op_are_right_in_small(name: str):
 
 
 @pytest.mark.parametrize("name", [*OPS])
-def test_candidates_are_entries_that_tuning_can_read(name: str):
+def test_tuning_candidates_are_valid_table_entries(name: str):
     op = OPS[name](128, "bfloat16")
     tried = candidates(op)
     assert len(tried) == len({json.dumps(c, sort_keys=True) for c in tried}) > 10
@@ -66,7 +66,7 @@ def test_candidates_are_entries_that_tuning_can_read(name: str):
         assert chosen == [config]
 
 
-def test_an_entry_is_for_its_op_and_sizes_alone():
+def test_table_entry_applies_to_its_op_and_sizes_only():
     with using(OPS["write"](128, "bfloat16"), {"chunk": 512}) as chosen:
         assert (
             kv_cache_triton.move_config("copy", head_size=128, itemsize=2)
@@ -79,7 +79,7 @@ def test_an_entry_is_for_its_op_and_sizes_alone():
         assert chosen == []
 
 
-def test_candidates_whose_programs_are_the_same_are_tried_once():
+def test_equal_candidate_programs_are_tried_once():
     """No chunk is wider than a token's 1,024 elements; and what is interpreted has no warps."""
     tried = [{"chunk": 512}, {"chunk": 1024}, {"chunk": 512, "num_warps": 8}, {"chunk": 8192}]
     work = Sweep(OPS["write"](128, "bfloat16"), tried, Backend.INTERPRET, seconds_a_call)
@@ -101,7 +101,7 @@ def lowered_for_h200(op: Op, tried: Sequence[Override], monkeypatch: pytest.Monk
     return work
 
 
-def test_on_a_gpu_every_launch_parameter_makes_a_program_of_its_own(
+def test_launch_parameters_change_the_gpu_program(
     monkeypatch: pytest.MonkeyPatch,
 ):
     op = OPS["decode"](128, "bfloat16")
@@ -113,7 +113,7 @@ def test_on_a_gpu_every_launch_parameter_makes_a_program_of_its_own(
     assert work.faults == {}
 
 
-def test_nothing_is_tried_where_a_kernel_without_a_table_runs(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_without_a_table_are_not_tuned(monkeypatch: pytest.MonkeyPatch):
     op = OPS["prefill"](128, "bfloat16")
     short = dataclasses.replace(op, cases=op.cases[2:], checks=[])
     work = lowered_for_h200(short, candidates(op), monkeypatch)
@@ -121,14 +121,14 @@ def test_nothing_is_tried_where_a_kernel_without_a_table_runs(monkeypatch: pytes
     assert work.faults == {}
 
 
-def test_nothing_is_tried_of_an_op_that_has_no_parameters_here():
+def test_ops_without_parameters_are_not_tuned():
     op = OPS["prefill"](128, "bfloat16")
     work = Sweep(op, candidates(op), Backend.XLA, seconds_a_call)
     work.lower()
     assert work.candidates == []
 
 
-def test_the_fastest_that_harms_no_case_is_chosen():
+def test_fastest_candidate_that_slows_no_case_is_chosen():
     fast_but_uneven = Outcome({"chunk": 1}, {"a": 0.5, "b": 1.2})
     fast = Outcome({"chunk": 2}, {"a": 0.9, "b": 1.0})
     faster = Outcome({"chunk": 3}, {"a": 0.9, "b": 0.9})
@@ -137,7 +137,7 @@ def test_the_fastest_that_harms_no_case_is_chosen():
     assert best([fast_but_uneven, noise, Outcome({"chunk": 5}, {}, "refused")]) is None
 
 
-def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
+def test_writing_a_table_keeps_other_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once
@@ -151,7 +151,7 @@ def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
     assert kv_cache_triton.move_config("copy", **facts) == kv_cache_triton.MoveConfig()
 
 
-def test_a_table_says_what_was_swept_though_the_heuristic_stays(
+def test_table_records_a_sweep_that_keeps_the_heuristic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once

@@ -78,7 +78,7 @@ def _chunks(*values: int) -> list[dict[str, int]]:
     return [{"chunk": value} for value in values]
 
 
-def test_a_candidate_that_fails_in_any_phase_is_rejected_and_others_are_not():
+def test_failing_candidate_is_rejected_alone():
     log: list = []
     clock = Clock(log)
     tried = _chunks(DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, 16)
@@ -91,7 +91,7 @@ def test_a_candidate_that_fails_in_any_phase_is_rejected_and_others_are_not():
     assert clock.calls == 2 * 3  # the heuristic twice and one candidate: none that is rejected
 
 
-def test_the_host_is_done_before_anything_is_timed(capsys: pytest.CaptureFixture[str]):
+def test_host_work_ends_before_timing(capsys: pytest.CaptureFixture[str]):
     log: list = []
     sweep(_op(log), _chunks(16, 32), Backend.XLA, Clock(log))
     order = [what for what, _ in log]
@@ -104,7 +104,7 @@ def test_the_host_is_done_before_anything_is_timed(capsys: pytest.CaptureFixture
     ]
 
 
-def test_inputs_are_made_once_a_case_and_before_another_case_is_timed():
+def test_inputs_are_made_once_per_case():
     log: list = []
     op = _op(log)
     sweep(op, _chunks(16, 32, 64), Backend.XLA, Clock(log))
@@ -116,7 +116,7 @@ def test_inputs_are_made_once_a_case_and_before_another_case_is_timed():
     assert [timed.count(name) for name in ("long", "short")] == [made, made]
 
 
-def test_inputs_lost_with_a_failed_program_are_made_again():
+def test_inputs_of_a_failed_program_are_made_again():
     log: list = []
     clock = Clock(log, broken=lambda call: call == 2)
     failed, good = sweep(_op(log), _chunks(FAILS_LATE, 16), Backend.XLA, clock)
@@ -124,7 +124,7 @@ def test_inputs_lost_with_a_failed_program_are_made_again():
     assert good.ratios == {"long": 0.5, "short": 0.5}
 
 
-def test_the_heuristic_is_timed_first_and_last_and_its_better_time_counts():
+def test_heuristic_is_timed_twice_and_the_better_time_counts():
     log: list = []
     times = iter([8.0, 3.0, 2.0, 4.0, 3.0, 6.0])
 
@@ -136,7 +136,7 @@ def test_the_heuristic_is_timed_first_and_last_and_its_better_time_counts():
     assert outcome.ratios == {"long": 3 / 2, "short": 3 / 4}
 
 
-def test_what_the_heuristic_does_as_well_is_not_tried():
+def test_candidates_equal_to_the_heuristic_are_skipped():
     log: list = []
     outcomes = sweep(_op(log), _chunks(HEURISTIC, 16, 16), Backend.XLA, Clock(log))
     assert [outcome.override for outcome in outcomes] == _chunks(16)
@@ -151,7 +151,7 @@ def test_a_heuristic_that_fails_is_an_error():
         sweep(dataclasses.replace(op, checks=[broken]), _chunks(16), Backend.XLA, Clock(log))
 
 
-def test_programs_are_compiled_side_by_side():
+def test_programs_are_compiled_concurrently():
     both = threading.Barrier(2, timeout=30)
 
     class Waits:
@@ -174,13 +174,13 @@ def test_a_timed_program_takes_the_states_and_returns_them():
     assert len(inputs.states) == num_calls(case)
 
 
-def test_states_exceed_the_devices_cache_but_are_few():
+def test_timing_states_exceed_the_device_cache():
     assert num_calls(_case("long", 64, [])) == 16
     assert num_calls(_case("huge", 1 << 28, [])) == 4
     assert num_calls(_case("large", 1 << 22, [])) == 8
 
 
-def test_a_wrong_result_is_noticed():
+def test_wrong_result_of_a_candidate_is_detected():
     compare_results("a case", [jnp.ones(3)], [jnp.full(3, 1.01)], tolerance=0.02)
     for wrong in (jnp.full(3, 1.1), jnp.full(3, jnp.nan)):
         with pytest.raises(ValueError, match="wrong results in 'a case'"):

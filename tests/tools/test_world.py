@@ -35,7 +35,7 @@ FITS_WORD = {
 
 @pytest.mark.parametrize("operation", TRUE_RESULTS)
 @pytest.mark.parametrize("words", [False, True])
-def test_arithmetic_is_true(operation, words):
+def test_arithmetic_answers_are_correct(operation, words):
     for example in sample_examples(1, 200, task=operation + "_words" * words):
         tokens = re.findall(r"[a-z]+(?:-[a-z]+)?", example.prompt.lower())
         runs = [
@@ -68,7 +68,7 @@ def test_lists_keep_their_items():
 @pytest.mark.parametrize(
     ("task", "lengths"), [("count", SHORT_ANSWER), ("count_long", LONG_ANSWER)]
 )
-def test_counting_goes_from_a_to_b(task, lengths):
+def test_counting_answers_run_from_a_to_b(task, lengths):
     for example in sample_examples(4, 200, task=task):
         assert lengths[0] <= len(example.answer) <= lengths[1]
         if example.answer[0].isalpha():
@@ -81,7 +81,7 @@ def test_counting_goes_from_a_to_b(task, lengths):
         assert numbers == expected
 
 
-def test_split_is_by_content():
+def test_training_and_held_out_data_are_split_by_content():
     assert not is_held_out("multiply:[7, 8]!")
     assert any(is_held_out(f"add:[{a}, 500]") for a in range(100))
     for task in TASKS:
@@ -92,14 +92,14 @@ def test_split_is_by_content():
     assert not held_out & {e.prompt.lower().strip(".?") for e in trained}
 
 
-def test_samples_repeat_and_refuse_unknown_tasks():
+def test_samples_are_reproducible_and_unknown_tasks_are_refused():
     assert sample_examples(7, 20) == sample_examples(7, 20)
     assert sample_examples(7, 20) != sample_examples(8, 20)
     with pytest.raises(ValueError, match="task must be one of add"):
         sample_examples(0, 1, task="divide")
 
 
-def test_example_forms():
+def test_examples_have_raw_and_chat_forms():
     example = sample_examples(9, 1)[0]
     assert example.completion == "\n" + example.answer
     assert example.messages == [{"role": "user", "content": example.prompt}]
@@ -118,7 +118,7 @@ def test_example_forms():
         (-7, "minus seven"),
     ],
 )
-def test_number_words(n, words):
+def test_number_words_are_correct(n, words):
     assert number_words(n) == words
 
 
@@ -127,7 +127,7 @@ def test_number_words_refuses_long_numbers():
         number_words(10000)
 
 
-def test_batches_repeat_and_mark_whole_answers():
+def test_batches_are_reproducible_and_mark_whole_answers():
     shape = BatchShape(short_rows=8, long_rows=2)
     first, again = make_batch(3, 5, shape), make_batch(3, 5, shape)
     for rows, same in zip(first, again, strict=True):
