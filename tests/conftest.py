@@ -32,8 +32,7 @@ import pytest  # noqa: E402
 import jpaged  # noqa: E402  imports JAX only when an engine is asked for
 
 MAX_KEPT_ENGINES = 8
-"""An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:
-at the last one XLA crashes."""
+"""XLA crashes at Linux's limit of 65,530 memory maps; an engine on a CPU takes about 1,300."""
 
 MAX_PROCESSOR_SECONDS = 30.0
 """Processor time of one test of the default tier, fixtures included. In CI a test that needs more
@@ -121,7 +120,7 @@ def pytest_collection_finish() -> None:
 
 
 def _processor_seconds() -> float:
-    """Processor time of this process and of those that it has waited for."""
+    """Return the processor time of this process and of the children that it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -189,8 +188,7 @@ def jax_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of compiled programs that all processes of a run share, the servers that
-    tests start among them.
+    """Return the folder of compiled programs that all processes of a run and their servers share.
 
     JAX writes its files in place. A file that is read half written fails zlib's check, gives a
     warning that pyproject.toml ignores, and is compiled again. A test that kills a process while it
@@ -215,8 +213,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kept_engines(
     compilation_cache: Path, pytestconfig: pytest.Config
 ) -> Callable[..., "jpaged.Engine"]:
-    """Return a function that makes an engine of a model and options, or returns the one that it
-    made of them not long ago."""
+    """Return a function that makes an engine, or returns a kept engine of the same options."""
     make = partial(jpaged.Engine, compilation_cache_dir=compilation_cache)
     kept = lru_cache(MAX_KEPT_ENGINES)(make)
     pytestconfig.stash[_ENGINES] = kept.cache_clear

@@ -1,4 +1,4 @@
-"""Random answers that a grammar allows, chosen by its masks alone."""
+"""Generate random answers from the masks of a grammar."""
 
 import random
 from pathlib import Path
@@ -18,12 +18,12 @@ ENDING = frozenset({EOS})
 CLOSING = set(b'"}]')
 
 
-def matcher_of(form: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matcher:
-    return GRAMMARS.compile(form).matcher(ending)
+def matcher_of(spec: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matcher:
+    return GRAMMARS.compile(spec).matcher(ending)
 
 
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
-    """What may follow; the answer's error, if there is one, is raised."""
+    """Return the token ids that may follow, or raise the error of the answer."""
     masks = np.zeros((1, -(-size // 32)), np.int32)
     if (error := matcher.fill_mask(masks, 0)) is not None:
         raise error
@@ -31,29 +31,29 @@ def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
     return set(np.flatnonzero(bits).tolist())
 
 
-def walk(form: StructuredOutputs, seed: int, most: int = 600) -> str | None:
-    """An answer's text; None if it does not end in so many tokens."""
-    rng, matcher, text = random.Random(seed), matcher_of(form), b""
-    for _ in range(most):
+def walk(spec: StructuredOutputs, seed: int, max_tokens: int = 600) -> str | None:
+    """Return the text of a random answer, or None if it does not end within `max_tokens`."""
+    rng, matcher, text = random.Random(seed), matcher_of(spec), b""
+    for _ in range(max_tokens):
         if matcher.is_stopped:
             return text.decode()
         choices = allowed(matcher)
         if EOS in choices and (rng.random() < 0.5 or choices == {EOS}):
             return text.decode()
         tokens = sorted(choices - {EOS})
-        of = TOKENIZER.token_bytes
-        assert of is not None
-        closing = [it for it in tokens if of(it) and of(it)[0] in CLOSING]
-        plain = [it for it in tokens if of(it).isascii()]
+        bytes_of = TOKENIZER.token_bytes
+        assert bytes_of is not None
+        closing = [it for it in tokens if bytes_of(it) and bytes_of(it)[0] in CLOSING]
+        plain = [it for it in tokens if bytes_of(it).isascii()]
         usual = plain if plain and rng.random() < 0.9 else tokens
         token = rng.choice(closing if closing and rng.random() < 0.4 else usual)
         matcher.accept(token)
-        text += of(token)
+        text += bytes_of(token)
     return None
 
 
 def read(matcher: Matcher, text: str) -> bool:
-    """Whether a grammar takes a text as far as it goes, token by token, as its masks say too."""
+    """Return whether the masks and the matcher accept every token of a text."""
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         if token not in allowed(matcher):
             return False
@@ -61,7 +61,7 @@ def read(matcher: Matcher, text: str) -> bool:
     return True
 
 
-def accepts(form: StructuredOutputs, text: str) -> bool:
-    """Whether a text is an answer."""
-    matcher = matcher_of(form)
+def accepts(spec: StructuredOutputs, text: str) -> bool:
+    """Return whether a text is a complete answer."""
+    matcher = matcher_of(spec)
     return read(matcher, text) and (matcher.is_stopped or EOS in allowed(matcher))

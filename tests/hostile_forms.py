@@ -1,25 +1,23 @@
-"""Forms of answers that cost far more than they look, by what bounds them."""
+"""Structured-output specs that cost far more than their size suggests, and their limits."""
 
 import json
 from typing import Any
 
 
 def references(count: int) -> dict[str, Any]:
-    """A chain of them."""
-    chain: dict[str, Any] = {
-        f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)
-    }
+    """Return a schema with a chain of `count` references."""
+    chain = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
     return {"$defs": {**chain, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
 def rules(count: int) -> str:
-    """A chain of a grammar's rules."""
+    """Return a grammar with a chain of `count` rules."""
     chain = "".join(f'r{i:x}:"a"r{i + 1:x}\n' for i in range(count))
     return f'start:r0\n{chain}r{count:x}:"b"\n'
 
 
 def names_by_pattern(count: int) -> dict[str, Any]:
-    """A schema with so many patterns of names."""
+    """Return a schema with `count` patterns of property names."""
     return {"patternProperties": {f"^a{i}b.*c": {"type": "null"} for i in range(count)}}
 
 
@@ -48,9 +46,9 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
         "regex has 1000000 repetitions within",
     ),
 }
-"""What is asked, the bound in `bounds`, and the words of the error."""
+"""By name: the spec's fields, the limit in `bounds` and the error."""
 
 
-def with_schema(form: dict[str, Any]) -> dict[str, Any]:
-    """A grammar with the form's schema in it."""
-    return {"grammar": f"start:%json {json.dumps(form['json'], separators=(',', ':'))}"}
+def with_schema(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a spec whose grammar includes the JSON schema of `spec`."""
+    return {"grammar": f"start:%json {json.dumps(spec['json'], separators=(',', ':'))}"}

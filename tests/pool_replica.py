@@ -1,16 +1,16 @@
-"""What somebody knows of a pool who only sees its changes."""
+"""Rebuild the state of a block pool from its changes."""
 
 from jpaged import PoolChanges
 from jpaged.observe.pool_changes import TableChange
 
 
 class PoolReplica:
-    """Adds changes up.
+    """The state of a pool, updated by each `PoolChanges`.
 
     Attributes:
-        counts, hashes: Of each block that was told of.
-        tables, computed, sequences: Of each sequence that holds something, and its last change.
-        images, pinned, tokens: As last told.
+        counts, hashes: Reference count and hash of each block that has changed.
+        tables, computed, sequences: Block table, computed tokens and last change by sequence id.
+        images, pinned, tokens: The last reported values.
     """
 
     def __init__(self):

@@ -1,5 +1,5 @@
-"""As much of an engine's start as there is before it compiles; `python start_helpers.py FOLDER`
-tells the first worker's order and the numbers of the runtime."""
+"""The start of an engine up to compilation; `python start_helpers.py FOLDER` prints the first
+worker's job and the runtime limits."""
 
 import sys
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Start:
-    """The embedded model's, with two workers.
+    """The start of the embedded model with two compile workers.
 
     Args:
         cache: The folder of compiled programs.
@@ -47,7 +47,7 @@ class Start:
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
-    """Names of programs, sorted."""
+    """Return the sorted names of programs."""
     return sorted(repr(recipe.name) for recipe in made)
 
 

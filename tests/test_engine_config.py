@@ -24,7 +24,7 @@ from pallas_kernels import Backend, checks
 
 
 def resolved(
-    num_blocks: int = 100, defaults: PlatformDefaults = CPU_DEFAULTS, **options
+    num_blocks: int = 100, /, defaults: PlatformDefaults = CPU_DEFAULTS, **options
 ) -> RuntimeConfig:
     config, sizes = EngineConfig(**options), {"model_max_len": 1024, "vocab_size": 300}
     limits = resolve_limits(config, **sizes, backend=Backend.XLA, defaults=defaults)

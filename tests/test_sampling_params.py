@@ -25,66 +25,46 @@ def test_importing_parameters_imports_no_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("temperature", (-0.1, float("nan"), float("inf"), 10**400)),
-        ("top_p", (0.0, -0.5, 1.01, float("nan"))),
-        ("top_k", (-2,)),
-        ("min_p", (-0.01, 1.01, float("nan"))),
-        ("repetition_penalty", (0.0, -1.0, float("inf"))),
-        ("presence_penalty", (-2.01, 2.01, float("nan"))),
-        ("frequency_penalty", (-2.01, 2.01)),
-        ("seed", (-(2**63) - 1, 2**64)),
-        ("n", (0, -1)),
-        ("best_of", (0, -1)),
-        ("beam_width", (0, -1)),
-        ("length_penalty", (float("nan"), float("inf"), -(10**400))),
-        ("early_stopping", ("always", None, 1, 0.5)),
-        ("max_tokens", (0, -3)),
-        ("min_tokens", (-1, 17)),
-        ("logprobs", (-1,)),
-        ("prompt_logprobs", (-1,)),
-        ("stop", ("", ["a", ""])),
-        ("stop_token_ids", ([-1],)),
-        ("allowed_token_ids", ([], [-1])),
-        ("logit_bias", ({-1: 0.0}, {3: 100.5}, {3: float("nan")}, {3: -101})),
-    ],
-)
-def test_value_out_of_range_is_refused_by_name(name, values):
-    for value in values:
-        with pytest.raises(ValueError, match=name):
-            SamplingParams(**{name: value})
+NAN, INF = float("nan"), float("inf")
+INVALID: dict[str, tuple[tuple, tuple]] = {  # values out of range, and values of a wrong type
+    "temperature": ((-0.1, NAN, INF, 10**400), ("1", None, True, 1j)),
+    "top_p": ((0.0, -0.5, 1.01, NAN), (True, "0.9")),
+    "top_k": ((-2,), (1.0, True, None)),
+    "min_p": ((-0.01, 1.01, NAN), ()),
+    "repetition_penalty": ((0.0, -1.0, INF), ()),
+    "presence_penalty": ((-2.01, 2.01, NAN), ()),
+    "frequency_penalty": ((-2.01, 2.01), ()),
+    "seed": ((-(2**63) - 1, 2**64), (1.5, True, "1")),
+    "n": ((0, -1), (1.0, True)),
+    "best_of": ((0, -1), (2.0, True, "2")),
+    "beam_width": ((0, -1), (2.0, True, "2")),
+    "length_penalty": ((NAN, INF, -(10**400)), ("1", None, True)),
+    "early_stopping": (("always", None, 1, 0.5), ()),
+    "max_tokens": ((0, -3), (1.0, True)),
+    "min_tokens": ((-1, 17), (0.0, None)),
+    "logprobs": ((-1,), (True, 1.0)),
+    "prompt_logprobs": ((-1,), ()),
+    "stop": (("", ["a", ""]), (3, [3], {"a": 1})),
+    "stop_token_ids": (([-1],), (3, "3", [1.0], [True])),
+    "allowed_token_ids": (([], [-1]), (3, ["a"])),
+    "logit_bias": (
+        ({-1: 0.0}, {3: 100.5}, {3: NAN}, {3: -101}),
+        ([1], {"1": 0.0}, {1: "a"}, {1: True}),
+    ),
+    "ignore_eos": ((), (0, None)),
+    "detokenize": ((), (1,)),
+    "skip_special_tokens": ((), ("yes",)),
+    "include_stop_str_in_output": ((), (1,)),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("temperature", ("1", None, True, 1j)),
-        ("top_p", (True, "0.9")),
-        ("top_k", (1.0, True, None)),
-        ("n", (1.0, True)),
-        ("best_of", (2.0, True, "2")),
-        ("beam_width", (2.0, True, "2")),
-        ("length_penalty", ("1", None, True)),
-        ("seed", (1.5, True, "1")),
-        ("max_tokens", (1.0, True)),
-        ("min_tokens", (0.0, None)),
-        ("logprobs", (True, 1.0)),
-        ("stop", (3, [3], {"a": 1})),
-        ("stop_token_ids", (3, "3", [1.0], [True])),
-        ("allowed_token_ids", (3, ["a"])),
-        ("logit_bias", ([1], {"1": 0.0}, {1: "a"}, {1: True})),
-        ("ignore_eos", (0, None)),
-        ("detokenize", (1,)),
-        ("skip_special_tokens", ("yes",)),
-        ("include_stop_str_in_output", (1,)),
-    ],
-)
-def test_wrong_type_is_refused_by_name(name, values):
-    for value in values:
-        with pytest.raises(TypeError, match=name):
-            SamplingParams(**{name: value})
+@pytest.mark.parametrize("name", INVALID)
+def test_value_out_of_range_or_of_a_wrong_type_is_refused_by_name(name: str):
+    for error, values in zip((ValueError, TypeError), INVALID[name], strict=True):
+        for value in values:
+            options: dict[str, Any] = {name: value}
+            with pytest.raises(error, match=name):
+                SamplingParams(**options)
 
 
 def test_values_at_the_limits_are_accepted():
@@ -140,9 +120,19 @@ def test_beam_search_takes_options_that_do_not_change_the_logits():
 
 
 NOT_WITH_BEAMS: dict[str, Any] = {
-    **{"best_of": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_tokens": 1},
-    **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": -0.1},
-    **{"logit_bias": {3: 1.0}, "allowed_token_ids": [3], "stop": "end", "logprobs": 0},
+    "best_of": 4,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": -0.1,
+    "min_tokens": 1,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [3],
+    "stop": "end",
+    "logprobs": 0,
 }
 
 

@@ -1,4 +1,4 @@
-"""Small tokenizers trained on the spot: byte-level (GPT-2, Qwen) and metaspace (LLaMA 2)."""
+"""Train small tokenizers: byte-level (GPT-2, Qwen) and metaspace (LLaMA 2)."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def byte_level_backend() -> Backend:
 
 @functools.cache
 def metaspace_backend() -> Backend:
-    """As LLaMA 2's: words begin with a metaspace, unknown characters fall back to bytes."""
+    """Return a backend like LLaMA 2's: metaspace before words, and byte fallback."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(
@@ -56,39 +56,32 @@ def metaspace_backend() -> Backend:
     vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})
     state["model"]["byte_fallback"] = True
     backend = Backend.from_str(json.dumps(state))
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     return backend
+
+
+def _with_byte_tokens(backend: Backend) -> Tokenizer:
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, additional_special_tokens=[START]
+    )
+    hf.chat_template = CHAT_TEMPLATE
+    return Tokenizer(hf)
+
+
+def _with_llama_tokens(backend: Backend, **options: str) -> Tokenizer:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **tokens, **options))
 
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    return Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=byte_level_backend(),
-            eos_token=EOS,
-            additional_special_tokens=[START],
-            chat_template=CHAT_TEMPLATE,
-        )
-    )
+    return _with_byte_tokens(byte_level_backend())
 
 
 @functools.cache
 def metaspace() -> Tokenizer:
-    return Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=metaspace_backend(),
-            bos_token="<s>",
-            eos_token="</s>",
-            unk_token="<unk>",
-        )
-    )
+    return _with_llama_tokens(metaspace_backend())
 
 
 _QWEN_WORDS = (
@@ -99,7 +92,7 @@ _QWEN_WORDS = (
 
 @functools.cache
 def qwen_like() -> Tokenizer:
-    """Split by Qwen's expression, normalized; an added token that is not special."""
+    """Return a tokenizer with Qwen's splitting, NFC and one added token that is not special."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated")
@@ -112,27 +105,19 @@ def qwen_like() -> Tokenizer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens(["<think>"])
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=EOS, additional_special_tokens=[START]
-    )
-    hf.chat_template = CHAT_TEMPLATE
-    return Tokenizer(hf)
+    return _with_byte_tokens(backend)
 
 
 @functools.cache
 def llama_like() -> Tokenizer:
-    """As LLaMA 2's own: no pre-tokenizer, a blank before each text, `</s>` looked for after it."""
+    """Return a tokenizer like LLaMA 2's: no pre-tokenizer, a space prepended to each text."""
     state = json.loads(metaspace_backend().to_str())
     state["pre_tokenizer"] = None
     backend = Backend.from_str(json.dumps(state))
     prepend, replace = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([prepend, replace])
     backend.add_special_tokens(["<unk>", AddedToken("<s>", normalized=True), "</s>"])
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    hf.chat_template = TEMPLATES["llama-2"]
-    return Tokenizer(hf)
+    return _with_llama_tokens(backend, chat_template=TEMPLATES["llama-2"])
 
 
 TEMPLATES = {
@@ -150,22 +135,16 @@ TEMPLATES = {
     "{{ m.content | trim }}{{ '<|end|>\n' }}{% endfor %}",
     "roles": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
 }
-"""Ways in which templates write contents."""
+"""Chat templates that write contents in different ways."""
 
 
 @functools.cache
 def mistral_like() -> Tokenizer:
-    """A blank before a prompt's first word, and before no other that follows a special token."""
+    """Return a tokenizer that prepends a space only to the first word of a prompt."""
     state = json.loads(metaspace_backend().to_str())
     state["pre_tokenizer"]["prepend_scheme"] = "first"
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=Backend.from_str(json.dumps(state)),
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
-    hf.chat_template = TEMPLATES["llama-2"]
-    return Tokenizer(hf)
+    backend = Backend.from_str(json.dumps(state))
+    return _with_llama_tokens(backend, chat_template=TEMPLATES["llama-2"])
 
 
 END_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
@@ -173,7 +152,7 @@ END_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }
 
 @functools.cache
 def full_width_like() -> Tokenizer:
-    """`</s>` is looked for after compatibility characters were replaced."""
+    """Return a tokenizer that finds `</s>` after NFKC normalization."""
     state = json.loads(byte_level_backend().to_str())
     backend = Backend.from_str(json.dumps(state))
     backend.normalizer = normalizers.NFKC()

@@ -1,4 +1,4 @@
-"""Two runs of a benchmark side by side."""
+"""Test the comparison of two runs of a benchmark."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def row(case: str, ms: float, **more: object) -> dict:
     return {"case": case, "model": "m", "ms": ms, "vllm": 1.0, "reached": True, **more}
 
 
-def test_figures_are_matched_by_the_rows_names_and_marked_beyond_the_threshold():
+def test_rows_are_matched_by_name_and_large_changes_marked():
     lines = compare(document(row("C", 2.0), row("D", 4.0)), document(row("D", 4.1), row("C", 3.0)))
     assert [(x["row"], x["figure"], x["before"], x["after"]) for x in lines] == [
         ("C, m", "ms", 2.0, 3.0),
@@ -30,16 +30,14 @@ def test_figures_are_matched_by_the_rows_names_and_marked_beyond_the_threshold()
     assert [x["changed"] for x in compare(document(row("D", 4.0)), document(row("D", 4.1)), 0.01)]
 
 
-def test_settings_tell_rows_apart():
+def test_rows_with_different_settings_are_compared_apart():
     rows = [row("C", 1.0, batch=1), row("C", 2.0, batch=8)]
     lines = compare(document(*rows), document(*rows[::-1]))
-    assert [(x["row"], x["changed"]) for x in lines] == [
-        ("C, m, batch 1", ""),
-        ("C, m, batch 8", ""),
-    ]
+    assert [x["row"] for x in lines] == ["C, m, batch 1", "C, m, batch 8"]
+    assert [x["changed"] for x in lines] == ["", ""]
 
 
-def test_rows_of_one_name_are_matched_in_order_and_lone_ones_shown():
+def test_rows_of_one_name_are_matched_in_order_and_missing_rows_shown():
     lines = compare(document(row("C", 1.0), row("C", 0.0)), document(row("C", 1.0)))
     assert [(x["row"], x["after"], x["changed"]) for x in lines] == [
         ("C, m", 1.0, ""),
@@ -49,12 +47,12 @@ def test_rows_of_one_name_are_matched_in_order_and_lone_ones_shown():
     assert (line["ratio"], line["changed"]) == (None, "from 0")
 
 
-def test_rows_of_several_commits_are_the_same_rows():
+def test_rows_are_matched_across_commits():
     before, after = document(row("C", 1.0, commit="a")), document(row("C", 2.0, commit="b"))
     assert [(x["row"], x["changed"]) for x in compare(before, after)] == [("C, m", "+100.0%")]
 
 
-def test_a_part_that_is_measured_again_leaves_the_other_rows(tmp_path: Path):
+def test_recording_some_rows_keeps_the_other_rows(tmp_path: Path):
     first = record("latency", [row("C", 1.0), row("D", 2.0)], folder=tmp_path)
     old = json.loads(first.read_text())
     for kept in old["rows"]:
@@ -63,17 +61,17 @@ def test_a_part_that_is_measured_again_leaves_the_other_rows(tmp_path: Path):
     new = [row("D", 3.0), row("D", 4.0, format="fp8")]
     path = record("latency", new, folder=tmp_path, by=("case", "model", "format"))
     found = json.loads(path.read_text())["rows"]
-    told = [(it["case"], it.get("format"), it["ms"]) for it in found]
-    assert told == [("C", None, 1.0), ("D", None, 3.0), ("D", "fp8", 4.0)]
+    cells = [(it["case"], it.get("format"), it["ms"]) for it in found]
+    assert cells == [("C", None, 1.0), ("D", None, 3.0), ("D", "fp8", 4.0)]
     assert [it["commit"] == "an old one" for it in found] == [True, False, False]
 
 
-def test_other_benchmarks_are_refused():
+def test_results_of_different_benchmarks_are_refused():
     with pytest.raises(ValueError, match="'latency' and 'kernels' are different"):
         compare(document(), document(benchmark="kernels"))
 
 
-def test_every_benchmark_has_the_option(
+def test_every_benchmark_has_the_compare_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -84,9 +82,7 @@ def test_every_benchmark_has_the_option(
         parse_arguments(argparse.ArgumentParser())
     assert exit_info.value.code == 0
     assert "1 of 1 figures changed by more than 3%" in capsys.readouterr().out
-    sources = {
-        file.stem: file.read_text() for file in (Path(__file__).parents[2] / "bench").glob("*.py")
-    }
-    writers = {name for name, text in sources.items() if "import print_table, record" in text}
+    sources = [file.read_text() for file in (Path(__file__).parents[2] / "bench").glob("*.py")]
+    writers = [text for text in sources if "import print_table, record" in text]
     assert writers
-    assert all("parse_arguments(" in sources[name] for name in writers)
+    assert all("parse_arguments(" in text for text in writers)

@@ -141,11 +141,11 @@ FULL = [pytest.param(it, marks=pytest.mark.full) for it in ("orca_oracle", "fast
 def test_simulator_gives_the_engines_request_times(
     system: str, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With the same step times and no host time, every request's times are the same."""
+    """Serve one trace in both with the same step times and no host time."""
     clock = Clock(time.monotonic())
 
     def build_modelled(config: EngineConfig) -> EngineParts:
-        """Let the scheduler use 20 blocks of the pool, whose size is that of the other tests."""
+        """Let the scheduler use only 20 blocks of the pool."""
         parts = build_parts(config)
         few = dataclasses.replace(parts.runtime_config, num_blocks=21)
         runner = ModelledRunner(parts.runner, clock)

@@ -25,7 +25,7 @@ def test_readme_has_the_committed_results():
     assert len(text.splitlines()) <= 120
 
 
-def test_the_page_of_figures_has_the_committed_figures():
+def test_figures_page_has_the_committed_results():
     text = FIGURES.read_text(encoding="utf-8")
     assert render_figures(text) == text, "run python -m bench.readme_table --write"
 

@@ -1,7 +1,6 @@
-"""Traces have the paper's lengths and arrivals, and a user's file is read strictly."""
+"""Test the lengths and arrivals of traces, and the reading of a user's file."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from bench.paper.traces import CHAT_OUTPUT, CHAT_PROMPT, MAX_MODEL_LEN, MEAN_LEN
 
 @pytest.mark.parametrize("name", MEAN_LENGTHS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_means_after_clipping_are_the_papers(name: str, seed: int):
-    prompts, outputs = np.array(
-        _lengths(traces.poisson(traces.of_dataset(name), 100, 1000, seed))
-    ).T
+def test_mean_lengths_after_clipping_are_the_papers(name: str, seed: int):
+    trace = traces.poisson(traces.of_dataset(name), 100, 1000, seed)
+    prompts, outputs = np.array(_lengths(trace)).T
     assert len(prompts) == pytest.approx(100_000, rel=0.02)
     for drawn, mean in zip((prompts, outputs), MEAN_LENGTHS[name], strict=True):
         # Four standard errors: the deviation of such lengths is at most 1.31 of their mean.
@@ -29,7 +27,7 @@ def test_the_means_after_clipping_are_the_papers(name: str, seed: int):
         assert (prompts + outputs).max() == MAX_MODEL_LEN, "some are clipped"
 
 
-def test_arrivals_are_a_poisson_process():
+def test_arrivals_of_a_trace_are_a_poisson_process():
     times = np.array([r.arrival for r in traces.poisson(traces.of_dataset("alpaca"), 50, 400, 3)])
     gaps = np.diff(times)
     assert times[0] >= 0
@@ -41,7 +39,7 @@ def test_arrivals_are_a_poisson_process():
     assert counts.var() == pytest.approx(counts.mean(), rel=0.3)
 
 
-def test_a_seed_gives_the_same_requests_at_each_rate():
+def test_same_seed_gives_the_same_requests_at_each_rate():
     source = traces.of_dataset("sharegpt")
     slow, fast = traces.poisson(source, 2, 100, 5), traces.poisson(source, 4, 100, 5)
     assert slow == traces.poisson(source, 2, 100, 5)
@@ -51,7 +49,7 @@ def test_a_seed_gives_the_same_requests_at_each_rate():
     assert len(fast) == pytest.approx(2 * len(slow), rel=0.25)
 
 
-def test_a_shared_prefix_comes_before_each_prompt():
+def test_translation_prompts_begin_with_a_shared_prefix():
     few = traces.translation("5-shot", 10, 20, 0)
     assert {request.prompt[0] for request in few} == {(0, 0, 341)}
     assert all(_num_tokens(request) == request.prompt_len > 341 for request in few)
@@ -61,7 +59,7 @@ def test_a_shared_prefix_comes_before_each_prompt():
     assert all(r.prompt_len + r.output_len <= MAX_MODEL_LEN for r in few)
 
 
-def test_a_chats_round_has_the_end_of_what_was_said():
+def test_chat_prompts_end_with_the_latest_tokens_of_the_conversation():
     rounds = traces.chat(4, 1800, 0)
     assert len(rounds) == pytest.approx(4 * 1800, rel=0.15)
     assert [r.arrival for r in rounds] == sorted(r.arrival for r in rounds)
@@ -79,24 +77,20 @@ def test_a_chats_round_has_the_end_of_what_was_said():
         assert later.prompt[0][1] == max(later.prompt[0][2] - CHAT_PROMPT, 0)
         followed += 1
     assert followed > len(rounds) / 2
+    early = np.mean([r.prompt_len for r in rounds if r.arrival < 600])
     late = np.mean([r.prompt_len for r in rounds if r.arrival > 1200])
-    assert np.mean([r.prompt_len for r in rounds if r.arrival < 600]) == pytest.approx(
-        late, rel=0.1
-    )
+    assert early == pytest.approx(late, rel=0.1)
 
 
-def test_a_users_file_replaces_the_lengths(tmp_path: Path):
-    lines = [
-        {"prompt_len": 5, "output_len": 7},
-        {"prompt": "Hello, you two", "output": "Good day."},
-    ]
-    source = traces.from_file(_file(tmp_path, *map(json.dumps, lines), ""))
+def test_lengths_are_read_from_a_users_file(tmp_path: Path):
+    texts = '{"prompt": "Hello, you two", "output": "Good day."}'
+    source = traces.from_file(_file(tmp_path, '{"prompt_len": 5, "output_len": 7}', texts, ""))
     drawn = _lengths(traces.poisson(source, 10, 50, 0))
     assert set(drawn) == {(5, 7), (4, 3)}
     assert source.means == (4.5, 5.0)
 
 
-def test_a_users_long_requests_are_clipped(tmp_path: Path):
+def test_long_requests_of_a_users_file_are_clipped(tmp_path: Path):
     source = traces.from_file(_file(tmp_path, '{"prompt_len": 9000, "output_len": 10}'))
     assert set(_lengths(traces.poisson(source, 10, 5, 0))) == {(MAX_MODEL_LEN - 1, 1)}
 
@@ -115,31 +109,30 @@ def test_a_users_long_requests_are_clipped(tmp_path: Path):
         ('{"prompt": "a"}', "output must be a text"),
     ],
 )
-def test_a_bad_line_is_refused_by_file_and_number(tmp_path: Path, line: str, named: str):
+def test_invalid_line_is_refused_by_file_and_line_number(tmp_path: Path, line: str, named: str):
     path = _file(tmp_path, '{"prompt_len": 1, "output_len": 1}', "", line)
     with pytest.raises(ValueError, match=rf"lengths\.jsonl, line 3: .*{named}"):
         traces.from_file(path)
 
 
-def test_a_file_without_requests_is_refused(tmp_path: Path):
+def test_empty_or_unreadable_file_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"lengths\.jsonl' has no requests"):
         traces.from_file(_file(tmp_path, ""))
-    with pytest.raises(ValueError, match=r"cannot read .*absent\.jsonl"):
-        traces.from_file(tmp_path / "absent.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"cannot read .*binary\.jsonl"):
-        traces.from_file(tmp_path / "binary.jsonl")
+    for name in ("absent", "binary"):
+        with pytest.raises(ValueError, match=rf"cannot read .*{name}\.jsonl"):
+            traces.from_file(tmp_path / f"{name}.jsonl")
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_a_rate_must_be_positive(rate: float):
+def test_rate_must_be_a_positive_number(rate: float):
     with pytest.raises(ValueError, match="rate must be a positive number"):
         traces.poisson(traces.of_dataset("alpaca"), rate, 10, 0)
     with pytest.raises(ValueError, match="rate must be a positive number"):
         traces.chat(rate, 10, 0)
 
 
-def test_lengths_that_do_not_exist_are_named():
+def test_unknown_or_impossible_lengths_are_refused():
     with pytest.raises(ValueError, match="'wiki' are unknown; give one of sharegpt, alpaca"):
         traces.of_dataset("wiki")
     with pytest.raises(ValueError, match="a mean of 3000 tokens cannot be had"):

@@ -1,5 +1,5 @@
-"""What is measured of GEMMs that are not recorded, where, and how often; and with which options
-programs are compiled."""
+"""Test which unrecorded GEMMs are measured, where and how often, and the compiler options of
+programs."""
 
 import fcntl
 import re
@@ -79,7 +79,7 @@ def decode(kind: str, rows: int) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What is, and nothing is compiled for it."""
+    """Return the measured products without compiling anything."""
     found: list[tuple[str, int]] = []
     note = lambda model, part, rows, backend: found.append((part, rows))  # noqa: E731
     monkeypatch.setattr(gemm_autotuning, "measure_gemms", note)
@@ -205,7 +205,6 @@ sys.stdin.read()
 
 
 def test_measuring_process_waits_for_others(measured: list, tmp_path: Path):
-    """Two at once would measure each other. One that is killed holds up none."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
     it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -258,7 +257,6 @@ def test_measured_products_are_those_of_a_layer(
 
 
 def test_tensor_parallel_measurement_uses_the_shard_products(monkeypatch: pytest.MonkeyPatch):
-    """Of the head its rows of the vocabulary, 64 of 128."""
     texts: list[str] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
     mesh = make_mesh(jax.devices(), 2)

@@ -149,7 +149,6 @@ def test_model_is_recorded_only_if_all_its_products_are():
 
 
 def test_shipped_records_contain_the_published_shapes():
-    """A start of theirs by default measures nothing, and has several processes compile."""
     for path in gemm_autotuning.AUTOTUNING_DIR.iterdir():
         record = read_record(path)
         for shape in SHAPES:
@@ -169,7 +168,6 @@ def test_failed_write_leaves_no_partial_record(
 
 
 def test_record_also_applies_with_a_float8_pool():
-    """Whose products are the same: it has only the scales of its keys and values more."""
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
     one, other = (

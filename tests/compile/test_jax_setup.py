@@ -1,4 +1,4 @@
-"""What an engine's start sets in its process, and that it is as before afterwards."""
+"""Test which settings of the process an engine's start changes, and that it restores them."""
 
 import gc
 import re

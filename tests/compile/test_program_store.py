@@ -122,7 +122,7 @@ def test_functions_and_settings_are_part_of_the_key(
         assert make_store(tmp_path).load(recipe().key) is None
     with jax.default_matmul_precision("highest"):
         assert make_store(tmp_path).load(recipe().key) is None
-    with monkeypatch.context() as patch:  # of which no program depends
+    with monkeypatch.context() as patch:  # no program depends on it
         patch.setenv("NVIDIA_VISIBLE_DEVICES", "GPU-1")
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
         assert make_store(tmp_path).load(recipe().key) is not None

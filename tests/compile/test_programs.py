@@ -22,8 +22,7 @@ ALWAYS = [(name, None) for name in ("load_rows", "load_bias", "copy_blocks", "fo
 
 
 class FakeRecipe(Recipe):
-    """Its function is what compiling it does; `arguments` are the log where it says so, and what
-    lowering it does."""
+    """A recipe whose function runs when the recipe is compiled."""
 
     def lower(self, exported: Any = None) -> Any:
         label = f"{self.name[0]} {self.name[1]}"
@@ -130,7 +129,6 @@ def test_drafts_are_compiled_while_others_are_only_lowered():
 
 
 def test_drafts_and_programs_use_the_same_compiler_options(tmp_path: Path):
-    """The pool's size rests on what drafts take, and is not that of another compiler."""
     log = Log()
 
     class Other(Compiler):

@@ -1,4 +1,5 @@
-"""What of a device is an engine's, and that it is found out while the model loads."""
+"""Test how much of a device's memory an engine uses, and that the pool is sized while the model
+loads."""
 
 import threading
 from dataclasses import replace
@@ -35,8 +36,6 @@ def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
 
 
 def test_smallest_tensor_parallel_device_limits_the_pool():
-    """And host memory holds what all of them have of a block."""
-
     def device(limit: int) -> SimpleNamespace:
         stats = {"bytes_limit": limit, "bytes_in_use": 0}
         return SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
@@ -125,7 +124,6 @@ def test_pool_gets_the_remaining_memory():
 
 @pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
 def test_memory_account_includes_logits_of_bursts(max_num_seqs: int, steps: int, rows: int):
-    """They may be launched one by one, and as many again before the first was read."""
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     none, some = (
         sizing(2**31, num_scheduler_steps=n, **limits).fit(0)[1].workspace for n in (1, steps)

@@ -1,4 +1,4 @@
-"""Which share of a start's programs a worker compiles."""
+"""Test which programs of a start each worker compiles."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -78,7 +78,6 @@ def test_worker_reads_whether_the_head_is_tied(
 def test_worker_reads_the_dtype_of_the_pool(
     tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Which no config.json says."""
     given: list[Recipe] = []
 
     def reach(made: Iterable[Recipe], *_: Any) -> None:

@@ -92,7 +92,6 @@ print(json.dumps([[*tokens], *(events[it] for it in ("start", "cache_hits", "cac
 
 
 def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
-    """In a process of its own: the tests' has code with checks in it, which workers have not."""
     model, cache = tmp_path / "model", tmp_path / "cache"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(ONE_LAYER), encoding="utf-8")
@@ -137,7 +136,7 @@ def test_workers_accept_any_checkpoint_path(
         assert pool.start(start.runtime)
         found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
-    # They have read config.json in it: only then is it seen what programs are made from.
+    # The workers have read config.json in this folder, so the digest includes it.
     assert sum("code, settings or device memory" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 

@@ -140,8 +140,8 @@ class Driver:
         return emitted
 
     def postpone_rows(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Catch up with the device but for the newest step, of which some rows sample nothing;
-        gives these."""
+        """Read all steps in flight except the newest, and return their updates. Some rows of the
+        newest step sample nothing."""
         while len(self.in_flight) > 1:
             self.read()
         plan, sampled, found = self.in_flight.pop()
@@ -167,7 +167,8 @@ class Driver:
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached; no free block has it, unless the next plan still copies some."""
+        """Clear the prefix cache. Afterwards only blocks that the next plan copies may still be
+        cached."""
         self.scheduler.reset_prefix_cache()
         images = [
             it.swap_entry for it in self.scheduler.unfinished_requests if it.swap_entry is not None

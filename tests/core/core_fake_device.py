@@ -20,7 +20,8 @@ VOCABULARY = 11
 
 
 def next_token(token_ids: list[int], index: int = 0) -> int:
-    """The fake model: any deterministic function of all the tokens, and of which sample it is."""
+    """Return the fake model's next token: a deterministic function of all tokens and the sample's
+    seed."""
     return zlib.crc32(bytes(token_ids), index) % VOCABULARY
 
 
@@ -35,7 +36,7 @@ def candidates_of(token_ids: list[int]) -> BeamCandidates:
 def oracle(
     prompt: list[int], stop: StopCriteria, max_model_len: int, index: int = 0
 ) -> tuple[list[int], FinishReason]:
-    """What a sample must give, run alone with no cache at all."""
+    """Return the tokens of a sample that runs alone without a cache."""
     tokens = list(prompt)
     while True:
         tokens.append(token := next_token(tokens, index))
@@ -47,7 +48,7 @@ def oracle(
 
 
 def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[Hypothesis]:
-    """What a fresh search must find, its beams kept as lists of tokens."""
+    """Return the answers of a beam search that keeps its beams as lists of tokens."""
     outputs, scores = [[]], [0.0]
     while outputs:
         found = [candidates_of(prompt + output) for output in outputs]
@@ -137,7 +138,7 @@ class FakeDevice:
             self.slots[block_id * self.block_size + offset] = kv
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """All at once, as the device does: the order of the pairs must not matter."""
+        """Copy all pairs together, as the device does: the order of the pairs must not matter."""
         sources, targets = {s for s, _ in copies}, [t for _, t in copies]
         assert len(set(targets)) == len(targets), "a block is the target of two copies"
         assert sources.isdisjoint(targets), "a copy's source is another's target"

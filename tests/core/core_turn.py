@@ -35,8 +35,7 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def _fills_up_with_others(self, plan: StepPlan) -> bool:
-        """Whether the step is as full as can be of prompts, and no sequence decodes, not even the
-        first in line."""
+        """Return whether prompts alone fill the step, so that no sequence decodes in it."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
         # The one before the others was begun: what it computes again may be past its prompt.
@@ -46,8 +45,7 @@ class Turn:
         return is_throughput and is_full and nobody_decodes and not of_first
 
     def bound(self, request: Request) -> float:
-        """Every launch of its own, and one to come back, each followed by at most `lag + 1` bursts
-        of steps of waiting."""
+        """Return the bound on the number of steps that a request can wait."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the stem, then all that is each one's own

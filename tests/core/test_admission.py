@@ -1,7 +1,4 @@
-"""A refusal is remembered only until something changes that it rests on: each of these, one by one.
-
-Of a pool of five blocks of four tokens the holder has three.
-"""
+"""Test when a refused request fits, in a pool of five blocks of four tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +37,7 @@ class Line:
         self.head.live_sequences.pop()
 
     def change_nobody_runs(self) -> None:
-        """Whose block stays, since another holds it too: none is freed."""
+        """Free a sequence whose block another sequence holds too: no block becomes free."""
         self.running.discard(self.running.first)
 
     def change_prefix(self) -> None:

@@ -70,7 +70,7 @@ def test_forks_copies_and_prunes():
     assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
     assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
-    assert num_free(driver) == 8  # block 3 went with the pruned beam, at once
+    assert num_free(driver) == 8  # block 3 was freed with the pruned beam
 
     plan = the(driver.step())
     assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])

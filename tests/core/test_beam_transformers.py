@@ -41,10 +41,8 @@ def torch_thread() -> Iterator[None]:
 
 @functools.cache
 def tables():
-    """float32 [positions, V, V]: logits after a token; end tokens are neither rare nor sure.
-
-    They differ by position, for else two orders of the same pairs of tokens have equal sums.
-    """
+    """Tokens differ by position, because two orders of the same pairs would otherwise have equal
+    scores."""
     import torch
 
     size = (2 + max(MAX_TOKENS), VOCAB, VOCAB)

@@ -41,7 +41,7 @@ class BlockMachine(RuleBasedStateMachine):
         return Counter(block_id for table in self.tables.values() for block_id in table)
 
     def model_append(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """What append must do, one token at a time; returns the copies."""
+        """Append tokens one at a time to the model of the pool, and return the copies."""
         table, copies = self.tables[sequence.seq_id], ()
         for position in range(
             sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens

@@ -179,4 +179,4 @@ def test_longer_prefix_is_looked_up_after_partial_eviction():
     grow(manager, again, 2)
     manager.register_full_blocks(again, 4)
     assert manager.can_extend_prefix(contents, sequence, 6)
-    assert not manager.can_extend_prefix(contents, sequence, 3)  # so many tokens at most
+    assert not manager.can_extend_prefix(contents, sequence, 3)  # the maximum number of tokens

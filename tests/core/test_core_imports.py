@@ -1,4 +1,4 @@
-"""The host side must run where there is no JAX, and start without waiting for it."""
+"""Test that the host side runs and starts without JAX."""
 
 import ast
 import subprocess

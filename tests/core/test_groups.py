@@ -169,7 +169,7 @@ def test_first_sample_that_ends_in_the_common_prefix_is_replaced(lag: int):
 
 
 def starved_at_its_forks() -> Driver:
-    """Its samples have forked, and wait for the blocks of one that was aborted."""
+    """Return a driver whose samples have forked and wait for blocks of an aborted request."""
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_batched_tokens=8), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=3))
     driver.add(make_request("2", 5, seq_id=20))

@@ -1,5 +1,5 @@
-"""Which requests are refused: the bound is exact, for one that fits runs to its end however often
-it is preempted."""
+"""Test which requests are refused. The bound is exact: a request that fits runs to its end despite
+preemptions."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
@@ -17,7 +17,7 @@ REFUSALS = [
         make_request("2", 2, beam=BeamSearch(5), seq_id=10),
         "runs 5 sequences, but max_num_seqs=4: lower n, best_of or beam_width",
     ),
-    (  # four full blocks are shared, and each has two of its own
+    (  # four full blocks are shared, and each sample has two more
         make_request("2", 17, max_tokens=8, n=3, seq_id=10),
         r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\), but the pool has 9: "
         "raise num_blocks or lower max_tokens, n or beam_width",
@@ -127,7 +127,7 @@ def test_pinned_prefix_counts_at_most_the_prompt_of_a_group(group: int | BeamSea
 
 
 def test_samples_compute_the_last_token_of_a_pinned_prompt():
-    # The prompt is pinned with all its tokens, of which samples share all but the last block.
+    # Pin the whole prompt. Its samples share all blocks except the last.
     request = make_request("2", [0] * 12, 1, n=2, seq_id=10)
     with pytest.raises(ValueError, match=r"may need 2 blocks .* the pool has 1 in addition to 3"):
         pinned(4).add(request)

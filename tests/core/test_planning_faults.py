@@ -1,4 +1,4 @@
-"""What goes wrong in planning for one request ends that request alone: the state stays intact."""
+"""Test that a planning fault of one request ends that request only."""
 
 from collections import Counter
 from typing import Any

@@ -139,7 +139,6 @@ def test_hash_collision_is_a_miss():
 
 
 def test_blocks_after_an_evicted_parent_are_not_found():
-    """Its block, filled with something else, must not lead to the old child."""
     manager = make_manager(4)
     child = join(manager, LETTERS[:8])
     manager.pool.free([1])  # out of order, as no sequence does it

@@ -185,7 +185,6 @@ def test_blocks_shared_with_victims_are_counted_once():
 
 
 def test_remaining_requests_continue_before_an_urgent_one_joins():
-    """With blocks that are given back, so that one would give way in vain."""
     limits = {"num_blocks": 14, "max_num_batched_tokens": 128, "max_model_len": 48}
     driver = make_driver(**limits)
     driver.add(make_request("1", [3] * 8, max_tokens=12, seq_id=1))

@@ -1,5 +1,5 @@
-"""What goes wrong in reading a step for one request, its beam search's step too, ends that request,
-and leaves the scheduler's state intact."""
+"""Test that a fault while reading a step ends one request only, and leaves the scheduler's state
+intact."""
 
 import random
 from collections import Counter

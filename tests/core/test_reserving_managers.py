@@ -41,7 +41,7 @@ def test_all_requests_end_and_free_their_memory(system: str):
             assert manager.ranges.num_free == num_blocks - 1
             assert not manager.reservations
             assert not any(plan.preempted_request_ids for plan in driver.plans)
-    assert most_held > 2  # several at once, in one seed at least
+    assert most_held > 2  # several requests run together with at least one seed
 
 
 def make_request(name: int, pick: random.Random, max_model_len: int) -> Request:

@@ -63,7 +63,7 @@ pressures = st.none() | st.builds(
     st.integers(0, 12),
     st.just(COSTS),
 )
-# One sequence, so many samples, or a beam search.
+# Return a request with one sequence, several samples, or a beam search.
 groups = st.just(1) | st.integers(2, 4) | searches()
 
 # Anything, and what many have in common: all the beginnings of one text, and of nearly the same.
@@ -101,7 +101,7 @@ def fits(
     group: int | BeamSearch = 1,
     num_shared: int = 0,
 ) -> bool:
-    """Who may be refused, said once more; `num_shared` pinned blocks are there already."""
+    """Return whether a request must be refused, by an independent computation."""
     manager = scheduler.block_manager
     if not 1 <= len(prompt) < scheduler.config.max_model_len:
         return False
@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, seats_per_free_seat: int
     ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
-        # Of so few seats as here all would join at once.
+        # With this few rows, all requests would join together.
         self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", seats_per_free_seat)
         self.patch.start()
         self.turn = Turn(self.driver)
@@ -332,7 +332,6 @@ class TestSchedulerForLong(SchedulerMachine.TestCase):
     st.lists(st.tuples(arrivals, st.integers(0, 4)), min_size=1, max_size=4),
 )
 def test_both_loops_give_the_same_tokens(limits: dict, work: list):
-    """The same arrivals, read at once or one or two steps late."""
     answers = []
     for lag in (0, 1, 2):
         driver = Driver(make_scheduler(**{**limits, "by_priority": True}), lag)

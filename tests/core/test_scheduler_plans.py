@@ -1,4 +1,4 @@
-"""What the scheduler plans: chunks, mixed steps, admission and preemption, by literal values."""
+"""Test plans by literal values: chunks, mixed steps, admission and preemption."""
 
 import random
 from typing import Any
@@ -61,7 +61,8 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # What a chunk computes, a token for each prompt that ends, one for each that decodes.
+    # Return the numbers of tokens in a step: its chunks, its finished prompts and its decode
+    # rows.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 
@@ -265,7 +266,7 @@ def test_preempted_request_waits_until_its_pending_token_is_read():
     sequence = driver.requests["2"].sequences[0]
     assert driver.step() is None  # it needs a second block and none is free: it preempts itself
     assert driver.requests["2"].status is RequestStatus.PREEMPTED
-    assert driver.requests["1"].is_finished  # and by now there is room
+    assert driver.requests["1"].is_finished  # meanwhile there is room
     assert driver.scheduler.block_manager.num_free_blocks == 4
     assert sequence.num_pending_tokens == 1
     assert driver.step() is None

@@ -89,7 +89,7 @@ def test_generated_tokens_are_cached_for_the_next_chat_turn(lag: int):
     driver.add(make_request("1", PROMPT, max_tokens=8))
     driver.run()
     history = driver.requests["1"].sequences[0].token_ids
-    assert len(history) == 17  # the last of them was never fed back: four full blocks
+    assert len(history) == 17  # the last token was never computed, so four blocks are full
     driver.add(make_request("2", [*history, 5]))
     assert rows(driver.step()) == [(2, 16, 2)]
     driver.run()
@@ -159,7 +159,7 @@ def test_shared_prefix_lets_a_waiting_request_fit():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
-    # Four blocks and a spare are more than the three that are free, until two of them are shared.
+    # Four blocks and a spare exceed the three free blocks, until two of the four are shared.
     assert rows(driver.step()) == [(1, 0, 9)]
     assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
     driver.run()

@@ -1,4 +1,4 @@
-"""What the scheduler plans where only the end of all counts."""
+"""Test plans with the throughput goal."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
@@ -16,7 +16,6 @@ from jpaged.core.swap import PreemptionMode, PreemptionPolicy
     [(SchedulingGoal.LATENCY, [1, 1, 1]), (SchedulingGoal.THROUGHPUT, [0, 2, 1])],
 )
 def test_waiting_requests_join_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
-    """Two, of 64 seats; or all that wait, if they are fewer."""
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
     for i in range(64 + 3):
@@ -90,7 +89,10 @@ def test_priority_policy_decodes_all_rows_in_each_step():
     ("limits", "second"),
     [
         ({}, {1: 2, 2: 6, 3: 2}),
-        ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),  # no seat for the one who would fill it
+        (
+            {"max_num_seqs": 3},
+            {0: 1, 1: 2, 2: 6},
+        ),  # no row is free for the request that would fill the step
         # 3 are taken, 5 are needed, and 2 for those that run.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
@@ -168,7 +170,7 @@ def test_preempted_request_alone_does_not_stop_decoding(policy: PreemptionPolicy
 
 @pytest.fixture
 def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many seats must be free for a step with prompts."""
+    """Number of rows that must be free for a step with prompts."""
     monkeypatch.setattr(admission, "ROWS_PER_FREE_ROW", 2)
 
 

@@ -233,7 +233,7 @@ def test_no_request_overtakes_the_first_swapped_request():
     assert num_free(driver) == 1
     plan = the(driver.step())
     assert (shape(plan), status(driver, "3")) == ([(1, 13, 1, True)], "waiting")
-    plan = the(driver.step())  # behind it, though, the third joins at once
+    plan = the(driver.step())  # the third request joins immediately
     assert (len(plan.swap_ins), shape(plan)) == (1, [(3, 0, 1, True)])
     driver.run()
 
@@ -254,7 +254,7 @@ def test_swap_in_leaves_a_spare_block_for_running_requests():
     assert alone.find_fit(request) is None
     request.live_sequences.remove(
         sample
-    )  # one that needed a block more has ended: this is looked at anew
+    )  # a request that needed one more block has ended, so the check is repeated
     assert alone.find_fit(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
     assert beside.find_fit(request) == ([[]], 2)

@@ -1,4 +1,4 @@
-"""Which of the two ways a preempted group goes."""
+"""Test whether a preempted group is swapped or recomputed."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler

@@ -1,4 +1,4 @@
-"""What the end-to-end tests ask, and of which engines."""
+"""Requests and engine options of the end-to-end tests."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,4 @@
-"""Engines that compile each program when it is first called.
-
-An engine compiles all of its programs before it serves, and a test needs a few of them.
-"""
+"""Engines that compile a program at its first call, because a test needs only a few programs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

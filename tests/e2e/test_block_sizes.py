@@ -1,4 +1,4 @@
-"""Blocks from one token to 256: the answers are those of blocks of 16."""
+"""Test that all block sizes from 1 to 256 give the same answers."""
 
 import random
 from pathlib import Path

@@ -103,7 +103,6 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
 def test_waiting_and_preempted_requests_finish_next_to_bursts(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    """More prompts than seats, and too few blocks for those."""
     options: dict[str, Any] = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
     options |= {"num_scheduler_steps": BURST, "scheduling_policy": "priority"}
     bursts = engines(shallow_folder, **options)
@@ -249,7 +248,6 @@ def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launch
 
 
 def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
-    """A freed seat is taken at once; in a whole generation it may stay empty for a while."""
     short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
     prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
     for prompt, own in zip(prompts, kinds, strict=True):

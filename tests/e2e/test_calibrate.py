@@ -73,7 +73,7 @@ def test_zero_layer_has_scale_1_and_infinite_values_are_refused():
 
 
 def logprobs(engine: Any) -> np.ndarray:
-    """Of the text's tokens."""
+    """Return the largest keys and values of the text's tokens."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompts = [NUMBERS[:200], NUMBERS[-200:], WORDS]
     outputs = engine.generate(prompts, params)
@@ -83,7 +83,6 @@ def logprobs(engine: Any) -> np.ndarray:
 
 @pytest.mark.full
 def test_calibrated_cache_drifts_no_more_than_with_scale_1(engines: Engines, folder: Path):
-    """Whose numbers FP8 has as well: none is above 448, and few are very small."""
     options: dict[str, Any] = {"enable_prefix_caching": False}
     wide = logprobs(engines(**options))
     drifts = [
@@ -164,7 +163,6 @@ def test_existing_file_at_a_link_name_is_refused(tmp_path: Path):
 
 
 def test_existing_output_file_is_not_overwritten(tmp_path: Path):
-    """Which the folder's link of that name would lead to."""
     source = tmp_path / "source"
     shutil.copytree(EMBEDDED_MODEL, source)
     (source / SCALES_FILE_NAME).write_bytes(b"a")

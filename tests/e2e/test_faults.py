@@ -106,7 +106,6 @@ def test_a_fault_ends_one_request_and_no_other(
 def test_a_fault_of_a_sample_that_forks_ends_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its row is given by a decode plan, which forks it from the first sample's."""
     encode = batch.pack_params
 
     def fails_for_the_second(params: SamplingParams, seed: int) -> Any:

@@ -41,8 +41,6 @@ def test_invalid_fp8_configuration_is_refused_by_name(options: dict[str, Any], w
 @pytest.mark.full
 @pytest.mark.gpu2
 def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow_folder: Path):
-    """What they sum is brought to FP8 by what all of them have of a row. On a processor, where sums
-    over parts of a row are nearly those over all of it."""
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     if jax.default_backend() != "cpu":
@@ -116,7 +114,6 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.full)])
 def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, count: int):
-    """Each device has the KV head and the blocks of its heads: the tokens are those of one."""
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
     folder, rng = blocks(), np.random.default_rng(0)

@@ -88,7 +88,6 @@ def test_pressure_and_sharing_change_no_token(
 def test_fp8_pool_has_twice_the_blocks(
     engines: Engines, folder_of_8_heads: Path, dtype: str, kv_cache_dtype: str, ratio: int
 ):
-    """Of this model 64 blocks in float32 take 256 KiB."""
     size = 2**18
     shape: dict[str, Any] = {"num_blocks": None, "kv_cache_memory_bytes": size, "dtype": dtype}
     shape |= {"max_model_len": 64, "max_num_seqs": 4, "skip_tokenizer_init": True}
@@ -100,7 +99,6 @@ def test_fp8_pool_has_twice_the_blocks(
 
 
 def test_prompt_logprobs_are_close_to_those_of_a_wide_cache(engines: Engines):
-    """Of the embedded model's text; and they are not the same."""
     text = "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31)))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []
@@ -117,7 +115,6 @@ def test_prompt_logprobs_are_close_to_those_of_a_wide_cache(engines: Engines):
 def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):
-    """Of more devices than KV heads too; each has all scales."""
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     prompts, params = workload(8)

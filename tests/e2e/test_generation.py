@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged import Engine, SamplingParams
 from tests.covering import covering
 
-TIGHT = 24  # blocks: too few for the requests below at once
+TIGHT = 24  # blocks: too few for all requests below together
 
 
 @pytest.fixture(scope="module")

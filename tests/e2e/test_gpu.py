@@ -59,8 +59,8 @@ def test_float32_tokens_equal_transformers(
 
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    # In bfloat16 only where both loops make the same plans, all being admitted at once: a batch of
-    # another composition rounds differently, and a drawn token may then differ.
+    # In bfloat16 only if both loops make the same plans, with all requests admitted together:
+    # a batch of
     [("float32", 12), ("bfloat16", 8)],
 )
 def test_both_loops_give_the_same_tokens(
@@ -122,8 +122,6 @@ def test_samples_equal_single_requests_with_their_seeds(engines: Engines):
     ("kv_cache_dtype", "name", "in_one"), [("auto", "bf16", 1), ("fp8", "u16", 2)]
 )
 def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str, in_one: int):
-    """Nor computes anything of its size on the way: what steps need for a while does not grow with
-    it."""
     needed = []
     for num_blocks in (129, 100_000):
         engine = engines(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_blocks=num_blocks)
@@ -266,7 +264,6 @@ def test_bursts_in_bfloat16_give_the_tokens_of_single_steps(
 def test_logits_keep_their_address_between_decode_steps(
     tmp_path: Path, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """However long a step's small buffers live: what moves in a CUDA graph is written anew."""
     shape = {**WIDE, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 64}

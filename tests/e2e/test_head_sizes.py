@@ -1,5 +1,4 @@
-"""Models of all kinds of head size against `transformers`: those of the tiny random checkpoints
-that tests everywhere use, odd ones, and others that are no power of two."""
+"""Test models with various head sizes against `transformers`: small, odd, and not powers of two."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -34,13 +34,7 @@ GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
 
 
 class Replicas:
-    """The example in a process of its own.
-
-    Attributes:
-        url: Where it serves.
-        process: The command's.
-        log: What it and the replicas said.
-    """
+    """Run the example in a process, and collect the output of the process and its replicas."""
 
     def __init__(self, cache: Path):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -175,7 +169,7 @@ def prefixes_find_their_replica(
 ) -> dict[str, str]:
     """Each group's replica, which had its blocks when the second request of the group came."""
     assert len(replicas.serving()) == 2
-    # The second time in another order, lest turns lead to the same replicas.
+    # The second time in another order, so that routing in turn leads to other replicas.
     first = [ask(replicas.url, prompt) for prompt in prompts[:4]]
     second = [ask(replicas.url, prompt) for prompt in reversed(prompts[4:])][::-1]
     assert [it.text for it in first + second] == [right[prompt] for prompt in prompts]

@@ -1,5 +1,4 @@
-"""Answers that obey a grammar: alone, in company, in every loop and under pressure the same ones,
-and those of others are what they were."""
+"""Test constrained answers: alone, next to other requests, in both loops, and under pressure."""
 
 import json
 import os
@@ -363,7 +362,7 @@ def test_fault_at_any_point_of_constrained_sampling_ends_one_request(
 
 
 def mask_processes() -> list[int]:
-    """Of this process's children, those that make masks."""
+    """Return the mask workers among the children of this process."""
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -417,8 +416,6 @@ def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
 def test_rows_with_late_masks_skip_steps(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
-    """They get the same tokens, and the others too, which do not wait for them. In the synchronous
-    loop all wait."""
     engine = engines(shallow_folder, **LOOPS[mode])
     prompts, params = workload()
     expected = answers(engine.generate(prompts, params))
@@ -662,7 +659,7 @@ def test_aborts_between_steps_lose_no_block(engines: Engines):
         run(engine)
 
 
-# What cannot be had
+# Invalid combinations
 
 
 def test_beam_search_with_a_grammar_is_refused():

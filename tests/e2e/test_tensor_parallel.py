@@ -1,7 +1,5 @@
-"""Several devices that share a model give the tokens of one, whatever is asked of them.
-
-They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
-"""
+"""Test that tensor-parallel devices give the tokens of one device. The devices are virtual, except
+with `-m gpu2` on GPUs."""
 
 import ctypes
 import itertools
@@ -69,7 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def shared(engines: Engines, count: int, model: Path | None = None, **options: Any) -> Engine:
-    """An engine on so many devices."""
+    """Return an engine on several devices."""
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     return engines(model, tensor_parallel_size=count, **{"dtype": "float32"} | options)
@@ -147,7 +145,6 @@ def test_rows_that_gather_logits_change_no_other_row(pair: tuple[Engine, Engine]
 def test_mixed_rows_in_one_step_give_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], count: int
 ):
-    """Of a vocabulary that all of them split; at last greedy rows are alone."""
     options = {"skip_tokenizer_init": True, **TINY, "max_num_seqs": 16}
     kinds = {name: it for name, it in ASKED.items() if name != "structured"}
     kinds["scored"] = {"temperature": 0.8, "logprobs": 3, "seed": 9}
@@ -286,7 +283,6 @@ def test_every_layer_type_in_bfloat16_gives_close_logprobs(
 
 
 def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
-    """The host reads those of one, and each feeds its own to its next step."""
     both = shared(engines, 2, shallow_folder)
     for i, temperature in enumerate((0.0, 1.0, 2.0, 3.0)):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=150, ignore_eos=True)
@@ -306,8 +302,8 @@ def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
 
 @pytest.fixture
 def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemory]:
-    """Those of the engines that a test makes, which have some; of a processor's devices too, whose
-    programs are then those of GPUs but for the sums themselves."""
+    """Return the peer memory of the engines of a test. Virtual devices have it too; their programs
+    equal those of GPUs except for the all-reduces."""
     made: list[peer_memory.PeerMemory] = []
 
     class Noted(peer_memory.PeerMemory):

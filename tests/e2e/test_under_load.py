@@ -12,7 +12,7 @@ from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
 NUM_REQUESTS, FEW = 100, 12
-TIGHT = 21  # blocks: the longest sequence fits alone, and eight want to run at once
+TIGHT = 21  # blocks: the longest sequence fits alone, but eight want to run together
 MAX_MODEL_LEN = 320
 
 

@@ -1,4 +1,4 @@
-"""What is made of a checked prompt and its parameters."""
+"""Test how a checked prompt and its parameters become a request."""
 
 from typing import Any
 

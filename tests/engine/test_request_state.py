@@ -1,4 +1,4 @@
-"""What a request's state makes of tokens: one part a sample, ranks, and a search's answers."""
+"""Test how a request's state handles tokens: samples, ranks, and answers of a beam search."""
 
 import copy
 import itertools
@@ -208,7 +208,6 @@ def test_growing_logprobs_decode_only_new_entries():
 
 
 def test_logprobs_can_be_copied_and_pickled_as_a_list():
-    """What makes them stays where it is, also where another process gets the copy."""
     scores = TokenLogprobs(packed((65, -0.5, 3), (66, -0.25)).packed, Counting())  # type: ignore
     plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
     for copied in (copy.copy(scores), copy.deepcopy(scores), scores + plain[:0]):

@@ -1,4 +1,4 @@
-"""What is recorded of the steps that a loop launches, over programs that compute nothing."""
+"""Test the recording of launched steps, with programs that compute nothing."""
 
 import pytest
 

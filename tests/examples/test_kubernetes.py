@@ -1,4 +1,4 @@
-"""examples/kubernetes/ against Kubernetes' published schemas, and against the server."""
+"""Test the manifests of examples/kubernetes/ against Kubernetes' schemas and the server."""
 
 import copy
 import re
@@ -29,7 +29,9 @@ def container() -> dict[str, Any]:
 def validate(data: dict[str, Any], version: str) -> None:
     reason = 'needs the schemas: pip install ".[test]"'
     schemas = pytest.importorskip("kubernetes_validate", reason=reason)
-    assert schemas.validate(data, version, strict=True) == version  # else it has an older one only
+    assert (
+        schemas.validate(data, version, strict=True) == version
+    )  # another result is an older schema
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -49,13 +51,13 @@ def test_every_manifest_is_valid(file: Path, version: str):
 )
 def test_invalid_manifest_is_detected(path: tuple[str, ...], value: Any):
     wrong = copy.deepcopy(manifest("deployment"))
-    place = wrong
+    parent = wrong
     for name in path[:-1]:
-        place = place[name]
+        parent = parent[name]
     if value is None:
-        del place[path[-1]]
+        del parent[path[-1]]
     else:
-        place[path[-1]] = value
+        parent[path[-1]] = value
     with pytest.raises(Exception, match=rf"{path[-1]}|{value}"):
         validate(wrong, VERSIONS[-1])
 

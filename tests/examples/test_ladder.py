@@ -1,4 +1,4 @@
-"""Every rung of the ladder gives what the one before gives, at the cost it states."""
+"""Test that every rung of the ladder gives the same attention output at its stated cost."""
 
 import inspect
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from examples.ladder import workload as ladder
 from examples.ladder.__main__ import RUNGS
 from pallas_kernels import Backend
 
-MAX_LINES = 80
 JPAGED = [jpaged_kernels.rung_of(backend) for backend in (Backend.XLA, Backend.INTERPRET)]
 TITLES = [rung.TITLE for rung in RUNGS]
 
@@ -29,17 +28,15 @@ def work() -> ladder.Workload:
 
 @pytest.fixture(scope="module")
 def table(work) -> list[str]:
-    """What `python -m examples.ladder` prints; RuntimeError if a rung differs from another."""
+    """Return the lines that `python -m examples.ladder` prints; raise if two rungs differ."""
     return ladder.climb(*RUNGS, *JPAGED, work=work)
 
 
 def test_all_rungs_agree_and_print_their_numbers(table):
     assert table[0] == ladder.HEADER
     assert [line[: len(title)] for line, title in zip(table[1:], TITLES, strict=False)] == TITLES
-    assert [line.split("  ")[0] for line in table[1 + len(RUNGS) :]] == [
-        "jpaged's kernel, xla",
-        "jpaged's kernel, interpret",
-    ]
+    backends = [line.split("  ")[0] for line in table[1 + len(RUNGS) :]]
+    assert backends == ["jpaged's kernel, xla", "jpaged's kernel, interpret"]
 
 
 def test_naive_rung_equals_the_attention_formula(work):
@@ -76,14 +73,13 @@ def test_naive_rung_wastes_the_expected_share(work):
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
-    # Counted only where causality lets a query look, it is the same.
+    # The share is the same if only the pairs of the causal mask count.
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
 def test_counted_flops_equal_the_program(work, rung: ModuleType):
-    """All matrix multiplications of a rung that is one program of plain JAX, loops counted."""
     closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
     assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
@@ -100,14 +96,12 @@ def test_ragged_rung_counts_its_tiles(work):
     *_, tiles = rung_5_ragged.prepare(work)
     steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
     assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
-    assert jpaged_kernels.tile_of(rung_5_ragged.attend, rung_5_ragged.prepare(work)) == (
-        rung_5_ragged.TILE,
-        ladder.BLOCK_SIZE,
-    )
+    tile = jpaged_kernels.tile_of(rung_5_ragged.attend, rung_5_ragged.prepare(work))
+    assert tile == (rung_5_ragged.TILE, ladder.BLOCK_SIZE)
 
 
 def test_ragged_tile_writes_only_its_rows():
-    """A GPU runs tiles in any order; interpreted, a later one would mend what another spoilt."""
+    # In order, a later tile could overwrite the wrong rows of an earlier tile.
     *arrays, tiles = rung_5_ragged.prepare(ladder.make_workload((9, 8, 20)))
     in_order, reverse = (rung_5_ragged.attend(*arrays, each) for each in (tiles, tiles[::-1]))
     np.testing.assert_array_equal(in_order, reverse)
@@ -157,12 +151,11 @@ def test_a_rung_runs_by_itself(monkeypatch, capsys):
 
 @pytest.mark.parametrize("rung", RUNGS, ids=TITLES)
 def test_each_rung_is_a_short_file(rung: ModuleType):
-    lines = Path(str(rung.__file__)).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_LINES
+    assert len(Path(str(rung.__file__)).read_text(encoding="utf-8").splitlines()) <= 80
 
 
 def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
-    """Multiplications and additions of each matrix multiplication of a program."""
+    """Yield the multiplications and additions of each matrix multiplication of a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Which replica a request is sent to, and how many there should be: no Ray is needed."""
+"""Test to which replica a request is sent, and how many replicas there should be, without Ray."""
 
 import json
 
@@ -22,7 +22,7 @@ def body(**fields: object) -> bytes:
 
 
 def num_common(*bodies: bytes) -> int:
-    """Pieces that two bodies' prompts have in common."""
+    """Return the number of pieces that the prompts of two bodies have in common."""
     first, second = map(pieces_of, bodies)
     return sum(x == y for x, y in zip(first, second, strict=False))
 
@@ -32,7 +32,7 @@ def test_equal_prefixes_have_equal_piece_hashes():
     other = body(prompt=SYSTEM + "Spell 'tree' backwards" * 9, temperature=0)
     assert num_common(one, other) == len(SYSTEM) // PIECE
     assert num_common(one, one) == len(pieces_of(one)) > len(SYSTEM) // PIECE
-    # A piece stands for all before it: what differs in the first one has nothing in common.
+    # A piece's hash covers all pieces before it, so a different first piece leaves none in common.
     assert num_common(one, body(prompt="!" + "Count" + SYSTEM)) == 0
 
 
@@ -41,7 +41,7 @@ def test_conversation_stays_on_its_replica():
     asked = [system, {"role": "user", "content": "Count from 1 to 5, and then to 10. " * 3}]
     later = [*asked, {"role": "assistant", "content": "1, 2"}, {"role": "user", "content": "Why?"}]
     assert pieces_of(body(messages=asked))
-    # The bracket that ends the shorter one may fall in its last piece.
+    # The closing bracket of the shorter body may fall in its last piece.
     common = num_common(body(messages=asked), body(messages=later))
     assert common >= len(pieces_of(body(messages=asked))) - 1
 
@@ -57,18 +57,13 @@ def test_salts_and_keys_share_no_prefix():
     assert not set(pieces_of(plain, b"Bearer x")) & set(pieces_of(plain, b"Bearer y"))
 
 
+DEEP = b'{"prompt":' + b"[" * 100_000
+
+
 @pytest.mark.parametrize(
     "asked",
-    [
-        b"",
-        b"{",
-        b"[1]",
-        b"\xff",
-        b'{"prompt":' + b"[" * 100_000,
-        body(max_tokens=5),
-        body(prompt="a"),
-    ],
-    ids=["empty", "cut", "array", "no text", "deep", "no prompt", "short"],
+    [b"", b"{", b"[1]", b"\xff", DEEP, body(max_tokens=5), body(prompt="a")],
+    ids=["empty", "cut", "array", "not UTF-8", "deep", "no prompt", "short"],
 )
 def test_request_without_prompt_goes_to_the_least_loaded(asked: bytes):
     assert pieces_of(asked) == []
@@ -111,15 +106,13 @@ def test_removed_replica_is_forgotten():
     assert memory.rank([b"1"], {"b": 0}) == ["b"]
     memory.forget("a")
     assert memory.rank([b"1"], {"b": 0, "a": 1}) == ["b", "a"]
-    assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # it has had no turn
+    assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # "a" had no turn yet
 
 
 def test_prefix_memory_is_bounded_and_evicts_least_recently_used():
     memory = PrefixMemory(max_pieces=3)
-    memory.note([b"1", b"2"], "b")
-    memory.note([b"3"], "b")
-    memory.note([b"1"], "b")
-    memory.note([b"4"], "b")
+    for pieces in ([b"1", b"2"], [b"3"], [b"1"], [b"4"]):
+        memory.note(pieces, "b")
     loads = {"a": 0, "b": 1}
     assert memory.rank([b"1"], loads)[0] == memory.rank([b"4"], loads)[0] == "b"
     assert memory.rank([b"3"], loads)[0] == "b"
@@ -131,13 +124,13 @@ def test_prefix_memory_is_bounded_and_evicts_least_recently_used():
 @pytest.mark.parametrize(
     ("current", "num_waiting", "busy", "expected"),
     [
-        (2, 0, 1.5, 2),  # nothing waits, but one replica alone would be full
+        (2, 0, 1.5, 2),  # one replica alone would be full
         (2, 0, 0.4, 1),
         (1, 0, 0, 1),
         (2, 2 * WAITING_PER_REPLICA, 2, 2),
         (2, 2 * WAITING_PER_REPLICA + 1, 2, 3),
         (2, 10 * WAITING_PER_REPLICA, 2, 10),
-        (3, 1, 0.1, 3),  # something waits
+        (3, 1, 0.1, 3),  # a request waits
     ],
 )
 def test_number_of_replicas_follows_waiting_requests(

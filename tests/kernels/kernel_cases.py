@@ -57,8 +57,9 @@ def in_pool(x, dtype):
 
 @dataclass(frozen=True)
 class Case:
-    """One ragged batch; `lens` are (tokens in all, tokens new in this step) of each sequence, and
-    `scales` those of a pool in FP8; without any the pool has the queries' dtype."""
+    """A case of attention. `lens` are pairs for each sequence: total tokens, and new tokens of the
+    step. `scales` are those of an FP8 pool; without scales the pool has the dtype of the queries.
+    """
 
     dtype: Any = F32
     head_size: int = 64
@@ -160,12 +161,8 @@ def _block_tables(rng, seq_lens, block_size):
 
 
 def assert_close(got, reference, dtype):
-    """The error against float64 is at most twice that of a plain implementation in `dtype`.
-
-    `reference(dtype)` computes in that precision. Rows that must be zero must be so exactly. What a
-    kernel sums in float32, over a head, in an order of its own may round an eighth of the times it
-    is added to: the plain implementation adds in pairs.
-    """
+    """Check that the error against float64 is at most twice the error of a plain implementation in
+    `dtype`, plus the rounding of sums in another order."""
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)
     plain = np.asarray(reference(jnp.dtype(dtype)), np.float64)

@@ -1,4 +1,4 @@
-"""Sums over devices: results, who is told when a device does not answer, where the kernel runs."""
+"""Test all-reduces: results, errors of absent devices, and where the kernel runs."""
 
 import time
 from functools import partial
@@ -129,7 +129,6 @@ def test_norm_is_fused_if_each_program_has_a_row(
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_every_chunk_has_a_thread(count: int):
-    """And all programs of a launch are on the GPU at once."""
     for num_bytes in (16, 2048, 8192, 65536, 524288, max_payload_bytes(count)):
         config = all_reduce_config(num_bytes=num_bytes, num_devices=count)
         assert 1 <= config.num_programs <= 128
@@ -190,8 +189,8 @@ def hashed(*numbers: Any) -> jax.Array:
 
 
 def rows_of(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """What a device adds to sum number `index`: the bits of bfloat16 numbers from 2^-8 to 2^8, of
-    both signs. As bits, since XLA may leave out a rounding between two of its own operations."""
+    """Return a device's addend of sum number `index`: bfloat16 numbers from 2^-8 to 2^8 of both
+    signs."""
     at = lax.broadcasted_iota(jnp.uint32, shape, 0) * jnp.uint32(shape[1])
     lot = hashed(index, rank)[None, None] ^ (at + lax.broadcasted_iota(jnp.uint32, shape, 1))
     lot = hashed(lot)
@@ -230,13 +229,7 @@ NONE_WRONG = [0, -1, -1, -1, -1]
 
 
 def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, late, peers):
-    """Sums on sums, compared with the reference on each device by itself. Each comes to a sum by a
-    delay of its own, now and then a long one.
-
-    Returns:
-        How many numbers were wrong, and of the first the sum's, its place, its bits, the right
-        ones.
-    """
+    """Delay each device differently before each sum, sometimes for long."""
     rank = lax.axis_index(MESH_AXIS)
 
     def once(index, buffer_index, found):
@@ -372,7 +365,6 @@ def test_kernel_sums_nan_and_infinity():
 @pytest.mark.gpu2
 @pytest.mark.parametrize("place", [0, 1])
 def test_delayed_device_ends_the_program_with_an_error(place: int):
-    """All devices give NaN from then on, at once, and the memory says why."""
     mesh, shape = gpus(2), (8, WIDTH)
     memory = PeerMemory(mesh, max_polls=2**14)
 
@@ -388,7 +380,7 @@ def test_delayed_device_ends_the_program_with_an_error(place: int):
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
     memory.check_devices()
     assert (got == 16).all()
-    late[place] = 300_000_000  # a second, of which the other waits a hundredth
+    late[place] = 300_000_000  # one second, of which the other device waits a hundredth
     begun = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()

@@ -53,7 +53,7 @@ CASES = [
     Case(F16, 64, 16, HEADS["wide"]),
     Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
 ]
-# Heads narrower than a tile, and widths that are no power of two; odd ones are not rotated.
+# Heads narrower than a tile, and widths that are not powers of two. Odd widths are not rotated.
 NARROW = [
     Case(F32, 1, 8, HEADS["mqa"]),
     Case(BF16, 4, 8, HEADS["gqa"], sliding_window=9),
@@ -174,7 +174,7 @@ def _with_new_tokens(case, num_partials, with_norms):
 
 
 def _assert_new_tokens(got, arrays, norms, case):
-    """Outputs as the reference's, and the pool with nothing but the new tokens changed."""
+    """Check that outputs equal the reference and that only the slots of new tokens changed."""
 
     def plain(dtype):
         return reference.rope_decode_attention(*arrays, norms=norms, dtype=dtype, **case.options)
@@ -261,7 +261,6 @@ def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
     ),
 )
 def test_every_float8_number_is_read_exactly(dtype, backend):
-    """What attends to one token is its value; NaN too, which spreads to no other column."""
     require(backend)
     numbers = np.arange(256, dtype=np.uint8).view(F8).reshape(1, 1, 2, 128)
     pool = in_pool(np.zeros((2, 16, 2, 128)), F8)
@@ -366,8 +365,6 @@ def test_long_sequences_match_reference(backend, window):
     ),
 )
 def test_window_that_begins_at_the_end_of_a_tile_matches_reference(op, backend):
-    """Whatever the tile: of 16 to 64 keys, or XLA's chunk of 128. Its other keys are out of sight,
-    so that a loop that begins a tile late misses one key alone; in float32 that shows."""
     require(backend)
     window = 3
     ends = [(keys + window - 1, 1) for keys in (128, 256, 384)]
@@ -407,7 +404,8 @@ def _split_decode(splits, window, interpret, **changes):
     covering(
         [1, 2, 3, 16],
         [None, 40],
-        # Of few programs long sequences get most; others are split by their mean length.
+        # With few programs, long sequences get most splits; other batches are split by
+        # mean length.
         [
             {},
             {"target_programs": 6},
@@ -455,7 +453,6 @@ def test_splitting_a_row_changes_no_other_row(splits, window, interpret):
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("heads", [pytest.param((4, 1), marks=pytest.mark.full), (6, 1)])
 def test_splits_are_merged_for_many_heads(heads, interpret):
-    """More splits and query heads than a program has in registers at once."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
     batch = build(case)
@@ -479,11 +476,6 @@ STRESSED = [
 @pytest.mark.parametrize("op", [paged_decode_attention, rope_decode_attention])
 @pytest.mark.parametrize("lens", STRESSED, ids=len)
 def test_splits_are_deterministic(lens, op):
-    """50 runs of four launches with queries of their own, whose splits pass through one scratch.
-
-    What one program stores another one merges, told by nothing but a counter: were a partial read
-    before it is there, it would be another launch's.
-    """
     require(Backend.TRITON)
     (num_heads, num_kv_heads), width = (32, 8), 128
     batch, keys = len(lens), iter(jax.random.split(jax.random.key(0), 8))
@@ -528,7 +520,7 @@ def test_merge_follows_all_tiles_of_a_split():
 
 
 def _spec(config, group):
-    """Of 8 KV heads of 128, block tables of 128 entries."""
+    """Return the decode plan for 8 KV heads of 128 and block tables of 128 entries."""
     return decode_triton.DecodeSpec(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -713,8 +705,6 @@ def test_head_groups_fill_the_rows_of_a_tile(group):
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize("case", HOPPERS + WIDENED, ids=str)
 def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch):
-    """The shapes that Hopper's own kernel takes, and the Triton kernel in its place; over blocks
-    that are widened for the first, few of which have room."""
     require(Backend.TRITON)
     monkeypatch.setattr(attention_tuning, "WIDENED_KV_BYTES", 2**20)
     if not on_hopper:

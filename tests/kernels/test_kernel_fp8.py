@@ -194,7 +194,7 @@ def _channel_case(rows: int, depth: int, width: int):
 
 
 def _block_case(rows: int, depth: int, parts: list[int]):
-    """The same with a scale a group and a block, which begin anew in each part."""
+    """Return partials of a product with one scale per group and block."""
     rng = np.random.default_rng(rows)
     groups = -(-depth // FP8_GROUP_SIZE)
     blocks = [-(-part // FP8_GROUP_SIZE) for part in parts]
@@ -255,7 +255,6 @@ def test_scaled_gemm_matches_reference(shape, dtype, backend: Backend):
     ),
 )
 def test_block_scaled_gemm_matches_reference(shape, dtype, backend: Backend):
-    """Blocks begin anew in each part, and the last ones may be smaller."""
     require(backend)
     rows, depth, parts = shape
     arguments, exact = _block_case(rows, depth, parts)
@@ -278,7 +277,7 @@ def test_gated_fp8_gemm_applies_the_activation(shape, grouped, dtype, backend):
     op = block_scaled_gated_gemm if grouped else scaled_gated_gemm
     got = jax.jit(partial(op, dtype=dtype, backend=backend))(*arguments)
     assert (got.shape, got.dtype) == ((rows, half), dtype)
-    # The activation of rounded columns, where it is a kernel of its own.
+    # Apply the activation to rounded columns, as the separate kernel does.
     _assert_gemm(got, _gated(exact), _factors(backend) if dtype == F32 else BF16, dtype)
 
 
@@ -395,8 +394,6 @@ def test_hopper_fp8_gemm_of_many_rows_matches_reference(rows_depth_and_config, g
 
 @pytest.mark.usefixtures("interpreted")
 def test_each_group_uses_its_own_scale():
-    """Of rows that grow and shrink by what float32 has no square of, of groups of zeros, and of
-    rows as good as zeros; sums in units of a scale are lost with none of them."""
     x_scale = np.ones((128, 8), np.float32)
     x_scale[0] = [1e-30, 1e-30, 1, 1e-30, 1e-10, 1e10, 1e-30, 1e-3]
     x_scale[1] = [1e12, 1, 1e-12, 1e-24, 1e-30, 1e-30, 1e-30, 1e-30]
@@ -421,7 +418,7 @@ def _lowered(run, *arguments) -> str:
         return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-# Of the shapes of 0.6B and 8B: all projections; gate and up are gated.
+# The shapes of all projections of 0.6B and 8B; gate and up are gated.
 WIDTHS = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
 WIDTHS += [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 GATED = (6144, 1024), (28672, 4096)
@@ -439,7 +436,6 @@ GATED = (6144, 1024), (28672, 4096)
     ],
 )
 def test_fp8_products_lower_to_hopper_kernels(rows: int, grouped: bool, dtype):
-    """Those of every projection, but by scales of outputs where XLA's keep more SMs busy."""
     for width, depth in WIDTHS:
         gated, kind = (width, depth) in GATED, {"dtype": dtype, "backend": Backend.TRITON}
         if grouped:

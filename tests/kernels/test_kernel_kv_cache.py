@@ -59,7 +59,7 @@ def test_write_kv_matches_reference(shape, backend):
 
 
 def _bits(array):
-    """Of float8_e4m3fn numbers, in pairs or not, with one NaN and one zero."""
+    """Return all float8_e4m3fn numbers, optionally in pairs, with one NaN and one zero."""
     numbers = reference.unpaired(array)
     wide, bits = numbers.astype(np.float32), numbers.view(np.uint8)
     return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
@@ -97,7 +97,7 @@ def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, ba
 
 
 def _stored_by(op, values, scales, backend):
-    """What an op stores of the keys and values [T, 1, H], token t in slot t."""
+    """Return what an op stores for keys and values [T, 1, H], with token t in slot t."""
     num_tokens, _, size = values.shape
     kv = LayerKV(*(in_pool(np.zeros((num_tokens, 1, 1, size)), F8) for _ in range(2)))
     scales = KVScales(*(jnp.full(1, scale, F32) for scale in scales))
@@ -204,7 +204,6 @@ def test_empty_writes_and_copies_change_nothing(backend):
 @pytest.mark.parametrize("op", ["write", "copy"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F8])
 def test_pool_is_updated_in_place(op, dtype, backend):
-    """With the pool donated, the optimised program holds no copy of it, nor an allocation."""
     require(backend)
     if backend is Backend.XLA and dtype is BF16:
         pytest.skip("XLA's CPU compiler has no such scatter; see kv_cache/xla.py")

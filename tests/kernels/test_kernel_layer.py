@@ -183,7 +183,6 @@ def test_fused_layer_needs_hopper_and_small_steps():
 
 @pytest.mark.parametrize("sizes", [SMALL, QWEN, WIDE], ids=["small", "qwen", "wide"])
 def test_lowers_to_one_kernel(sizes):
-    """Which declares the memory that it stores into; JAX 0.10 has no way to, and runs the ops."""
     shapes = jax.eval_shape(lambda: layer_zeros(sizes))
     run = partial(two_layers, backend=Backend.TRITON)
     count = jax.ShapeDtypeStruct((), jnp.int32)

@@ -135,8 +135,6 @@ def _operations(dtype, head_size, block_size=S, pool_dtype=None):
     ),
 )
 def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
-    """Prefill attention by Hopper's own is two, one of which widens the blocks that it reads; the
-    Triton kernel follows for sequences that have no room, if there can be any."""
     operations = _operations(dtype, head_size, pool_dtype=F8)
     for name in ("add and norm", "gated"):
         del operations[name]

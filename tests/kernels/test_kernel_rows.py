@@ -1,4 +1,4 @@
-"""What stands between a layer's GEMMs: heads normalized, rotated and stored; residual norms."""
+"""Test the ops between a layer's GEMMs: heads normalized, rotated and stored; residual norms."""
 
 from functools import partial
 
@@ -126,7 +126,6 @@ def test_rope_write_kv_matches_reference(shape, backend):
     ),
 )
 def test_rope_write_kv_without_rotation_matches_reference(shape, backend):
-    """Of split-K partials, where there is more than one, the sum."""
     require(backend)
     dtype, block_size, heads, head_size, norms = shape
     (qkv, kv, slots, _), norms = _case(dtype, block_size, heads, head_size, norms, dtype)
@@ -211,7 +210,6 @@ def test_add_rms_norm_matches_reference(shape, dtype, backend):
     "backend", on_backends(strength=0, keep=lambda backend: backend is Backend.INTERPRET)
 )
 def test_norm_scales_can_be_float32(backend):
-    """Of rows in bfloat16 too: the scale is not rounded to it, in no op."""
     require(backend)
     (qkv, pool, slots, angles), _ = _case(BF16, 16, (6, 2), 64, False, BF16)
     lens = jnp.asarray([16, 3, 0, 1, 9, 31], jnp.int32)
@@ -253,7 +251,7 @@ def test_gated_silu_matches_reference(shape, dtype, backend):
     require(backend)
     rows, size = shape
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
-    values[:, 0] *= np.linspace(1, 30, size)  # where the exponential is all there is, or nothing
+    values[:, 0] *= np.linspace(1, 30, size)  # where the exponential dominates or vanishes
     gate_up = jnp.asarray(values, dtype)
     out = jax.jit(partial(gated_silu, backend=backend))(gate_up)
     assert out.dtype == dtype

@@ -45,7 +45,8 @@ def _kept(logits, rows, backend):
 
 
 def _bounds(logits, rows):
-    """What must and what may be kept, a float32 rounding either side of top_p and min_p."""
+    """Return the tokens that must be kept and the tokens that may be kept, within float32 rounding
+    of top_p and min_p."""
 
     def kept(top_p, min_p):
         changed = [
@@ -125,7 +126,7 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_top_p_applies_after_top_k_and_min_p(backend):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Of 0.4 and 0.3 alone, 0.4 is 57 %: enough for 0.55, and too little among all four.
+    # Among 0.4 and 0.3, 0.4 is 57 %: enough for 0.55. Among all four tokens it is too little.
     params = [{"top_p": 0.55}, {"top_p": 0.55, "top_k": 2}, {"top_p": 0.55, "min_p": 0.6}]
     assert _kept([row] * 3, params, backend).sum(axis=1).tolist() == [2, 1, 1]
 
@@ -157,7 +158,7 @@ def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
     params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
     params += [{"top_p": 0.9, "temperature": t, "min_p": 1e-4} for t in (0.1, 1.7)]
     params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]
-    # Chunks and strips that are no power of two, and a last chunk that is not full.
+    # Chunks and strips that are not powers of two, and a partial last chunk.
     logits = LARGE[name](np.random.RandomState(0), (len(params), 50_000)).astype(np.float32)
     logits[::2, 7] = logits.max() + 3  # much of the mass lies far below the top
     _check(logits, params, backend)

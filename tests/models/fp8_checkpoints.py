@@ -1,7 +1,5 @@
-"""Checkpoints in FP8 as they are published, of small random `transformers` models.
-
-Those of compressed-tensors are made by that library, which also says what they compute.
-"""
+"""Write FP8 checkpoints for tests. compressed-tensors writes its own layout and computes the
+expected logits."""
 
 import fnmatch
 import json

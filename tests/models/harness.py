@@ -40,7 +40,7 @@ def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
 
 @dataclass
 class PagedSequence:
-    """Tokens known so far, how many of them are in the pool, and where."""
+    """Known tokens of a sequence, the number of tokens in the pool, and their slots."""
 
     tokens: list[int]
     computed: int = 0

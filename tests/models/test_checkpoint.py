@@ -206,7 +206,6 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fifo_and_device_files_are_refused(tmp_path, name):
-    """Opening a FIFO waits for somebody to write to it; reading a device may never end."""
     (tmp_path / "cache.sock").symlink_to("/dev/zero")  # never read
     assert resolve_checkpoint(tmp_path) == tmp_path
     os.mkfifo(tmp_path / name)

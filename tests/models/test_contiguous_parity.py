@@ -1,4 +1,4 @@
-"""The contiguous decoder's greedy tokens are those of `transformers`, for every family."""
+"""Test that the contiguous decoder gives the greedy tokens of `transformers` for every family."""
 
 import numpy as np
 import pytest

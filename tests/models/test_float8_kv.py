@@ -42,15 +42,15 @@ def narrow(case: str, scales: tuple[float, float]) -> Decoder:
 
 
 def logits_of(model: Decoder, pool_dtype: Any = jnp.float8_e4m3fn) -> np.ndarray:
-    """Of every token, a prompt in two chunks and four decode steps."""
+    """Return the logits of every token: a prompt in two chunks, and four decode steps."""
     harness, sequence = Harness(model, pool_dtype=pool_dtype), PagedSequence(TOKENS)
     chunks = [NUM_TOKENS - 9, 9, 1, 1, 1, 1]
     return np.concatenate([harness.step([(sequence, n)])[0] for n in chunks])
 
 
 def slow_logits(model: Decoder, scales: tuple[float, float]) -> np.ndarray:
-    """The same with a slow attention over all tokens at once, whose keys and values are rounded and
-    multiplied by their scales again."""
+    """Return the logits of a slow attention over all tokens, with rounded and rescaled keys and
+    values."""
 
     def run_layers(layers, hidden, pool, attention, angles):
         update = None
@@ -136,8 +136,6 @@ def test_float8_rounding_changes_logits_little(case: str):
 
 
 def test_kv_scales_determine_saturation():
-    """With a scale so small that keys and values are cut off at 448 times it, logits are far off,
-    as those of the reference are; and keys have another one than values."""
     case, small = "llama3-biases", 2.0**-12
     wide = logits_of(ours(case), jnp.float32)
     for scales in ((small, 1.0), (1.0, small)):

@@ -47,7 +47,7 @@ def load(folder: Path, quantization: str | None = None, **options: Any) -> Decod
 
 
 def logits_of(model: Decoder) -> np.ndarray:
-    """Of all tokens but the last two in one step, and of each of these in one of its own."""
+    """Return the logits of all tokens: one step, then one step for each of the last two."""
     harness, sequence = Harness(model), PagedSequence(TOKENS)
     return np.concatenate([harness.step([(sequence, n)])[0] for n in (len(TOKENS) - 2, 1, 1)])
 
@@ -68,8 +68,6 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     ],
 )
 def test_compressed_tensors_checkpoint_gives_the_logits_of_that_library(tmp_path, weights, rows):
-    """Rows are brought to FP8 there too. A number of a row that lies halfway between two may come
-    out as either, which changes a logit by a thousandth at most."""
     model = random_model(**(WIDE if weights == "block" else SMALL))
     expected = made.compressed(model, tmp_path, weights, rows)
     ours = load(tmp_path)
@@ -83,7 +81,8 @@ def test_compressed_tensors_checkpoint_gives_the_logits_of_that_library(tmp_path
 @pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "qwen2", "gemma3"])
 def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
     """Biases, projections that are fused, widths that differ, activations other than SiLU."""
-    # OPT gives its feed-forward rows without a batch, of which the library scales each number.
+    # OPT's feed-forward gives rows without a batch axis, and the library would scale each
+    # number.
     ignored = ("re:.*fc[12]",) if case == "opt-350m" else ()
     expected = made.compressed(reference(case), tmp_path, "channel", "token", ignored)
     assert difference(logits_of(load(tmp_path)), expected) < 1e-3
@@ -292,7 +291,7 @@ KV_SCALES = [
 
 
 def with_kv_scales(folder: Path, scales: dict[str, float]) -> None:
-    """A checkpoint with these numbers in layer 0, of which its config tells."""
+    """Write a checkpoint with these scales in layer 0, and a config that declares them."""
     published(folder, "ModelOpt")
     tensors = {f"model.layers.0.{name}": torch.tensor(value) for name, value in scales.items()}
     changed(folder, lambda own: own.update(tensors))
@@ -438,7 +437,6 @@ def test_mismatched_fp8_tensors_are_refused_by_name(tmp_path, change, complaint)
     ],
 )
 def test_zero_negative_or_infinite_scales_are_refused(tmp_path, layout, tensor, place, value):
-    """They would give wrong logits that are finite, or no finite ones."""
     published(tmp_path, layout)
     changed(tmp_path, lambda tensors: tensors[f"{Q}.{tensor}"].__setitem__(place, value))
     complaint = f"{Q}.{tensor} in model.safetensors holds the scale {value:g}; scales must be posi"

@@ -1,4 +1,4 @@
-"""What is Gemma 3's own, compared with `transformers`; whole models are in test_parity.py."""
+"""Test what only Gemma 3 has against `transformers`; test_parity.py tests whole models."""
 
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,6 @@ def with_images(folder: Path):
 
 
 def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
-    """Under the names that transformers writes, those of its modules, and the hub's."""
     theirs = with_images(tmp_path)
     config, file = read_model_config(read_config(tmp_path)), tmp_path / "model.safetensors"
     tensors, loaded = load_file(file), []

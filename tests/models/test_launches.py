@@ -1,5 +1,5 @@
-"""What a decode step launches on a GPU, as far as it shows without one: every kernel and product of
-a layer, and nothing between them but the activation of a narrow feed-forward."""
+"""Test which kernels and products a layer of a decode step launches on a GPU, by lowering without
+one."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
 # Reshapes that move nothing, and gate's and up's way through the activation: one fusion.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
-WIDE = 8704  # of a feed-forward whose activation is a kernel of ours
+WIDE = 8704  # a feed-forward whose activation is a separate kernel
 ONCE_A_STEP = {"decode_plan"}
 
 _SHAPE = {
@@ -79,7 +79,7 @@ def layers_of_a_step(case: str, rows: int, device: AbstractDevice = H200):
 
 
 def operations(jaxpr):
-    """Names of all operations, those of inner jits among them; of kernels, the kernel's."""
+    """Return the names of all operations, including inner jits; for kernels, the kernel's name."""
     for eqn in jaxpr.eqns:
         if eqn.params.get("name") in ONCE_A_STEP:
             continue
@@ -93,7 +93,6 @@ def operations(jaxpr):
 
 @pytest.mark.parametrize("case", [*CONFIGS])
 def test_layer_launches_the_expected_kernels(case):
-    """Eight: three of ours, four GEMMs, the activation, ours as well if it is wide."""
     ours = KERNELS | ({"gated_silu": 1} if case.endswith(str(WIDE)) else {})
     free = FREE if "gated_silu" in ours else FREE | ACTIVATION
     for index, layer in enumerate(layers_of_a_step(case, rows=8)):
@@ -111,8 +110,6 @@ def test_layer_launches_the_expected_kernels(case):
 
 @pytest.mark.parametrize("case", [*CONFIGS_IN_FP8])
 def test_fp8_layer_launches_the_expected_kernels(case):
-    """Nine: the norms bring rows to FP8 themselves; what heads attended to and the activation have
-    a kernel each that does; four products, the activation in one of them. Nothing of XLA's."""
     layer = layers_of_a_step(case, 8, WHOLE_H200)[1]
     counts = Counter(operations(layer))
     wanted = {"add_rms_norm_to_fp8": 2, "quantize_rows": 2, "paged_decode_attention": 1}

@@ -83,7 +83,6 @@ def load(folder, dtype=jnp.float32):
 def test_kv_scales_come_from_the_checkpoint_or_are_one(
     tmp_path, monkeypatch, scaled, load_format, num_devices
 ):
-    """Whole on every device; a checkpoint may have some of them."""
     if num_devices > jax.device_count():
         pytest.skip("needs 2 devices")
     make_checkpoint(tmp_path, LLAMA)

@@ -1,4 +1,4 @@
-"""The loader's peak host memory, measured in a process of its own."""
+"""Test the loader's peak host memory, measured in a separate process."""
 
 import os
 import subprocess

@@ -63,7 +63,7 @@ def layer_prefix(case: str, layer: int) -> str:
 
 @pytest.fixture(scope="module", params=CASES)
 def traced(request):
-    """The case, our model, and what went in and out of every module of theirs."""
+    """The case, jpaged's model, and the inputs and outputs of every module of `transformers`."""
     calls: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     model, handles = reference(request.param), []
 

@@ -1,5 +1,5 @@
-"""What config.json says of FP8: each layout in which checkpoints are published, and every field
-that is not understood refused by name."""
+"""Test how config.json describes FP8: published layouts are read, unknown fields are refused by
+name."""
 
 import re
 from typing import Any
@@ -77,7 +77,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 
 def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
-    """Of the projections that are in FP8."""
+    """Return the names of the projections in FP8."""
     paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
     found = {path: config.projection(path) for path in paths}
     assert all(isinstance(it, Projection) for it in found.values())
@@ -121,7 +121,6 @@ def test_unquantized_weights_stay_unless_fp8_is_requested():
 
 
 def test_checkpoint_with_kv_scales_only_is_read():
-    """compressed-tensors without groups; its weights may be brought to FP8 as others are."""
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
     for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {FP8Format})):
@@ -182,7 +181,6 @@ def test_fused_projections_must_be_quantized_alike():
 
 
 def test_quantization_of_a_multimodal_text_model_is_read():
-    """Its modules have other names, and the outer configuration says what they are in."""
     text = {key: value for key, value in LLAMA.items() if key != "model_type"}
     text |= {"head_dim": 64, "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
     config: dict[str, Any] = {"model_type": "gemma3", "text_config": text}

@@ -1,4 +1,4 @@
-"""What each device has of a model that several share."""
+"""Test the shards of a model on tensor-parallel devices."""
 
 import math
 from pathlib import Path
@@ -120,7 +120,6 @@ def test_indivisible_kv_heads_and_widths_are_refused_by_name():
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("case", [*CASES])
 def test_each_device_holds_only_its_shard(case: str, count: int):
-    """Of what is large: the tables too, where the vocabulary can be shared."""
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     whole = model_parameters(make_abstract_model(config, jnp.float32))
     shared = model_parameters(make_abstract_model(config, jnp.float32, mesh))
@@ -139,7 +138,8 @@ def test_each_device_holds_only_its_shard(case: str, count: int):
 
 
 def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, int]]) -> np.ndarray:
-    """The array of a single device, from those of all; what two devices have must be the same."""
+    """Return the single-device array from the shards of all devices. Replicated parts must be
+    equal."""
     found = np.full(whole, np.nan, np.float32)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
     for device_index, shard in enumerate(shards):
@@ -231,8 +231,6 @@ def test_sharded_config_cannot_be_sharded_again():
 
 
 def test_all_reduce_runs_in_every_iteration_of_a_loop():
-    """Where tables are not shared too: of zeros that do not depend on the turn XLA makes one sum,
-    before the loop."""
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
     table = Embedding(97, 4, dtype=jnp.float32)
@@ -255,7 +253,6 @@ def test_all_reduce_runs_in_every_iteration_of_a_loop():
 
 @pytest.mark.gpu2
 def test_sharded_rows_are_quantized_like_whole_rows():
-    """Bit for bit, though each row's largest number is on one of them."""
     mesh = make_mesh(jax.devices(), 2)
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 256)), jnp.float32)
 

@@ -1,4 +1,4 @@
-"""What a step looks like to the compiler: dtypes under strict promotion, the pool in place."""
+"""Test the compiled structure of a step: dtypes with strict promotion, the pool in place."""
 
 import re
 from typing import Any
@@ -68,8 +68,6 @@ def test_step_has_the_expected_dtypes(case, dtype):
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(("dtype", "name"), [(jnp.float32, "f32"), (FP8, "u16")])
 def test_pool_is_updated_in_place(dtype, name, decode):
-    """The optimised program aliases every pool array to its result and copies none of them; what
-    it needs for a while does not grow with the pool."""
     step, _ = abstract_step("llama3-biases", jnp.float32, dtype, decode=decode)
     larger = jax.tree.map(lambda x: x.update(shape=(100 * x.shape[0], *x.shape[1:])), step[4])
     compiled: list[Any] = [

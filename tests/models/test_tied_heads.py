@@ -64,7 +64,7 @@ def has_head(planned: ModelPlan) -> bool:
 
 
 def check_logits(folder: Path, planned: ModelPlan) -> None:
-    """They are those of transformers, which reads the same folder."""
+    """Compare the logits with transformers, which reads the same folder."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = np.random.RandomState(1).randint(2, 97, NUM_TOKENS).tolist()
     with torch.no_grad():
@@ -108,7 +108,6 @@ def test_head_tensor_alone_serves_as_embedding_and_head(tmp_path: Path, case: st
 
 
 def test_head_is_compared_after_casting(tmp_path: Path):
-    """What a cast makes the same is tied, as in transformers, which compares after it."""
     tensors = save(tmp_path, "llama")
     embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
     embedding[3, 5] = 0.0

@@ -77,7 +77,7 @@ def write_kv(kv, k, v, slot_mapping):
 
 
 def paired(numbers):
-    """Of float8_e4m3fn, [..., H], as a pool has them: [..., H / 2] of uint16, the even column's in
+    """Pack float8_e4m3fn [..., H] as in a pool: [..., H / 2] of uint16, with the even column in
     the low byte."""
     return np.ascontiguousarray(numbers).view("<u2")
 
@@ -229,7 +229,7 @@ def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float6
 
 
 def token_scores(logits, token_ids, count, dtype=np.float64):
-    """Of each row its token's log-probability and rank, and the most probable tokens with theirs,
+    """Return each row's token, log-probability and rank, and the most probable tokens with theirs,
     by sorting."""
     found = []
     for row, token in zip(np.asarray(logits).astype(dtype), token_ids, strict=True):

@@ -54,7 +54,7 @@ class Memory:
 
 
 def with_holes(rng: random.Random) -> Memory:
-    """What a start may leave: weights that stay, and holes of all sizes between them."""
+    """Allocate what a start may leave: weights that stay, and holes of all sizes between them."""
     memory = Memory(TOTAL)
     made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
     for address in made:

@@ -259,7 +259,6 @@ def test_the_pool_is_updated_in_place(compiled, dtype, name: str):
 
 
 def test_float8_blocks_are_swapped_exactly():
-    """Every number there is, NaN included."""
     array = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H)).view(np.uint16)
     layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
     state = KVState((layer,), jnp.zeros((4, 5), jnp.int32))

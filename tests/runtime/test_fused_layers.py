@@ -104,7 +104,6 @@ def test_only_supported_layers_are_fused(family, changes, linked):
 
 
 def test_fused_layers_launch_one_kernel_between_attentions():
-    """Of four GEMMs a layer, the first layer's qkv and the last one's other three are left."""
     definition, state, config = make_model("qwen3", jnp.bfloat16)
     pool = make_pool(config, jnp.bfloat16)
     run = jax.jit(partial(step, definition, backend=Backend.TRITON))
@@ -114,7 +113,7 @@ def test_fused_layers_launch_one_kernel_between_attentions():
     kernels = text.count("custom_call @mosaic_gpu")
     links, layers = text.count("call @_run_link"), text.count("call @_run_layer")
     if jax.__version_info__ < (0, 11):  # no kernel with mutable arguments
-        # GEMMs as lowered: once, since those of all layers are alike.
+        # GEMMs are lowered once, because all layers are equal.
         assert (kernels, links, layers, products) == (4, 0, config.num_layers, 0)
     else:
         num_links = config.num_layers - 1

@@ -56,7 +56,8 @@ def all_recipes(
     *,
     has_peer_memory: bool = False,
 ) -> dict[Any, Recipe]:
-    """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
+    """Return the recipes that an engine with a shape's first layers would compile on GPUs, without
+    allocating anything."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     return recipes_of(config, num_devices, has_peer_memory=has_peer_memory)
@@ -85,7 +86,7 @@ def recipes_of(
 
 @cache
 def step(shape: str, *name: Any) -> str:
-    """Its text as lowered for CUDA."""
+    """Return a program's text, lowered for CUDA."""
     recipe = all_recipes(shape, NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         return lowered(recipe, recipe.jitted_step)
@@ -97,7 +98,8 @@ def lowered(recipe: Recipe, step: Any) -> str:
 
 
 def launches(text: str, *more: str) -> Counter:
-    """Kernels, GEMMs and more of the main function, those of what it calls included."""
+    """Count kernels, GEMMs and other operations of the main function and of the functions that it
+    calls."""
     bodies = dict(
         re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
     )
@@ -141,7 +143,7 @@ def test_mixed_step_adds_one_decode_attention_per_layer(shape: str):
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # The rotation and KV write of all tokens is a launch of its own.
+    # Rotation and KV write of all tokens are one separate launch.
     assert many <= NUM_LAYERS * (KERNELS_A_LAYER + 1) + KERNELS_BESIDE
 
 
@@ -194,7 +196,6 @@ def test_tensor_parallel_step_uses_peer_memory(name: tuple):
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
 def test_only_samplers_of_whole_rows_gather_logits():
-    """Neither by the forward nor by the mask; greedy and random rows need two numbers a device."""
     made = all_recipes("qwen3-0.6b", 2, num_devices=2)
 
     def gathered(*name: Any) -> list[str]:
@@ -252,7 +253,8 @@ def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
 
 
 def sums_in_order(text: str) -> list[str]:
-    """Loops, XLA's sums, and the turns of ours, as the main function comes to them."""
+    """Return loops, XLA's all-reduces and jpaged's exchange buffers in the order of the main
+    function."""
     bodies = dict(
         re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
     )
@@ -273,7 +275,6 @@ def sums_in_order(text: str) -> list[str]:
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
 def test_long_prompts_are_all_reduced_by_xla():
-    """They are more than peer memory takes."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[
             "prefill", (8192, 8)
@@ -290,7 +291,6 @@ def test_equal_layers_are_lowered_once():
 
 @pytest.mark.parametrize("name", [("decode", 8), BURST, ("prefill", (512, 8))], ids=str)
 def test_stored_step_lowers_to_the_same_program(name: tuple):
-    """Its kernels too, of which prefill attention for Hopper is of another kind."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         exported = recipe.exported(("cuda",))
@@ -310,7 +310,6 @@ def test_stored_step_lowers_to_the_same_program(name: tuple):
     "name", [("decode", 8), pytest.param(BURST, marks=pytest.mark.full)], ids=str
 )
 def test_stored_fused_step_lowers_to_the_same_program(name: tuple):
-    """Which a decode step of eight rows is where the cores are known; before JAX 0.11 none is."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -343,7 +342,6 @@ def test_every_step_can_be_stored():
 
 
 def test_no_sampler_sorts():
-    """Nor does the program that scores prompts: a sort takes as long as a decode step."""
     made = all_recipes("qwen3-0.6b", 1)
     names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
     names.append(next(name for name in made if name[0] == "prompt_logprobs"))
@@ -379,7 +377,7 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
     outside = re.sub(r"backend_config = .*", "", text)  # what is computed between the kernels
     assert "f8E4M3FN" not in outside
-    # Nothing promises that its numbers could be seen in another width without computing it anew.
+    # XLA may not read the FP8 numbers at another width without computing them again.
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 

@@ -111,7 +111,7 @@ class Driver:
         return seen
 
     def prefill(self, sequence: Sequence, blocks: list[int]) -> np.ndarray:
-        """All its tokens at once; the sampled one is appended."""
+        """Compute all tokens of a sequence in one step, and append the sampled token."""
         sequence.block_table = blocks
         sequence.num_admitted_tokens = n = len(sequence.token_ids)
         updates = tuple(enumerate(blocks))
@@ -142,7 +142,7 @@ def driver(shared_runner: ModelRunner):
 
 
 def outputs_alone(driver: Driver, params: SamplingParams, prompt: Sized[int], n: int) -> np.ndarray:
-    """What a request computes alone, in blocks of its own."""
+    """Return the tokens that a request computes alone."""
     (sequence,) = driver.request(params, prompt).sequences
     seen = [driver.prefill(sequence, [30, 31, 32, 33])]
     return np.concatenate(seen + [driver.decode(sequence) for _ in range(n - 1)])
@@ -163,7 +163,6 @@ PROMPT = list(range(5, 16))
 
 
 def test_a_forked_row_has_its_parents_table(driver: Driver):
-    """The child decodes at once, with one block update for its copy of the last block."""
     parent, child, _ = driver.request(GREEDY, PROMPT, 3).sequences
     driver.prefill(parent, [1, 2])
     copies = copy_of(parent, child, 9)
@@ -307,7 +306,6 @@ def test_ranked_samples_get_logprobs(driver: Driver):
 
 
 def test_swapped_sequence_continues_with_the_same_tokens(driver: Driver):
-    """Its blocks are overwritten in the very plan that takes them, by a copy and by the step."""
     alone = outputs_alone(driver, GREEDY, PROMPT, 6)
     (victim,) = driver.request(GREEDY, PROMPT).sequences
     (other,) = driver.request(GREEDY, range(20, 40)).sequences

@@ -1,4 +1,4 @@
-"""Which devices sum through each other's memory, and how long what they compute is waited for."""
+"""Test which devices all-reduce through peer memory, and how long the host waits for them."""
 
 import ctypes
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_wait_raises_if_a_device_failed():
     def run(x: jax.Array) -> jax.Array:
         return jax.pure_callback(fail, x, x)
 
-    # The processor's devices run what several of them have behind the caller.
+    # Virtual devices run tensor-parallel programs asynchronously.
     found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts))(jnp.ones(4))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the device has failed"):
         wait_for_devices(found)

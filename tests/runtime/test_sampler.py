@@ -56,7 +56,7 @@ _PARAMS = [
 
 
 def _params_at(level):
-    """Those that the level serves, or greedy ones instead."""
+    """Return the parameters that the level covers, and greedy parameters for the others."""
     return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
 
 
@@ -71,7 +71,7 @@ def _tokens(logits, rows, level, state=None, row_ids=None):
 
 
 def _load(state, rows, vocab_size=V):
-    """The state with rows, each `RowMarks`, started anew."""
+    """Return a new state with these rows, each given by `RowMarks`."""
     for packed in pack_marks(rows, state.token_state.shape[0] - 1, vocab_size):
         state = _load_rows(state, jnp.asarray(packed))
     return state
@@ -82,7 +82,7 @@ def _counts(state):
 
 
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
-    """`count` tokens from one row of logits: one seed at many positions, unless told otherwise."""
+    """Sample `count` tokens from one row of logits, by default with one seed at many positions."""
     params = params or SamplingParams()
     words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
     positions = np.arange(count) if positions is None else np.array(positions)
@@ -508,7 +508,6 @@ def test_unadjusted_row_ignores_old_state():
 
 
 def test_row_without_biases_ignores_old_biases():
-    """They stay where they are until a sequence with its own comes."""
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
     adjustments = make_adjustments(_rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))

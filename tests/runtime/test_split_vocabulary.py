@@ -1,7 +1,4 @@
-"""Devices that split the vocabulary choose the tokens of one that has all of it.
-
-They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
-"""
+"""Test sampling with a split vocabulary. The devices are virtual, except with `-m gpu2` on GPUs."""
 
 import re
 from collections.abc import Callable
@@ -58,8 +55,7 @@ ASKING = [
 
 
 def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
-    """Of logits over so many devices, each of which has a part, and of other arguments; the results
-    are of each device, one after the other, or logits over all."""
+    """Run a function of split logits on several devices, and return the results of each device."""
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     mesh = make_mesh(jax.devices(), count)
@@ -77,7 +73,7 @@ def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable
 
 @cache
 def sampler(count: int, level: SamplerLevel) -> Callable:
-    """`sample` on so many devices."""
+    """Call `sample` on several devices."""
     options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
     if count == 1:
         return jax.jit(partial(sample, **options))
@@ -85,7 +81,7 @@ def sampler(count: int, level: SamplerLevel) -> Callable:
 
 
 def rows_of(params: list[SamplingParams]) -> tuple:
-    """The rows' parameters, seeds and places, the state of those that have biases, and its rows."""
+    """Return the rows' parameters, the state of rows with biases, and their device rows."""
     packed = np.stack([pack_params(one, 2**33 * i - 7) for i, one in enumerate(params)])
     positions = jnp.arange(len(params), dtype=jnp.int32) * 5
     state, ids = init_sampling_state(len(params) + 1, V), jnp.arange(len(params), dtype=jnp.int32)
@@ -98,7 +94,8 @@ def rows_of(params: list[SamplingParams]) -> tuple:
 def both(
     logits: np.ndarray, level: SamplerLevel, count: int, params: list[SamplingParams]
 ) -> tuple[SampledTokens, SampledTokens]:
-    """What one device samples, and what all do, each the same."""
+    """Return the tokens of one device, and the tokens of several devices, which must agree with
+    each other."""
     one, shared = (sampler(n, level)(jnp.asarray(logits), *rows_of(params)) for n in (1, count))
     first = jax.tree.map(lambda it: np.asarray(it)[0], shared)
     for leaf, own in zip(jax.tree.leaves(shared), jax.tree.leaves(first), strict=True):
@@ -142,7 +139,6 @@ def test_lowest_token_id_wins_a_tie_across_devices(level: SamplerLevel, count: i
     covering([37, 33, 3], COUNTS, strength=1, keep=lambda _, count: count == 2),
 )
 def test_padded_vocabulary_gives_the_same_tokens(num_real: int, count: int):
-    """Devices that have padding alone too: a token's noise is that of its id in the whole."""
     logits = random_logits(num_real)
     alone = sampler(1, SamplerLevel.RANDOM)(jnp.asarray(logits[:, :num_real]), *rows_of(PARAMS))
     logits[:, num_real:] = -np.inf
@@ -189,7 +185,6 @@ def test_gathered_levels_give_the_scores_of_one_device(level: SamplerLevel, coun
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_mask_applies_to_each_vocabulary_shard(count: int):
-    """Whose parts begin within a word of the mask."""
     logits = jnp.asarray(random_logits(3))
     words = np.random.RandomState(4).randint(-(2**31), 2**31, (B, 2), np.int64)
     allowed = jnp.asarray(words.astype(np.int32))

@@ -1,4 +1,4 @@
-"""The embedded model's own tests run it in `transformers` on torch, where that is installed."""
+"""Skip the tests of the embedded model in `transformers` where torch is not installed."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The embedded model as shipped: its size, its parity with transformers and a sample of answers."""
+"""Test the shipped embedded model: size, parity with transformers and sample answers."""
 
 import json
 from collections import Counter
@@ -48,9 +48,8 @@ def test_shipped_tokenizer_equals_the_built_one():
 
 @pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_logits_match_transformers(loaded, hf_model, is_long):
-    """Of a question, and of chats with tools as long as the context."""
     ids = list(sample_examples(0, 1, task="sort_numbers")[0].prompt.encode())[:32]
-    if is_long:
+    if is_long:  # chats with tools that fill the context
         chats = sample_dialogues(0, 6, "calculator")
         ids = [i for chat in chats for i in dialogue_document(chat).ids][:1536]
         assert len(ids) == loaded[1].max_position_embeddings

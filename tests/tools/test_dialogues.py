@@ -1,4 +1,4 @@
-"""Chats with a calculator, JSON and reasoning: true, in the chat template's form, held out."""
+"""Test the training dialogues: correct answers, the chat template's text and the held-out split."""
 
 import json
 import random
@@ -44,17 +44,17 @@ def test_documents_equal_the_chat_template(tokenizer, task):
         written = tokenizer.apply_chat_template(dialogue.messages, **options)
         if dialogue.thought is None:
             assert tokenizer(written).input_ids == document.ids
-        else:  # thoughts are not told again
+        else:  # the template drops reasoning of earlier turns
             thought = f"<think>\n{dialogue.thought}\n</think>\n\n"
             assert written == tokenizer.decode(document.ids).replace(thought, "")
 
 
 def last_parts(tokenizer, dialogue: Dialogue, message: int) -> tuple[str, str, str]:
-    """Content, name and arguments, as the parser finds them in one message's text."""
+    """Return the content, tool name and arguments that the parser reads from one message."""
     document = dialogue_document(Dialogue(dialogue.messages[: message + 1], dialogue.tools))
-    said = tokenizer.decode(document.ids).rpartition("<|im_start|>assistant\n")[2]
+    text = tokenizer.decode(document.ids).rpartition("<|im_start|>assistant\n")[2]
     parser = AnswerParser(tool_calls="hermes", reasoning="qwen3", tools=dialogue.tools)
-    events = [*parser.feed(said.removesuffix("<|im_end|>\n")), *parser.end()]
+    events = [*parser.feed(text.removesuffix("<|im_end|>\n")), *parser.end()]
     return (
         "".join(each.text for each in events if isinstance(each, Content)),
         "".join(each.name for each in events if isinstance(each, CallStart)),
@@ -71,18 +71,17 @@ def test_tool_calls_parse_and_have_calculator_results(tokenizer):
         assert json.loads(arguments) == function["arguments"]
         jsonschema.validate(json.loads(arguments), dialogue.tools[0]["function"]["parameters"])
         (expression,) = function["arguments"].values()
-        told = run_tool_call("calculator", json.dumps({"expression": expression}))
-        if told.startswith("Error"):
+        result_text = run_tool_call("calculator", json.dumps({"expression": expression}))
+        if result_text.startswith("Error"):
             assert result["content"].startswith("Error: ")
             assert answer["content"] == f"The {name} says: {result['content']}"
         else:
-            assert result["content"] == told
-            assert answer["content"] == f"{expression} = {told}"
+            assert result["content"] == result_text
+            assert answer["content"] == f"{expression} = {result_text}"
         assert question["role"] == "user"
 
 
 def test_calculator_expressions_match_the_question():
-    """Their digits and signs, in order, whatever the wording."""
     rng = random.Random(0)
     for _ in range(300):
         made = draw_calculation(rng)
@@ -117,10 +116,8 @@ def test_reasoning_is_arithmetically_correct():
 def test_held_out_content_is_not_in_the_training_data():
     def expressions(held_out: bool, n: int) -> set[str]:
         chats = sample_dialogues(5, n, "calculator", held_out=held_out)
-        calls = [m for chat in chats for m in chat.messages if "tool_calls" in m]
-        return {
-            text for m in calls for text in m["tool_calls"][0]["function"]["arguments"].values()
-        }
+        calls = [m["tool_calls"][0] for c in chats for m in c.messages if "tool_calls" in m]
+        return {text for call in calls for text in call["function"]["arguments"].values()}
 
     assert not expressions(True, 200) & expressions(False, 2000)
 

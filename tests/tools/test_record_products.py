@@ -1,4 +1,4 @@
-"""What is recorded of XLA's measurements; the measuring itself needs a GPU."""
+"""Test the records of XLA's GEMM autotuning; measuring itself needs a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,10 @@ def test_fp8_weights_have_their_own_products():
         for recipe in recipes
         for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
     }
-    assert "uint16" in pools  # pairs of numbers in FP8
+    assert "uint16" in pools  # each holds two FP8 numbers
 
 
-def test_measuring_engine_finds_recorded_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Without, it would measure nothing."""
+def test_measuring_engine_finds_recorded_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, found = tmp_path / "record.json", autotuning_folder(tmp_path) / "device"
 
     def start(shape: str, **options: Any) -> None:

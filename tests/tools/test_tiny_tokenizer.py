@@ -1,4 +1,4 @@
-"""The embedded tokenizer: a token a byte, special tokens, the chat template."""
+"""Test the embedded tokenizer: one token per byte, special tokens and the chat template."""
 
 import pytest
 from transformers import AutoTokenizer

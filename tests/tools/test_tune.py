@@ -1,4 +1,4 @@
-"""The table that the tool writes; the kernels' own cases, which are right in small."""
+"""Test the tables that the tuning tool writes, and its cases at small sizes."""
 
 import dataclasses
 import datetime
@@ -30,8 +30,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name == "decode")) for name in OPS],
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "decode")) for name in OPS]
 )
 def test_tuning_candidates_give_right_results_on_small_inputs(name: str):
     op = dataclasses.replace(OPS[name](32, "float32"), cases=[])
@@ -68,19 +67,14 @@ def test_tuning_candidates_are_valid_table_entries(name: str):
 
 def test_table_entry_applies_to_its_op_and_sizes_only():
     with using(OPS["write"](128, "bfloat16"), {"chunk": 512}) as chosen:
-        assert (
-            kv_cache_triton.move_config("copy", head_size=128, itemsize=2)
-            == kv_cache_triton.MoveConfig()
-        )
-        assert (
-            kv_cache_triton.move_config("write", head_size=64, itemsize=2)
-            == kv_cache_triton.MoveConfig()
-        )
+        for op, head_size in (("copy", 128), ("write", 64)):
+            config = kv_cache_triton.move_config(op, head_size=head_size, itemsize=2)
+            assert config == kv_cache_triton.MoveConfig()
         assert chosen == []
 
 
 def test_equal_candidate_programs_are_tried_once():
-    """No chunk is wider than a token's 1,024 elements; and what is interpreted has no warps."""
+    # Chunks above a token's 1,024 elements change nothing; interpreted programs have no warps.
     tried = [{"chunk": 512}, {"chunk": 1024}, {"chunk": 512, "num_warps": 8}, {"chunk": 8192}]
     work = Sweep(OPS["write"](128, "bfloat16"), tried, Backend.INTERPRET, seconds_a_call)
     work.lower()
@@ -101,9 +95,7 @@ def lowered_for_h200(op: Op, tried: Sequence[Override], monkeypatch: pytest.Monk
     return work
 
 
-def test_launch_parameters_change_the_gpu_program(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_launch_parameters_change_the_gpu_program(monkeypatch: pytest.MonkeyPatch):
     op = OPS["decode"](128, "bfloat16")
     fields = {"tile_tokens": 64, "num_warps": 4, "num_stages": 2}
     tried = [fields, *({**fields, name: 2 * value} for name, value in fields.items())]
@@ -113,19 +105,14 @@ def test_launch_parameters_change_the_gpu_program(
     assert work.faults == {}
 
 
-def test_kernels_without_a_table_are_not_tuned(monkeypatch: pytest.MonkeyPatch):
+def test_ops_without_parameters_are_not_tuned(monkeypatch: pytest.MonkeyPatch):
     op = OPS["prefill"](128, "bfloat16")
-    short = dataclasses.replace(op, cases=op.cases[2:], checks=[])
+    short = dataclasses.replace(op, cases=op.cases[2:], checks=[])  # run by a kernel with no table
     work = lowered_for_h200(short, candidates(op), monkeypatch)
-    assert work.candidates == []
-    assert work.faults == {}
-
-
-def test_ops_without_parameters_are_not_tuned():
-    op = OPS["prefill"](128, "bfloat16")
-    work = Sweep(op, candidates(op), Backend.XLA, seconds_a_call)
-    work.lower()
-    assert work.candidates == []
+    assert (work.candidates, work.faults) == ([], {})
+    plain = Sweep(op, candidates(op), Backend.XLA, seconds_a_call)
+    plain.lower()
+    assert plain.candidates == []
 
 
 def test_fastest_candidate_that_slows_no_case_is_chosen():
@@ -137,10 +124,8 @@ def test_fastest_candidate_that_slows_no_case_is_chosen():
     assert best([fast_but_uneven, noise, Outcome({"chunk": 5}, {}, "refused")]) is None
 
 
-def test_writing_a_table_keeps_other_entries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once
+def test_writing_a_table_keeps_other_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # a table is read once per name
     others = {"head_size=64,itemsize=2": {"num_warps": 2}}
     table = merge({"decode": others}, op, [Outcome({"chunk": 512}, {"a": 0.5})], DAY)
     assert table["decode"] == others
@@ -154,7 +139,7 @@ def test_writing_a_table_keeps_other_entries(
 def test_table_records_a_sweep_that_keeps_the_heuristic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once
+    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name
     slow, refused = Outcome({"chunk": 512}, {"a": 2.0}), Outcome({"chunk": 8}, {}, "refused")
     before = {"write": {SIZES: {"chunk": 512}}, "swept": {"copy": {SIZES: "2025-01-01"}}}
     table = merge(before, op, [slow, refused], DAY)

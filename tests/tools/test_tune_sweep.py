@@ -1,4 +1,4 @@
-"""The phases of a sweep, with an op of XLA's that asks for a config as the kernels do."""
+"""Test the phases of a tuning sweep with a small XLA op."""
 
 import dataclasses
 import threading
@@ -20,7 +20,7 @@ HEURISTIC = triton.MoveConfig().chunk
 
 
 def _doubled(x):
-    """2 x, in one more way for each chunk, or not at all."""
+    """Return `2 * x` with a program that depends on the chunk, or fail for some chunks."""
     chunk = triton.move_config("write", head_size=8, itemsize=4).chunk
     if chunk == DOES_NOT_LOWER:
         raise NotImplementedError("no such tile\nand more")
@@ -54,9 +54,9 @@ def _op(log: list) -> Op:
 
 
 class Clock:
-    """Runs a program once; its time is what the heuristic's is, or half of that.
+    """A timer that runs a program once: 1 s for the first program of a case, else 0.5 s.
 
-    Programs are told apart by what was logged: the heuristic's is a case's first.
+    The first program of a case is the heuristic's.
     """
 
     def __init__(self, log: list, broken: Callable[[int], bool] = lambda call: False) -> None:
@@ -88,7 +88,7 @@ def test_failing_candidate_is_rejected_alone():
     assert rejected[2].rejected.startswith("wrong results in 'small'")
     assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
     assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
-    assert clock.calls == 2 * 3  # the heuristic twice and one candidate: none that is rejected
+    assert clock.calls == 2 * 3  # the heuristic twice and the good candidate once
 
 
 def test_host_work_ends_before_timing(capsys: pytest.CaptureFixture[str]):
@@ -112,7 +112,7 @@ def test_inputs_are_made_once_per_case():
     timed = ["time" if what == "time" else name for what, name in log[first + 1 :]]
     runs = [name for at, name in enumerate(timed) if at == 0 or timed[at - 1] != name]
     assert runs == ["long", "time", "short", "time"]
-    made = 1 + num_calls(op.cases[0])  # one for the shapes, without memory
+    made = 1 + num_calls(op.cases[0])  # the first gives shapes only
     assert [timed.count(name) for name in ("long", "short")] == [made, made]
 
 
@@ -143,7 +143,7 @@ def test_candidates_equal_to_the_heuristic_are_skipped():
     assert sweep(_op(log), _chunks(HEURISTIC), Backend.XLA, Clock(log)) == []
 
 
-def test_a_heuristic_that_fails_is_an_error():
+def test_failing_heuristic_raises():
     log: list = []
     op = _op(log)
     broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
@@ -163,7 +163,7 @@ def test_programs_are_compiled_concurrently():
     assert compile_all(programs, 2) == (programs, {})
 
 
-def test_a_timed_program_takes_the_states_and_returns_them():
+def test_timed_program_donates_and_replaces_its_states():
     case = _case("long", 64, [])
     program, inputs = lower_loop(case, Backend.XLA).compile(), Inputs.of(case)
     taken, (argument,) = inputs.states[0], inputs.arguments[0]

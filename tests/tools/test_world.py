@@ -1,4 +1,4 @@
-"""The world's answers are true, its split holds and its questions are as long as stated."""
+"""Test the training tasks: correct answers, the held-out split and the answer lengths."""
 
 import random
 import re
@@ -48,13 +48,13 @@ def test_arithmetic_answers_are_correct(operation, words):
 
 
 @pytest.mark.parametrize("task", FITS_WORD)
-def test_word_answers_fit_a_word_of_the_question(task):
+def test_word_answers_are_correct_for_a_word_of_the_question(task):
     for example in sample_examples(2, 200, task=task):
         words = re.findall(r"\w+", example.prompt)
         assert any(FITS_WORD[task](example.answer, word) for word in words), example
 
 
-def test_lists_keep_their_items():
+def test_list_answers_have_the_items_of_the_question():
     for example in sample_examples(3, 200, task="sort_numbers"):
         given = sorted(int(n) for n in re.findall(r"\d+", example.prompt))
         falling = re.search("descending|largest to", example.prompt) is not None
@@ -105,24 +105,13 @@ def test_examples_have_raw_and_chat_forms():
     assert example.messages == [{"role": "user", "content": example.prompt}]
 
 
-@pytest.mark.parametrize(
-    ("n", "words"),
-    [
-        (0, "zero"),
-        (13, "thirteen"),
-        (40, "forty"),
-        (42, "forty-two"),
-        (100, "one hundred"),
-        (891, "eight hundred ninety-one"),
-        (8010, "eight thousand ten"),
-        (-7, "minus seven"),
-    ],
-)
-def test_number_words_are_correct(n, words):
-    assert number_words(n) == words
-
-
-def test_number_words_refuses_long_numbers():
+def test_number_words_are_correct_and_five_digits_are_refused():
+    assert [number_words(n) for n in (0, 13, 40, 42, -7)] == [
+        *("zero", "thirteen", "forty", "forty-two", "minus seven")
+    ]
+    assert number_words(100) == "one hundred"
+    assert number_words(891) == "eight hundred ninety-one"
+    assert number_words(8010) == "eight thousand ten"
     with pytest.raises(ValueError, match="four digits, got 10000"):
         number_words(10000)
 
