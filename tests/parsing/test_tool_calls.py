@@ -28,11 +28,8 @@ from jpaged.parsing.tool_families.qwen3_xml import to_json_value
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "$defs": {"Size": {"enum": [1, 2, None]}},
-    }
+    definitions = {"Size": {"enum": [1, 2, None]}}
+    parameters = {"type": "object", "properties": properties, "$defs": definitions}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
@@ -129,11 +126,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         "So: [TOOL_CALLS]get_weather" + PARIS + "[TOOL_CALLS]now[ARGS]{}",
         [("content", "So:"), WEATHER, ("call", "now", "{}")],
     ),
-    (
-        "mistral",
-        "[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}",
-        [("call", "now", "{}")],
-    ),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}", [("call", "now", "{}")]),
     (
         "mistral",
         '[TOOL_CALLS]f[ARGS]{"a": oops[TOOL_CALLS]now{} ',
@@ -273,36 +266,11 @@ FRAGMENTS = [
         '{"a": "b\\n"}',
         "{}",
     ),
-    *(
-        ": ",
-        ",",
-        ", ",
-        "; ",
-        "\n",
-        "  ",
-        "\\",
-        '"',
-        "1",
-        "-2.5e",
-        "true",
-        "nul",
-        "é",
-        "a",
-        "</",
-        "<",
-    ),
-    *(
-        '{"name": "now", "parameters": {"x": [1, {"y": "z"}]}}',
-        " " * 70,
-        "f",
-        "<function=get_weather>",
-    ),
-    *(
-        "<parameter=days>",
-        "\n<tool_call>\n",
-        '{"arguments": {"k": 0}, "name": "g"}',
-        "[TOOL_CALLS]g",
-    ),
+    *(": ", ",", ", ", "; ", "\n", "  ", "\\", '"'),
+    *("1", "-2.5e", "true", "nul", "é", "a", "</", "<"),
+    *('{"name": "now", "parameters": {"x": [1, {"y": "z"}]}}', " " * 70, "f"),
+    *("<function=get_weather>", "<parameter=days>", "\n<tool_call>\n"),
+    *('{"arguments": {"k": 0}, "name": "g"}', "[TOOL_CALLS]g"),
 ]
 ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
@@ -373,6 +341,9 @@ def test_unquoted_values_become_json_strings(value: str, size: int):
     assert (name, json.loads(arguments)) == ("write", {"text": value})
 
 
+LONG_LIST = "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]"
+
+
 @pytest.mark.parametrize(
     ("parameter", "text", "value"),
     [
@@ -404,11 +375,7 @@ def test_unquoted_values_become_json_strings(value: str, size: int):
         ("any", "tell me", "tell me"),
         ("loop", "7", 7),
         ("unknown", "7", "7"),
-        (
-            "lines",
-            "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]",
-            "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]",
-        ),
+        ("lines", LONG_LIST, LONG_LIST),
     ],
 )
 def test_unquoted_values_get_the_types_of_their_parameters(parameter: str, text: str, value: Any):
@@ -503,11 +470,10 @@ def test_call_ids_match_the_chat_templates_of_the_family():
 
 def test_json_depth_of_arguments_is_bounded():
     deep = '{"a": ' + "[" * (MAX_JSON_DEPTH - 1) + "]" * (MAX_JSON_DEPTH - 1) + "}"
-    text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
-    assert parse_pieces([text], tool_calls="hermes") == [("call", "f", deep)]
     deeper = deep.replace("[]", "[[]]")
-    text = f'<tool_call>{{"name": "f", "arguments": {deeper}}}</tool_call>'
-    assert parse_pieces([text], tool_calls="hermes") == [("call", "f", deeper + "}")]
+    for arguments, expected in ((deep, deep), (deeper, deeper + "}")):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert parse_pieces([text], tool_calls="hermes") == [("call", "f", expected)]
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)

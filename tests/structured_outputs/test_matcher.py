@@ -257,9 +257,7 @@ FORMAT_NAMES = ["date", "date-time", "time", "ipv4"]
 @st.composite
 def ranges(draw: st.DrawFn) -> dict[str, Any]:
     low, size = draw(st.integers(-(10**6), 10**6)), draw(st.integers(2, 1000))
-    words = draw(
-        st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
-    )
+    words = draw(st.sampled_from(RANGES))
     kind = draw(st.sampled_from(["integer", "number"]))
     more = draw(st.sampled_from([{}, {"multipleOf": 1}]))
     return {"type": kind, **dict(zip(words, (low, low + size), strict=True)), **more}
@@ -429,14 +427,11 @@ def sentencepiece_like() -> Tokenizer:
     """Return a tokenizer like Llama 2's: spaces are ▁, unknown characters are byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     pieces += ["▁", "▁a", "ab", "a", "b", "c", '"', "{", "}", ":", "1", "▁1"]
-    model = models.BPE(
-        {piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
-    )
-    rust = RustTokenizer(model)
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    rust = RustTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     rust.normalizer = normalizers.Replace(" ", "▁")
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence(steps)
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="</s>", unk_token="<unk>")
     return Tokenizer(fast)
@@ -514,9 +509,7 @@ def test_matchers_of_one_grammar_are_independent():
     assert allowed(other) == {a, b}
 
 
-def test_each_answer_gets_an_exclusive_lexer_that_is_reused_later(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_each_answer_gets_an_exclusive_lexer_that_is_reused(monkeypatch: pytest.MonkeyPatch):
     """llguidance's copies of a matcher share a lock, so they compute one mask at a time."""
     monkeypatch.setattr(bounds, "MAX_GRAMMAR_LEXERS", 4)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
@@ -550,9 +543,7 @@ def test_total_number_of_lexers_is_bounded_over_all_grammars(monkeypatch: pytest
     assert len(matchers) + len(last) == 11
 
 
-def test_cached_grammar_does_not_wait_for_compilations(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_cached_grammar_does_not_wait_for_compilations(monkeypatch: pytest.MonkeyPatch):
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     matcher = grammars.compile(form).matcher(ENDING)
