@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the command line asks for.
+    """Return the settings that the command line asks for.
 
     Raises:
         ValueError: a figure is unknown, or a file of lengths is refused.
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _fit_facts() -> dict[str, Any]:
-    """What the device model was fitted to, and how well."""
+    """Return the data that the device model was fitted to, and its errors."""
     found = fit()
     worst = max(found.points, key=lambda point: abs(point.error))
     return {

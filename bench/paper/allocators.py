@@ -15,7 +15,7 @@ run of consecutive block ids, and a block table holds as many of them as compute
 output's true length is the request's `max_tokens`: end tokens are ignored in these comparisons.
 
 Nothing is shared in contiguous ranges: a request has one sequence, and samples or beams are
-requests of their own. There is no prefix cache, and nothing is swapped.
+requests of their own. They have no prefix cache and no swapping.
 """
 
 from collections.abc import Collection, Iterable
@@ -33,7 +33,7 @@ class BuddyAllocator:
     """Ranges of 1, 2, 4 ... blocks among `size`; a range starts at a multiple of its length.
 
     A range is split in halves until it is as short as wanted, and joined with its other half (its
-    buddy) when both are free. Of the free ranges of a length the one with the lowest start is
+    buddy) when both are free. Among free ranges of one length, the one with the lowest start is
     taken.
     """
 
@@ -50,7 +50,7 @@ class BuddyAllocator:
 
     @property
     def longest(self) -> int:
-        """Length of the longest range there can be: that of the arena with nothing taken."""
+        """Length of the longest range that an empty arena can hold."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -102,7 +102,7 @@ def _order_of(length: int) -> int:
 
 @dataclass(slots=True)
 class Reservation:
-    """What a request holds from when it joins until it leaves.
+    """Memory that a request holds from joining the batch until it leaves.
 
     Attributes:
         sequence: The request's only one.
@@ -144,7 +144,7 @@ class OrcaMax(BlockManager):
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Whether there is a range for the request, or it has one already."""
+        """Return whether the request has a range, or a range for it is free."""
         if first.seq_id in self.reservations:
             return True
         return self.ranges.fits(self.num_blocks_for(self.num_reserved_slots(first.request)))
@@ -250,9 +250,9 @@ class OrcaOracle(OrcaMax):
 class RequestLevel(OrcaMax):
     """A FasterTransformer-like server: batches of requests, one after the other.
 
-    A batch takes in those that wait when the one before has ended whole, as many as reservations
-    of `max_model_len` fit. Their prompts may take several steps; the batch closes when all of its
-    sequences decode. Ranges of those that end stay taken until the batch is over.
+    A batch admits waiting requests when all requests of the previous batch have ended, as many as
+    reservations of `max_model_len` fit. Their prompts may take several steps; the batch closes when
+    all of its sequences decode. A request that ends keeps its range until the batch ends.
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
@@ -292,8 +292,8 @@ def make_manager(
     """The block manager of one of `SYSTEMS`; `num_blocks` counts the null block.
 
     Raises:
-        ValueError: there is no such system, it has no prefix cache, or a sequence of
-            `max_model_len` does not fit.
+        ValueError: the system is unknown or has no prefix cache, or `max_model_len` tokens exceed
+            the pool.
     """
     if system == "ours":
         cache = PrefixCache(block_size) if prefix_caching else None
@@ -306,15 +306,15 @@ def make_manager(
 
 
 class TokenStates(NamedTuple):
-    """What the KV slots are used for, by the paper's section 3.1; they add up to all slots.
+    """Use of the KV slots by the paper's section 3.1. The numbers add up to all slots.
 
     Attributes:
         tokens: Hold the KV of a token.
         reserved: Will be filled by their holders.
         internal: Held, and never filled: reserved for more than there will be, or the rest of a
             last block.
-        external: What the buddy allocator adds to a reservation; and free slots while a request
-            waits that does not fit in them.
+        external: Slots that the buddy allocator adds to a reservation, and free slots while a
+            waiting request does not fit in them.
         free: No request waits for them.
     """
 
@@ -326,8 +326,9 @@ class TokenStates(NamedTuple):
 
 
 def token_states(manager: BlockManager, report: MemoryReport, *, is_full: bool) -> TokenStates:
-    """What the pool's slots are used for now; `report` is the scheduler's, and `is_full` tells that
-    a request waits for memory.
+    """Return the present use of the pool's slots.
+
+    `report` comes from the scheduler. `is_full` is whether a request waits for memory.
 
     A sequence's last token is never fed back, so slots are reserved up to the token before it.
     """

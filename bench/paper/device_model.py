@@ -11,11 +11,10 @@ A step of N rows (tokens, padded as the engine pads them) in L layers takes, in 
 
 with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
 coefficients are fitted by least squares of the logarithm of modelled over recorded time, so that
-each point counts by its relative error. Two more tell what a transfer between device and host
-takes: `swap + bytes / swap_bandwidth`. All are those of blocks of 16 slots. Where the attention
-kernel was recorded with blocks of other sizes, `kv_slowdown` tells how many times as long as with
-16 it takes to read keys and values there, the median of the points; where it was not, the block
-size makes no difference.
+each point counts by its relative error. Two more coefficients give the time of a transfer between
+device and host: `swap + bytes / swap_bandwidth`. All coefficients are for blocks of 16 slots. For
+other recorded block sizes, `kv_slowdown` is the median factor by which reading keys and values
+takes longer. For block sizes that were not recorded the factor is 1.
 
 The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
 H200: the shape's own, or for a shape that has none OPT-13B's. Without such a file it is
@@ -55,7 +54,7 @@ NVLink as usually measured."""
 
 
 class StepWork(NamedTuple):
-    """What a step computes.
+    """Numbers of tokens, keys and rows that a step computes.
 
     Attributes:
         decode_seqs: Rows of one token.
@@ -136,7 +135,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What is fitted; times in seconds, bandwidths in bytes a second, rates in FLOP/s."""
+    """Fitted coefficients: times in seconds, bandwidths in bytes per second, rates in FLOP/s."""
 
     step: float = 1e-4
     layer: float = 1e-5
@@ -172,8 +171,8 @@ class DeviceModel:
 
     Attributes:
         name: Model and GPUs.
-        shape: The model's.
-        coefficients: Of one of the GPUs.
+        shape: Shape of the model.
+        coefficients: Coefficients of one GPU.
         num_gpus: GPUs, each with its share of every layer.
         nvlink: Bytes a second that a GPU sends to another.
     """
@@ -334,7 +333,7 @@ def fit(shape: str = MEASURED_SHAPE) -> Fit:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Recorded steps and transfers; those of kinds that are not modelled are left out."""
+    """Return the recorded steps and transfers of the modelled kinds."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for row in rows:
@@ -355,7 +354,7 @@ _MODELLED_KINDS = _STEP_KINDS | _SWAP_KINDS | _KERNEL_KINDS
 def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
     """Fit the coefficients to recorded rows: see `recorded_steps.json` for their fields.
 
-    Coefficients that no row tells of keep the defaults of `Coefficients`.
+    Coefficients without a row keep the defaults of `Coefficients`.
     """
     rows = list(rows)
     steps = [row for row in rows if row["kind"] in _STEP_KINDS]

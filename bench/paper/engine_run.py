@@ -1,10 +1,9 @@
-"""Serving a trace through the real engine, in real time, with any of the paper's allocators.
+"""Serve a trace with the real engine in real time, with any of the paper's allocators.
 
-The engine is jpaged's own but for its block manager. Its pool has as many slots as the paper's had,
-so that memory is the bottleneck as it was there; weights may be dummies, for tokens mean nothing
-and end tokens are ignored. What is measured is what `bench.paper.simulator` makes up, under the
-same names: see `Run` there. A step's time is that of the turn of the loop that launched it, which
-in a steady run is what the device takes.
+Only the block manager of the engine is replaced. The pool has as many slots as the paper's, so
+that memory is the bottleneck. Weights may be random, because end tokens are ignored. The results
+have the names of `bench.paper.simulator.Run`. The time of a step is the time of the loop's turn
+that launched it, which in a steady run is the time of the device.
 """
 
 import dataclasses
@@ -28,11 +27,11 @@ from jpaged.outputs import RequestDelta
 
 
 class WatchedScheduler(Scheduler):
-    """Tells of its plans.
+    """A scheduler that reports its plans.
 
     Attributes:
         watch: Called with each plan as it is made.
-        requests: Those added and not yet taken off by the reader.
+        requests: Added requests that the reader has not removed yet.
     """
 
     def __init__(self, *args: Any):
@@ -153,7 +152,7 @@ class EngineWorkload(Workload):
         self._answers: dict[int, dict[int, int]] = {}  # by stream and place
 
     def arrive(self, index: int) -> list[tuple[str, list[int], SamplingParams]]:
-        """What to ask the engine for when a request arrives: id, prompt, parameters."""
+        """Return the id, prompt and parameters of a request that arrives."""
         self.note_arrival(index)
         max_tokens = self.trace[index].output_len
         common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
@@ -184,7 +183,7 @@ class EngineWorkload(Workload):
         return [answers.get(i, token) for i, token in zip(places, tokens, strict=True)]
 
     def note_answer(self, index: int, num_before: int, token_ids: Sequence[int]) -> None:
-        """The request's first output grew, after so many tokens."""
+        """Record that the request's first output has `num_tokens` tokens."""
         pieces = self.trace[index].prompt
         if pieces:
             stream, _, stop = pieces[-1]

@@ -201,7 +201,7 @@ def figure_18b(settings: Settings) -> Figure:
 
 
 def figure_19a(settings: Settings) -> Figure:
-    """What it takes to recover a preempted sequence: computed again, or swapped out and in."""
+    """Compare the times of recovering a preempted sequence by recomputing and by swapping."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     found = _recovery_seconds(sizes, settings)
     rows = []

@@ -126,7 +126,7 @@ def figure_1(settings: Settings) -> Figure:
 
 
 def figure_2(settings: Settings) -> Figure:
-    """What the KV slots hold, for each system, while requests wait for memory."""
+    """Show the use of the KV slots by each system while requests wait for memory."""
     cases = [Case(workload, system) for workload in DATASETS for system in (*ORCAS, "ours")]
     found = dict(zip(cases, saturate_all(cases, settings), strict=True))
     rows: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ class Panel:
     Attributes:
         title: Above it.
         cases: By system, or a name of `LABELS`; "ours" is among them.
-        paper: What the paper says of our rate over another system's: a number or a range.
+        paper: The paper's ratio of vLLM's rate to another system's: a number or a range.
     """
 
     title: str

@@ -1,9 +1,9 @@
-"""What is measured, and how it is decided. The rules were written before the first run and have
-not changed since.
+"""Definitions of the measured quantities. They were written before the first run and have not
+changed since.
 
 *Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, seconds a
 token, as the paper has it (section 6.1). The end is when the last token of the last of a request's
-sequences is read. With several samples or beams the tokens are those of one of them.
+sequences is read. With several samples or beams, the tokens of one of them count.
 
 *Sustained rate*: the highest request rate at which the mean normalised latency stays under
 `Settings.latency_factor` times that of requests served one at a time: same lengths, same device,
@@ -79,7 +79,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run came to; `Run` of `bench.paper.simulator` has the definitions.
+    """Results of one run; `Run` of `bench.paper.simulator` has the definitions.
 
     Attributes:
         rate: Requests a second that arrived.
@@ -89,13 +89,13 @@ class Outcome:
         batch: Requests in a batch, mean over time.
         memory: Shares of the KV slots under pressure, percent, mean over time: "tokens",
             "reserved", "internal", "external", "free".
-        held: Of the KV slots, what requests hold, percent, mean over the time of all steps.
-        waste: Slots without a token of those in held blocks or ranges, percent, mean over time.
-        waste_formula: Half a block a sequence, of the same slots, percent.
+        held: Percent of the KV slots that requests hold, mean over the time of all steps.
+        waste: Percent of the held slots without a token, mean over time.
+        waste_formula: Percent of the held slots that half a block per sequence would be.
         saved: Blocks saved by sharing, percent.
         hit: Prompt tokens found in the prefix cache, percent.
         num_preemptions: Times a request gave its memory back before it was done.
-        num_requests: Of the trace.
+        num_requests: Number of requests of the trace.
         seconds: From the first arrival to the last end.
     """
 
@@ -117,11 +117,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """What `sustain` found.
+    """Result of `sustain`.
 
     Attributes:
         rate: Requests a second, the median of all seeds.
-        low, high: The least and the greatest of them.
+        low, high: Lowest and highest rate of all seeds.
         threshold: Seconds a token that the rate stays under.
         curve: Pairs of rate and normalised latency of the first seed, by rate.
         sensitivity: Rates, read off that curve, with half and twice the threshold.
@@ -137,16 +137,16 @@ class Sustained:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much is run.
+    """Sizes and limits of a run.
 
     Attributes:
         how: "simulated" or "measured".
         quick: Whether this is only to see that it runs.
         seconds: Length of a trace, if `least_requests` arrive in it.
         least_requests: Requests that a trace has on average at least.
-        saturation: Requests that tell how many a second can be served.
-        seeds: Of the traces.
-        latency_factor: Of the sustained rate.
+        saturation: Number of requests for measuring the rate of a saturated server.
+        seeds: Seeds of the traces.
+        latency_factor: Factor of the latency limit that defines a sustained rate.
         tolerance: Relative width at which a bisection ends.
         fractions: Rates of a curve, of the sustained one.
         processes: Runs at a time.
@@ -198,7 +198,7 @@ def shape_of(case: Case) -> str:
 
 
 def device_of(settings: Settings) -> str:
-    """What the times of OPT-13B are of, as `Figure.device` has it."""
+    """Return the device of OPT-13B's times, as in `Figure.device`."""
     if settings.how == "simulated":
         return "simulated NVIDIA H200"
     import jax
@@ -337,7 +337,7 @@ def _read_sustained(fields: dict[str, Any]) -> Sustained:
 
 
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
-    """What our system sustains of each workload in simulation, with traces of the same length.
+    """Return jpaged's sustained rates in simulation, with traces of the same length.
 
     Rates that a figure fixes are a share of these on a device too: a search in real time would take
     hours, and the figure `agreement` says how near the simulation is.
@@ -406,7 +406,7 @@ def sustain(case: Case, settings: Settings) -> Sustained:
 
 
 def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float) -> float:
-    """About how far a sustained rate can be above what could be served for ever, percent.
+    """Return the approximate excess of a sustained rate over the rate of an endless trace, percent.
 
     At a rate r above the highest that is served, c, requests of a trace of T seconds wait
     (1 - c / r) T / 2 on average, and what that adds to their mean normalised latency is under the
@@ -414,7 +414,7 @@ def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float)
 
     Args:
         trace: Requests with the output lengths that are served.
-        threshold: Of the normalised latency, seconds a token.
+        threshold: Limit of the normalised latency, seconds per token.
         seconds: Length of the traces that were served.
     """
     inverse = statistics.mean(1 / request.output_len for request in trace)

@@ -18,7 +18,7 @@ class Progress:
 
     Args:
         what: Names the jobs.
-        total: How many there are.
+        total: Number of jobs.
     """
 
     def __init__(self, what: str, total: int):

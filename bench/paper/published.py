@@ -1,8 +1,7 @@
-"""What the paper states, figure by figure (Kwon et al., SOSP 2023, arXiv 2309.06180).
+"""Values that the paper states, by figure (Kwon et al., SOSP 2023, arXiv 2309.06180).
 
-Numbers are those of its text, tables and labelled bars. Curves are not read off its plots: where
-the text gives a ratio or a range, that is what ours is compared with, and where it gives none the
-paper's column says "plot only".
+Numbers come from its text, tables and labelled bars, and never from curves of its plots. If the
+text has no ratio or range, the paper's column says "plot only".
 """
 
 from dataclasses import dataclass

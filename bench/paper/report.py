@@ -55,17 +55,17 @@ STYLE: Any = {
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What a figure of the paper comes to here.
+    """A figure of the paper, repeated with jpaged.
 
     Attributes:
         number: As the command line takes it: "12", "18a", "table1".
-        title: What the paper shows there.
+        title: Title of the figure.
         rows: The table: names and settings, then `paper`, `ours` and `ratio`.
         facts: All else that is recorded: curves, definitions, the device.
         draw: Draws on an empty matplotlib figure; None where nothing could be run.
         size: Width and height of the picture, inches.
         notes: Sentences under the table.
-        device: What the times are of: "simulated NVIDIA H200", "NVIDIA H200", "no device".
+        device: Device of the times: "simulated NVIDIA H200", "NVIDIA H200", "no device".
     """
 
     number: str
@@ -79,7 +79,7 @@ class Figure:
 
 
 def compared(paper: float | Sequence[float | None] | None, ours: float | None) -> dict[str, Any]:
-    """The cells `paper`, `ours` and `ratio`, of ours to the paper's.
+    """Return the cells `paper`, `ours` and `ratio` (ours divided by the paper's).
 
     Against a range (low, high) the ratio is 1 inside, else that to the nearer end. None for the
     paper means that it has only a plot.
@@ -121,7 +121,7 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
     """Print the figure's table, write its JSON, and draw it.
 
     Args:
-        figure: What was found.
+        figure: The figure.
         out: Folder for both files; None: `bench/results/` and `docs/paper/`.
         pictures: Whether to draw.
         facts: How it was run, recorded with it.
@@ -141,7 +141,7 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
 
 
 def picture_name(number: str, device: str) -> str:
-    """The file name of a figure's picture; one measured on a device has a name of its own."""
+    """Return the file name of a figure's picture, which names the device of a measured figure."""
     stem = f"figure_{number}" if number[0].isdigit() else number
     is_measured = not device.startswith(("simulated", "no device"))
     return f"{stem}_measured.png" if is_measured else f"{stem}.png"
@@ -171,12 +171,12 @@ def draw_curves(
     title: str = "",
     threshold: float | None = None,
 ) -> None:
-    """Normalised latency against request rate, a line a system, cut where latency explodes.
+    """Draw normalised latency against request rate, one line per system, cut at high latency.
 
     Args:
         axes: Where to draw.
         curves: By system, pairs of requests a second and seconds a token.
-        title: Of the panel.
+        title: Title of the panel.
         threshold: Normalised latency up to which a rate counts as sustained: a dashed line.
     """
     top = 2.5 * threshold if threshold else max(y for c in curves.values() for _, y in c)

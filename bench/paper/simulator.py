@@ -1,18 +1,17 @@
-"""Serving a trace in simulated time: the real scheduler and allocators over modelled step times.
+"""Serve a trace in simulated time: the real scheduler and allocators with modelled step times.
 
-What happens is what `jpaged.engine.loop` does in its overlapped loop, without a device: the step
-that is planned starts when the one before it has ended, and the host then reads the one before it,
-so a request that arrives is planned for with the next plan, and what a sequence held comes back a
-step after its last token. The host's own time is hidden behind the steps, but for what
-`Coefficients.step` has of it. Steps are padded to the engine's buckets. There are no bursts, which
-only models of under 5 GB of weights have.
+The simulator repeats the overlapped loop of `jpaged.engine.loop` without a device. A planned step
+starts when the previous step ends, and the host then reads the step before. An arriving request is
+part of the next plan, and the blocks of a sequence are freed one step after its last token. The
+host's time is hidden behind the steps, except for `Coefficients.step`. Steps are padded to the
+engine's buckets. Bursts are not simulated: only models below 5 GB of weights have them.
 
 A transfer to host memory overlaps with later steps; a step waits for what comes back before it,
 since that is written to the pool. Transfers follow each other on one link.
 
-Orca and the FasterTransformer-like server share nothing: each sample or beam is a request of its
-own there, computes its prompt by itself, and the copying of beams is not charged, in their favour.
-Tokens are made up; the beams' candidates are those of `bench.synthetic_beams`.
+Orca and the FasterTransformer-like server share nothing: each sample or beam is a separate request
+that computes its prompt. In their favour, copying beams takes no time. Tokens are synthetic, and
+the beams' candidates come from `bench.synthetic_beams`.
 """
 
 import math
@@ -44,7 +43,7 @@ STEPS_A_LOOK = 8
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a trace.
+    """Results of a trace.
 
     Attributes:
         system: One of `allocators.SYSTEMS`.
@@ -56,21 +55,21 @@ class Run:
         normalized_latency: Mean of (finish - arrival) / output tokens, seconds a token; of a run
             that gave up a lower bound of it.
         seconds: From the first arrival to the last token.
-        busy_seconds: Of those, what steps took.
+        busy_seconds: Time of all steps, part of `seconds`.
         num_steps: Steps.
-        num_output_tokens: Tokens of all samples; of a beam search those of all its beams.
-        num_prompt_tokens: Of the requests that arrived, each request's once.
+        num_output_tokens: Tokens of all samples, or of all beams.
+        num_prompt_tokens: Prompt tokens of the arrived requests, once per request.
         num_computed_tokens: Tokens that steps computed.
-        num_recomputed_tokens: Those of them that had been computed before a preemption.
-        mean_batch: Requests in the batch, mean over the steps' time; of those that are served as
-            several, each counts for its part.
-        mean_batch_of_steps: The same, each step counting alike.
+        num_recomputed_tokens: Tokens that were computed again after a preemption.
+        mean_batch: Mean number of requests in the batch, weighted by the time of steps. A request
+            that is served as several counts in parts.
+        mean_batch_of_steps: The same, with equal weights.
         memory: "tokens", "reserved", "internal", "external" and "free": percent of all KV slots
             (see `TokenStates`), mean over the time of steps while a request waits for memory, or,
             where none ever does, of all steps.
         memory_held: Percent of all KV slots that requests hold, mean over the time of all steps.
         allocated_waste: Percent of held slots without a token, mean over held slots and time.
-        waste_formula: What half a block for each sequence would be, percent of the same slots.
+        waste_formula: Percent of the held slots that half a block per sequence would be.
         num_logical_blocks, num_physical_blocks: Blocks it would take not to share, and those held,
             summed over the steps looked at.
         num_preemptions: Times a request lost its memory.
@@ -161,8 +160,8 @@ def simulate(
             is certain to be higher.
 
     Raises:
-        ValueError: an argument is out of range, the trace is not by arrival, or a request can
-            never be served.
+        ValueError: an argument is out of range, the trace is not sorted by arrival, or a request
+            is too large for the memory.
     """
     if any(a.arrival > b.arrival for a, b in pairwise(trace)):
         raise ValueError("trace must be in the order of arrival: sort it")
@@ -184,11 +183,11 @@ def simulate(
 
 
 class Workload:
-    """A trace's requests as the scheduler takes them, and how far each of them has come.
+    """Requests of a trace in the scheduler's form, and their progress.
 
     Attributes:
         trace: The requests.
-        system: What serves them.
+        system: System that serves the requests.
         width: Samples or beams of each.
         is_search: Whether they are beams of one request.
         prefix_caching: Whether it matters which tokens outputs have.
@@ -260,7 +259,7 @@ class Workload:
         self._sum_arrivals += given.arrival * weight
 
     def note_first(self, index: int, now: float) -> None:
-        """A first token came; that of the request if none came earlier."""
+        """Record the time of a first token, unless the request has one already."""
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
@@ -283,7 +282,7 @@ class Workload:
 
 
 def index_of(request: Request) -> int:
-    """Which request of the trace it is."""
+    """Return the index of a request in the trace."""
     return int(request.request_id.partition(".")[0])
 
 
@@ -295,7 +294,7 @@ def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
 
 
 class Padding:
-    """What a plan computes, padded to the engine's buckets."""
+    """Work of a plan, padded to the engine's buckets."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
@@ -325,7 +324,7 @@ class Padding:
 
 
 class _Look(NamedTuple):
-    """Slots at one moment: held ones, those of them without a token, half a block a sequence."""
+    """Slots at one time: held slots, held slots without a token, and half a block per sequence."""
 
     is_full: bool
     states: TokenStates
@@ -335,13 +334,13 @@ class _Look(NamedTuple):
 
 
 class Tally:
-    """What a scheduler's steps come to: means over their time, and sums.
+    """Means and sums over a scheduler's steps.
 
     Attributes:
-        seconds: What steps took.
+        seconds: Time of the steps.
         num_steps: Steps.
         num_computed: Tokens that they computed.
-        num_recomputed: Those of them that had been computed before a preemption.
+        num_recomputed: Tokens that were computed again after a preemption.
         num_preempted: Times a request lost its memory.
         num_moved: Blocks moved to and from host memory.
     """
@@ -436,7 +435,7 @@ class Tally:
         return _Look(is_full, states, held, held - report.num_token_slots, half_blocks)
 
     def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
-        """What came of a trace, of which nothing happens after `now`."""
+        """Return the results of a trace that ended at time `now`."""
         trace, cache = work.trace, self._scheduler.block_manager.prefix_cache
         ends = work.finishes[np.isfinite(work.finishes)]
         end = now if work.num_open or not len(ends) else float(ends.max())

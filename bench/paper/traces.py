@@ -9,9 +9,9 @@ Arrivals follow a Poisson process. The datasets are not shipped; lengths are log
 | alpaca   | 19.31       | 58.45       |
 
 A prompt has 1 to 2,047 tokens and an output at least 1, at most what the prompt leaves of 2,048
-tokens, OPT's longest sequence. Clipping pulls a mean down, so each scale is solved for such that
-the mean AFTER clipping is the one above: that of the distribution; a trace of n requests has it
-within about 1.1 / sqrt(n) of itself. Prompt and output are independent.
+tokens, OPT's longest sequence. Clipping lowers a mean, so each scale is chosen such that the mean
+after clipping is the one above. The mean of a trace of n requests differs from it by about
+1.1 / sqrt(n). Prompt and output are independent.
 
 A seed gives the same requests at each rate: gaps are drawn for one request a second and divided
 by the rate. `from_file` takes lengths from a user's file in place of the distribution.
@@ -72,8 +72,8 @@ class TraceRequest:
         arrival: Seconds since the trace began.
         prompt_len: Prompt tokens.
         output_len: Tokens of each output; end tokens are ignored.
-        prompt: Which tokens the prompt has, for prefix caching: pieces `(stream, start, stop)` of
-            endless streams of tokens, equal where the pieces are. Empty: all are its own.
+        prompt: Tokens of the prompt for prefix caching: pieces `(stream, start, stop)` of endless
+            token streams. Equal pieces are equal tokens. Empty: the prompt shares no tokens.
     """
 
     arrival: float
@@ -124,8 +124,8 @@ def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
     """Lengths of a JSON lines file, drawn with replacement.
 
     Each line is an object with `prompt_len` and `output_len`, token counts, or with `prompt` and
-    `output`, texts, of which each word and each mark counts as a token: a tokenizer counts about
-    a quarter more. Longer sequences are clipped as drawn lengths are.
+    `output`, texts in which each word and each punctuation mark counts as a token. A tokenizer
+    counts about a quarter more. Longer sequences are clipped as drawn lengths are.
 
     Raises:
         ValueError: the file cannot be read, is empty, or a line is not such an object; the

@@ -108,7 +108,7 @@ class Picture:
 
 
 def slot_width(words: Iterable[str]) -> float:
-    """What the longest of the words needs."""
+    """Return the width that the longest word needs."""
     return max(map(len, words), default=0) * CHAR + 8
 
 

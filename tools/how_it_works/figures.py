@@ -1,4 +1,4 @@
-"""What each picture of docs/how_it_works.md shows, from the scenes' states to SVG."""
+"""Draw each picture of docs/how_it_works.md as SVG from the states of the scenes."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -137,7 +137,7 @@ def beam_search() -> str:
 
 
 def steps() -> str:
-    """What each request computes in each step, and which is preempted."""
+    """Draw what each request computes in each step, and which request is preempted."""
     turns, num_blocks = scenes.pressing()
     cell, left, kinds = 74, 116, {"A": "a", "B": "b", "C": "c"}
     right = left + len(turns) * cell

@@ -130,7 +130,7 @@ class Scene:
         return plan
 
     def read(self, plan: StepPlan) -> None:
-        """Tell the scheduler the words that the step sampled."""
+        """Pass the words that the step sampled to the scheduler."""
         offers = [self._offer(row.sequence) for row in plan.scheduled]
         width = min(len(ids) for ids, _ in offers)
         token_ids = np.array([ids[:width] for ids, _ in offers], np.int32)

@@ -360,7 +360,7 @@ _FIELDS = {  # a fact's names in schemas
 
 
 def _json_extract(rng: random.Random) -> Draft:
-    """What a text says of somebody, under the names that the schema has."""
+    """Return the facts of a text about a person, under the names of the schema."""
     facts: dict[str, str | int] = {
         "name": _proper(rng),
         "age": rng.randint(1, 99),

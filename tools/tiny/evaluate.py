@@ -93,7 +93,7 @@ def exact(params: Params, config: Config, documents: list[Document]) -> list[boo
 
 
 def _groups(chosen: list[int], documents: list[Document], length: int) -> list[list[int]]:
-    """Documents that share a row, at most 200 of them."""
+    """Return documents that share a row, at most 200."""
     groups, room = list[list[int]](), 0
     for i in chosen:
         size = len(documents[i].ids)

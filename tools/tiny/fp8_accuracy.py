@@ -1,4 +1,4 @@
-"""What FP8 costs the embedded model: exact answers by task, and drift of log-probabilities.
+"""Measure what FP8 costs the embedded model: exact answers by task, and drift of log-probabilities.
 
     python -m tools.tiny.fp8_accuracy --examples 1000
 
@@ -63,7 +63,7 @@ def folder_of(kept: str) -> Iterator[tuple[Path, str | None]]:
 
 
 def narrowed(weight: np.ndarray, block: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """A weight in FP8, and its scale, or those of its blocks."""
+    """Return a weight in FP8, and its scale or the scales of its blocks."""
     size = weight.shape if block is None else block
     counts = [-(-whole // own) for whole, own in zip(weight.shape, size, strict=True)]
     padded = np.zeros([count * own for count, own in zip(counts, size, strict=True)], np.float32)
