@@ -1,4 +1,4 @@
-"""Engines shared by the end-to-end tests, and the census after each test."""
+"""Engines and checkpoints of the end-to-end tests, and a check for lost blocks after each test."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from e2e_options import LOOPS, SMALL, Engines
 from lazy_programs import lazy_programs
+from random_models import Logits, load_logits, random_model
 from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine
@@ -18,8 +19,8 @@ from jpaged.config import EMBEDDED_MODEL
 
 @pytest.fixture
 def engines(kept_engines: Engines) -> Iterator[Engines]:
-    """Makes (or reuses) an engine, which compiles each program when it is first called; after the
-    test each one used has all its blocks back."""
+    """Return a function that makes or reuses an engine, which compiles each program at its first
+    call. After the test, check that every block of every engine is free."""
     used: list[Engine] = []
 
     def make(model: str | Path | None = None, **options: Any) -> Engine:
@@ -38,26 +39,27 @@ def engines(kept_engines: Engines) -> Iterator[Engines]:
 
 @pytest.fixture
 def new_engine(compilation_cache: Path) -> Engines:
-    """Makes an engine of a test's own, which compiles each program when it is first called."""
+    """Return a function that makes an engine that no other test uses. Each of its programs is
+    compiled when it is first called."""
 
     def make(model: str | Path | None = None, **options: Any) -> Engine:
         with lazy_programs():
-            given = {"num_blocks": 129, **SMALL, **options}
-            return Engine(model, compilation_cache_dir=compilation_cache, **given)
+            options = {"num_blocks": 129, **SMALL, **options}
+            return Engine(model, compilation_cache_dir=compilation_cache, **options)
 
     return make
 
 
 @pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    """The embedded model's, in each loop."""
+    """Return an engine of the embedded model, in each loop."""
     return engines(**LOOPS[request.param])
 
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first two layers of the embedded model, with its tokenizer: compiled in a third of the
-    time, for tests that compare answers and need no right ones."""
+    """Save the first two layers of the embedded model, with its tokenizer. The layers compile in a
+    third of the time. The answers are wrong, so use them only to compare answers."""
     folder = tmp_path_factory.mktemp("shallow")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, folder)
@@ -71,26 +73,24 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 checkpoint without a tokenizer."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    """Save a random Qwen3 checkpoint without a tokenizer."""
+    model = random_model(
+        "qwen3",
+        std=0.2,
         vocab_size=128,
-        hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        eos_token_id=1,
     )
-    model = transformers.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)  # spread the logits, so that greedy choices are clear
     folder = tmp_path_factory.mktemp("qwen3")
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_logits(qwen_folder: Path) -> Logits:
+    """Return a function that computes the logits of `qwen_folder` with `transformers`."""
+    return load_logits(qwen_folder)

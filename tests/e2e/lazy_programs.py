@@ -17,18 +17,13 @@ from jpaged.runtime.programs import ProgramName, Programs
 
 
 class LazyProgram:
-    """A program that is compiled when it is first needed.
-
-    Args:
-        compile: Returns the compiled program.
-    """
+    """A program that `compile` compiles at the first use."""
 
     def __init__(self, compile: Callable[[], Any]):
         self._compile = compile
 
     @cached_property
     def program(self) -> Any:
-        """The compiled program."""
         return self._compile()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -36,10 +31,10 @@ class LazyProgram:
 
 
 class LazyBuilder(ProgramBuilder):
-    """A `ProgramBuilder` whose programs are compiled later, in the thread that first calls them.
+    """A `ProgramBuilder` whose programs are compiled by the thread that first calls them.
 
-    No program refers to the builder: it would be in a cycle with it, which an engine's start takes
-    out of the garbage collector's rounds.
+    No program refers to the builder, because the cycle would never be freed: the start of an
+    engine freezes its objects for the garbage collector.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -47,14 +42,12 @@ class LazyBuilder(ProgramBuilder):
         self._lazy: dict[ProgramName, LazyProgram] = {}
 
     def add(self, recipes: Iterable[Recipe]) -> None:
-        """Keep the recipes."""
         for recipe in recipes:
             compile_now = partial(_compile, recipe, self._store, self._compiler)
             run = partial(self._settings.run, compile_now)
             self._lazy.setdefault(recipe.name, LazyProgram(run))
 
     def programs(self) -> Programs:
-        """Return the programs, none of them compiled yet."""
         return self._lazy
 
 
@@ -64,8 +57,8 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """Let engines that are made meanwhile compile each program when it is first called."""
+    """Within the context, make engines that compile each program at its first call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
-        patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # which calls every program
+        patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would call every program
         yield

@@ -5,50 +5,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines
+from e2e_options import Engines, in_full_tier, token_ids
 
 from jpaged import SamplingParams
 
 NUM_SLOTS = {1: 420, 2: 420, 256: 1024}
-"""Slots of a pool that is too small for all requests at once."""
+"""Slots of a pool that is too small for all requests together, by block size."""
 
 SHAPE: dict[str, Any] = {"max_model_len": 320, "max_num_seqs": 8, "skip_tokenizer_init": True}
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that begin alike, two behind a whole block of 256, some that grow out of one."""
+    """Return prompts with a common prefix: some end before token 256, some of them grow past it."""
     rng = random.Random(0)
-    text = [rng.randrange(5, 120) for _ in range(290)]
+    prefix = [rng.randrange(5, 120) for _ in range(290)]
     greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     samples: dict[str, Any] = {"temperature": 0.9, "seed": 1, "n": 2, "ignore_eos": True}
     beams: dict[str, Any] = {"beam_width": 2, "n": 2}
     lengths = {290: greedy, 270: greedy, 250: samples, 245: greedy, 33: beams, 248: greedy}
-    prompts = [[*text[:length], 5 + i] for i, length in enumerate(lengths)]
+    prompts = [[*prefix[:length], 5 + i] for i, length in enumerate(lengths)]
     return prompts, [SamplingParams(max_tokens=20, **kind) for kind in lengths.values()]
 
 
-def answers(outputs: Any) -> list[list[list[int]]]:
-    return [[list(completion.token_ids) for completion in each.outputs] for each in outputs]
-
-
-@pytest.mark.parametrize(
-    "block_size", [256, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2))]
-)
-def test_answers_are_those_of_blocks_of_16(engines: Engines, qwen_folder: Path, block_size: int):
-    """With shared prefixes, forks, copies on write and swaps, in a pool that is too small."""
+@pytest.mark.parametrize("block_size", [256, *in_full_tier(1, 2)])
+def test_tokens_do_not_depend_on_the_block_size(
+    engines: Engines, qwen_folder: Path, block_size: int
+):
     prompts, params = workload()
     roomy = engines(qwen_folder, num_blocks=160, **SHAPE, enable_prefix_caching=False)
-    expected = answers(roomy.generate(prompts, params))
-    tight = engines(
-        qwen_folder,
-        num_blocks=NUM_SLOTS[block_size] // block_size + 1,
-        block_size=block_size,
-        **SHAPE,
-        preemption_mode="swap",
-        swap_space=0.05,
-    )
-    assert answers(tight.generate(prompts, params)) == expected
+    expected = token_ids(roomy.generate(prompts, params))
+    options = {**SHAPE, "block_size": block_size, "preemption_mode": "swap", "swap_space": 0.05}
+    tight = engines(qwen_folder, num_blocks=NUM_SLOTS[block_size] // block_size + 1, **options)
+    assert token_ids(tight.generate(prompts, params)) == expected
     stats = tight.stats()
     assert stats.num_swapped_in_blocks > 0
     assert stats.num_cached_tokens >= 256
-    assert (stats.num_block_copies > 0) == (block_size > 1)  # of one token none is half full
+    assert (stats.num_block_copies > 0) == (block_size > 1)  # blocks of one token are never partial

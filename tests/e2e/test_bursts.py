@@ -1,4 +1,4 @@
-"""Several decode steps in one launch: the same answers, and arriving requests are not kept out."""
+"""Test bursts, launches of several decode steps, and how requests join between them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines
-from test_under_pressure import answers, params
+from e2e_options import Engines, answers, in_full_tier, run, take_steps
+from test_samples import check_same_logprobs
+from test_under_pressure import params
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan
@@ -17,6 +18,8 @@ from jpaged.runtime.results import StepHandle
 from tools.tiny.world import sample_examples
 
 BURST = 3
+PROMPT = "Count from 3 to 20"
+GREEDY_30 = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPTS = [e.prompt for e in sample_examples(11, 200) if len(e.prompt + e.completion) < 60][:20]
 
 
@@ -27,10 +30,17 @@ def engine(engines: Engines) -> Engine:
 
 @pytest.fixture
 def launched(engine: Engine) -> Iterator[list[int]]:
-    """How many steps each launch had."""
+    """Return a list that grows by the number of steps of each launch."""
     counts: list[int] = []
     with engine.record_steps(lambda plans: counts.append(len(plans))):
         yield counts
+
+
+def answers_in_single_steps(
+    engines: Engines, folder: Path, prompts: list[str], kinds: list[SamplingParams]
+) -> list[list[tuple]]:
+    engine = engines(folder, async_scheduling=False, max_model_len=120)
+    return answers(engine.generate(prompts, kinds))
 
 
 @pytest.mark.parametrize(
@@ -45,33 +55,31 @@ def launched(engine: Engine) -> Iterator[list[int]]:
 def test_bursts_give_the_answers_of_single_steps(
     engines: Engines, shallow_folder: Path, num_blocks: int, max_num_seqs: int, count: int
 ):
-    """All kinds of decoding, whole batches and each request alone."""
     options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_model_len": 120}
     bursts = engines(shallow_folder, num_scheduler_steps=BURST, **options)
-    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     prompts, kinds = PROMPTS[:count], [params(i) for i in range(count)]
-    want = [answers(output) for output in single.generate(prompts, kinds)]
-    assert [answers(output) for output in bursts.generate(prompts, kinds)] == want
-    for prompt, own, expected in zip(prompts[:8], kinds, want, strict=False):
-        assert answers(bursts.generate(prompt, own)[0]) == expected
+    want = answers_in_single_steps(engines, shallow_folder, prompts, kinds)
+    assert answers(bursts.generate(prompts, kinds)) == want
+    for prompt, kind, expected in zip(prompts[:8], kinds, want, strict=False):
+        assert answers(bursts.generate(prompt, kind)) == [expected]
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.full)])
+SMALL_POOL: dict[str, Any] = {
+    "num_scheduler_steps": BURST,
+    "num_blocks": 25,
+    "max_model_len": 120,
+    "scheduling_policy": "priority",
+}
+
+
+@pytest.mark.parametrize("mode", ["swap", *in_full_tier("recompute")])
 def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    """In a tight pool, some before others, some aborted; no burst has a step that moves blocks."""
-    bursts = engines(
-        shallow_folder,
-        num_scheduler_steps=BURST,
-        num_blocks=25,
-        max_model_len=120,
-        scheduling_policy="priority",
-        preemption_mode=mode,
-    )
-    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
+    """Requests of several priorities, in a small pool. No burst has a step that moves blocks."""
+    bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
     kinds = [params(i) for i in range(len(PROMPTS))]
-    want = [answers(output) for output in single.generate(PROMPTS, kinds)]
+    want = answers_in_single_steps(engines, shallow_folder, PROMPTS, kinds)
     rng, to_come, ended, aborted = random.Random(0), [*range(len(PROMPTS))], {}, set()
     before = bursts.stats().num_preemptions
     with bursts.record_steps() as steps:
@@ -82,7 +90,7 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
                 bursts.add_request(
                     PROMPTS[index], kinds[index], request_id=str(index), priority=priority
                 )
-            ended |= {int(o.request_id): answers(o) for o in bursts.step() if o.finished}
+            ended |= {int(o.request_id): answers([o])[0] for o in bursts.step() if o.finished}
             bursts.check_integrity()
             running = [i for i in range(len(PROMPTS)) if i not in (*to_come, *ended, *aborted)]
             if running and rng.random() < 0.03:
@@ -103,10 +111,7 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
 def test_waiting_and_preempted_requests_finish_next_to_bursts(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    options: dict[str, Any] = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
-    options |= {"num_scheduler_steps": BURST, "scheduling_policy": "priority"}
-    bursts = engines(shallow_folder, **options)
-    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
+    bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
     waiting: list[int] = []
 
     def note(plans: Sequence[StepPlan]) -> None:
@@ -117,11 +122,11 @@ def test_waiting_and_preempted_requests_finish_next_to_bursts(
         SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=10 + i, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
-    want = [answers(output) for output in single.generate(PROMPTS, kinds)]
+    want = answers_in_single_steps(engines, shallow_folder, PROMPTS, kinds)
     before = bursts.stats().num_preemptions
     with bursts.record_steps(note):
         outputs = bursts.generate(PROMPTS, kinds, priority=[i % 3 for i in range(len(PROMPTS))])
-    assert [answers(output) for output in outputs] == want
+    assert answers(outputs) == want
     assert bursts.stats().num_preemptions > before
     assert max(waiting) > 0
 
@@ -131,9 +136,8 @@ def test_waiting_and_preempted_requests_finish_next_to_bursts(
 def test_one_request_runs_in_bursts_to_its_last_token(
     engine: Engine, launched: list[int], own: dict[str, Any], max_tokens: int
 ):
-    whole: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **own}
-    given = SamplingParams(**whole)
-    (output,) = engine.generate("Count from 3 to 20", given)
+    given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own)
+    (output,) = engine.generate(PROMPT, given)
     assert len(output.outputs[0].token_ids) == max_tokens
     after_prefill = max_tokens - 1
     assert launched.count(BURST) == after_prefill // BURST
@@ -151,30 +155,23 @@ def test_one_request_runs_in_bursts_to_its_last_token(
     ],
     ids=str,
 )
-def test_scores_and_penalties_are_those_of_single_steps(
+def test_bursts_give_the_logprobs_and_penalized_tokens_of_single_steps(
     engines: Engines, engine: Engine, launched: list[int], own: dict[str, Any]
 ):
-    """A burst counts each token before it chooses the next."""
     given = SamplingParams(temperature=0.0, max_tokens=3 * BURST + 1, ignore_eos=True, **own)
     single = engines(async_scheduling=False)
     found, want = (it.generate(PROMPTS[:6], given) for it in (engine, single))
     assert launched.count(BURST) >= 3
+    assert answers(found) == answers(want)
     for one, other in zip(found, want, strict=True):
-        assert answers(one) == answers(other)
         for mine, its in zip(one.outputs, other.outputs, strict=True):
             assert (mine.logprobs is None) == ("logprobs" not in own)
-            pairs = zip(mine.logprobs or (), its.logprobs or (), strict=True)
-            for candidates, expected in pairs:
-                assert [*candidates] == [*expected]
-                mine_, its_ = ([x.logprob for x in it.values()] for it in (candidates, expected))
-                assert mine_ == pytest.approx(its_, abs=1e-4)
+            check_same_logprobs(mine, its)
 
 
-def test_steps_that_need_the_host_are_not_in_bursts(engine: Engine, launched: list[int]):
-    """A search of beams; and what no level of bursts does."""
-    kinds: list[dict[str, Any]] = [{"beam_width": 2, "temperature": 0.0}, {"logprobs": 1}]
-    for own in kinds:
-        engine.generate("Count from 3 to 20", SamplingParams(max_tokens=9, **own))
+def test_beam_search_and_sampled_logprobs_run_in_single_steps(engine: Engine, launched: list[int]):
+    for kind in (SamplingParams(max_tokens=9, beam_width=2), SamplingParams(logprobs=1)):
+        engine.generate(PROMPT, kind)
     assert set(launched) == {1}
 
 
@@ -183,13 +180,13 @@ MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "ma
 
 @pytest.fixture
 def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
-    """Records an engine of `MANY`."""
+    """Return the recorder of an engine of `MANY`."""
     with engines(shallow_folder, **MANY).record_steps() as steps:
         yield steps
 
 
-def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
-    """Each burst's batch size, and the sequences of its steps."""
+def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
+    """Return the batch size of each burst, and the number of sequences of each of its steps."""
     return [
         (size, *(len(plan.scheduled) for plan in launch.plans))
         for launch in steps.launches
@@ -198,52 +195,48 @@ def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_whole_generations_run_many_sequences_in_bursts(
+def test_generate_runs_larger_bursts_than_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """In a generation, not in steps: another may come between these."""
+    """With `step`, a new request may come between two steps."""
     engine = engines(shallow_folder, **MANY)
-    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     prompts = [*PROMPTS, *PROMPTS]
     kinds = [
         SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=20 + i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    want = [answers(output) for output in single.generate(prompts, kinds)]
-    assert [answers(output) for output in engine.generate(prompts, kinds)] == want
-    sizes = [size for size, *_ in shapes_of(many)]
+    want = answers_in_single_steps(engines, shallow_folder, prompts, kinds)
+    assert answers(engine.generate(prompts, kinds)) == want
+    sizes = [size for size, *_ in burst_shapes(many)]
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) == {48, 32, 8}
     many.launches.clear()
-    for i, (prompt, own) in enumerate(zip(prompts, kinds, strict=True)):
-        engine.add_request(prompt, own, request_id=str(i))
-    ended: dict[int, Any] = {}
-    while engine.has_unfinished_requests:
-        ended |= {int(o.request_id): answers(o) for o in engine.step() if o.finished}
-    assert [ended[i] for i in range(len(prompts))] == want
-    assert {size for size, *_ in shapes_of(many)} == {32, 8}
+    ids = [engine.add_request(*job) for job in zip(prompts, kinds, strict=True)]
+    last = run(engine)
+    assert answers([last[it] for it in ids]) == want
+    assert {size for size, *_ in burst_shapes(many)} == {32, 8}
 
 
-def test_a_burst_is_as_large_as_its_largest_step(
+def test_batch_size_of_a_burst_fits_its_largest_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """A request's last step leaves the later ones of a burst smaller."""
+    """The steps of a burst shrink when requests finish."""
     engine = engines(shallow_folder, **MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
     outputs = engine.generate(["2 + 3 ="] * len(ends), given)
     assert [len(output.outputs[0].token_ids) for output in outputs] == ends
-    assert shapes_of(many) == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
+    assert burst_shapes(many) == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
 
 
-def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launched: list[int]):
-    """Also if the one that needs it ends before the others."""
+def test_burst_samples_each_request_as_alone(engine: Engine, launched: list[int]):
+    """The random request ends before the greedy request."""
     short = SamplingParams(temperature=100.0, seed=1, max_tokens=BURST, ignore_eos=True)
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    prompts, given = ["Count from 3 to 20", "2 + 3 ="], [short, long]
-    alone = [answers(engine.generate(*job)[0]) for job in zip(prompts, given, strict=True)]
+    prompts, given = [PROMPT, "2 + 3 ="], [short, long]
+    alone = [answers(engine.generate(*job))[0] for job in zip(prompts, given, strict=True)]
     launched.clear()
-    assert [answers(output) for output in engine.generate(prompts, given)] == alone
+    assert answers(engine.generate(prompts, given)) == alone
     assert launched[:2] == [1, BURST]
 
 
@@ -252,8 +245,7 @@ def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
     prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
     for prompt, own in zip(prompts, kinds, strict=True):
         engine.add_request(prompt, own)
-    while engine.has_unfinished_requests:
-        engine.step()
+    run(engine)
     first = launched.index(BURST)
     assert first > 9
     assert set(launched[:first]) == {1}
@@ -263,39 +255,32 @@ def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
 
 
 def test_new_request_joins_at_the_next_launch(engine: Engine, launched: list[int]):
-    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine.add_request("Count from 3 to 20", given, request_id="first")
-    for _ in range(4):
-        engine.step()
+    engine.add_request(PROMPT, GREEDY_30)
+    take_steps(engine, 4)
     assert launched[-1] == BURST
-    engine.add_request("2 + 3 =", given, request_id="second")
+    engine.add_request("2 + 3 =", GREEDY_30)
     engine.step()
-    assert launched[-1] == 1  # its prompt, and the first one's next token
+    assert launched[-1] == 1  # the new prompt, and the next token of the first request
     engine.step()
-    assert launched[-1] == BURST  # both
+    assert launched[-1] == BURST  # both requests
     engine.abort_all()
 
 
 def test_abort_during_a_burst_frees_all_blocks(engine: Engine, launched: list[int]):
-    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     for i in range(3):
-        engine.add_request(f"Count from {i} to 20", given, request_id=str(i))
-    for _ in range(4):
-        engine.step()
+        engine.add_request(f"Count from {i} to 20", GREEDY_30, request_id=str(i))
+    take_steps(engine, 4)
     assert launched[-1] == BURST
     engine.abort("1")
     engine.check_integrity()
-    finished: dict[str, int] = {}
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            finished[output.request_id] = len(output.outputs[0].token_ids)
-    assert finished == {"0": 30, "2": 30}
+    lengths = {name: len(it.outputs[0].token_ids) for name, it in run(engine).items()}
+    assert lengths == {"0": 30, "2": 30}
 
 
 @pytest.mark.parametrize(
     ("owner", "name"), [(ModelRunner, "launch_burst"), (StepHandle, "read")], ids=["launch", "read"]
 )
-def test_a_burst_that_fails_fails_the_engine(
+def test_failed_burst_fails_the_engine(
     new_engine: Engines, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
     engine, target = new_engine(num_scheduler_steps=BURST), getattr(owner, name)
@@ -306,9 +291,8 @@ def test_a_burst_that_fails_fails_the_engine(
         return target(*given)
 
     monkeypatch.setattr(owner, name, fails)
-    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     with engine.record_steps() as steps, pytest.raises(RuntimeError, match="injected"):
-        engine.generate(["Count from 3 to 20"] * 2, given)
+        engine.generate([PROMPT] * 2, GREEDY_30)
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         engine.step()
     engine.abort_all()

@@ -1,4 +1,4 @@
-"""Scales of keys and values that a text gives: what they are, and what they are good for."""
+"""Test the calibration of FP8 scales of keys and values with a text."""
 
 import json
 import shutil
@@ -9,11 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from e2e_options import ANSWER, GREEDY, QUESTION, Engines
+from e2e_options import ANSWER, Engines, generate_text, scores
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jpaged import SamplingParams
 from jpaged.calibrate.__main__ import main
 from jpaged.calibrate.scales import SCALES_FILE_NAME, calibrate, compute_scales
 from jpaged.config import EMBEDDED_MODEL
@@ -27,19 +26,20 @@ WORDS = (
     "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31))) + "\nSort the letters of plum\nlmpu"
 )
 TEXT = f"{NUMBERS}\n{WORDS}"
+PROMPTS = [NUMBERS[:200], NUMBERS[-200:], WORDS]
 LENGTH = 64
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with scales that the text gave."""
+    """Save the embedded model with scales calibrated with the text."""
     folder = tmp_path_factory.mktemp("calibrated")
     calibrate(EMBEDDED_MODEL, TEXT, folder, length=LENGTH)
     return folder
 
 
 def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
-    """As transformers' own keys and values of the same sequences have them."""
+    """Compare with the keys and values of `transformers` for the same sequences."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -72,36 +72,26 @@ def test_zero_layer_has_scale_1_and_infinite_values_are_refused():
         compute_scales(np.array([[1.0, 1.0], [1.0, np.inf]], np.float32))
 
 
-def logprobs(engine: Any) -> np.ndarray:
-    """Return the largest keys and values of the text's tokens."""
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    prompts = [NUMBERS[:200], NUMBERS[-200:], WORDS]
-    outputs = engine.generate(prompts, params)
-    places = [place for it in outputs for place in it.prompt_logprobs or () if place]
-    return np.array([entry.logprob for place in places for entry in place.values()])
-
-
 @pytest.mark.full
 def test_calibrated_cache_drifts_no_more_than_with_scale_1(engines: Engines, folder: Path):
     options: dict[str, Any] = {"enable_prefix_caching": False}
-    wide = logprobs(engines(**options))
+    wide = scores(engines(**options), PROMPTS)
     drifts = [
-        np.abs(logprobs(engines(model, kv_cache_dtype="fp8", **options)) - wide).mean()
+        np.abs(scores(engines(model, kv_cache_dtype="fp8", **options), PROMPTS) - wide).mean()
         for model in (None, folder)
     ]
     assert 0 < drifts[1] <= 1.02 * drifts[0]
     engine = engines(folder, kv_cache_dtype="fp8", **options)
-    assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
+    assert generate_text(engine) == ANSWER
 
 
 def test_wide_cache_ignores_calibrated_scales(engines: Engines, folder: Path):
     options: dict[str, Any] = {"enable_prefix_caching": False}
-    np.testing.assert_array_equal(
-        logprobs(engines(folder, **options)), logprobs(engines(**options))
-    )
+    calibrated, plain = (scores(engines(it, **options), PROMPTS) for it in (folder, None))
+    np.testing.assert_array_equal(calibrated, plain)
 
 
-def test_compressed_tensors_reads_its_config(folder: Path):
+def test_compressed_tensors_library_reads_the_saved_config(folder: Path):
     library = pytest.importorskip("compressed_tensors.quantization")
     content = read_config(folder)["quantization_config"]
     read = library.QuantizationConfig.model_validate(content)
@@ -110,8 +100,7 @@ def test_compressed_tensors_reads_its_config(folder: Path):
     assert not read.config_groups
 
 
-def test_weights_in_fp8_keep_their_own_config(tmp_path: Path):
-    """And several files of weights their names."""
+def test_calibration_keeps_the_fp8_config_and_file_names_of_weights(tmp_path: Path):
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     for file in EMBEDDED_MODEL.iterdir():
@@ -131,7 +120,7 @@ def test_weights_in_fp8_keep_their_own_config(tmp_path: Path):
     assert found.has_kv_scales
 
 
-def test_a_family_whose_layers_have_another_prefix_loads_with_its_scales(tmp_path: Path):
+def test_opt_model_loads_with_calibrated_scales(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
     opt = transformers.OPTConfig(
@@ -154,19 +143,20 @@ def test_a_family_whose_layers_have_another_prefix_loads_with_its_scales(tmp_pat
     assert found == {layer: pair[0] for layer, pair in scales.items()}
 
 
-def test_existing_file_at_a_link_name_is_refused(tmp_path: Path):
-    for name in ("model.safetensors", "weights.safetensors"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"weights.safetensors: rename it, because"):
-        calibrate(tmp_path, WORDS, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-def test_existing_output_file_is_not_overwritten(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("existing", "message"),
+    [
+        ("weights.safetensors", r"weights.safetensors: rename it, because"),
+        (SCALES_FILE_NAME, f"has a file {SCALES_FILE_NAME}, .*: rename it"),
+    ],
+)
+def test_checkpoint_with_a_file_of_an_output_name_is_refused(
+    tmp_path: Path, existing: str, message: str
+):
     source = tmp_path / "source"
     shutil.copytree(EMBEDDED_MODEL, source)
-    (source / SCALES_FILE_NAME).write_bytes(b"a")
-    with pytest.raises(CheckpointError, match=f"has a file {SCALES_FILE_NAME}, .*: rename it"):
+    (source / existing).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=message):
         calibrate(source, WORDS, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

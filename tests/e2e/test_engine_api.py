@@ -1,17 +1,30 @@
-"""The engine as its users meet it, with the embedded model."""
+"""Test the public methods of `Engine` with the embedded model."""
 
 import gc
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import jax
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, SMALL, Engines, run
+from e2e_options import (
+    ANSWER,
+    GREEDY,
+    LOOPS,
+    QUESTION,
+    SMALL,
+    Engines,
+    generate_text,
+    in_full_tier,
+    run,
+    take_steps,
+    text,
+)
 from lazy_programs import lazy_programs
 
 from jpaged import Engine, SamplingParams
@@ -30,10 +43,6 @@ def tokenizer(engine: Engine) -> Any:
     return engine.tokenizer
 
 
-def text(output: Any) -> str:
-    return output.outputs[0].text
-
-
 def test_text_in_text_out(engine: Engine):
     (output,) = engine.generate(QUESTION, GREEDY)
     assert text(output) == ANSWER
@@ -42,30 +51,28 @@ def test_text_in_text_out(engine: Engine):
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
 
 
-def test_every_form_of_prompt_gives_the_same_answer_in_order(engine: Engine):
+def test_every_type_of_prompt_gives_the_same_answer_in_order(engine: Engine):
     ids = tokenizer(engine).encode(QUESTION)
     prompts = [QUESTION, ids, {"prompt": QUESTION}, {"prompt_token_ids": ids}, "Reverse stone"]
     outputs = engine.generate(prompts, GREEDY)
     assert [text(o) for o in outputs] == [ANSWER] * 4 + ["\nenots"]
-    assert text(engine.generate(ids, GREEDY)[0]) == ANSWER
+    assert generate_text(engine, prompt=ids) == ANSWER
 
 
-def test_one_params_for_each_prompt(engine: Engine):
-    short, long = engine.generate(
-        [QUESTION] * 2, [SamplingParams(max_tokens=1, temperature=0.0), GREEDY]
-    )
+def test_generate_takes_one_params_per_prompt(engine: Engine):
+    short, long = engine.generate([QUESTION] * 2, [replace(GREEDY, max_tokens=1), GREEDY])
     assert short.outputs[0].finish_reason == "length"
     assert text(long) == ANSWER
 
 
-def test_chat_answers_through_the_template(engine: Engine):
+def test_chat_applies_the_chat_template(engine: Engine):
     (output,) = engine.chat([{"role": "user", "content": "Spell fox"}], GREEDY)
     assert text(output).strip() == "f-o-x"
     both = engine.chat([[{"role": "user", "content": QUESTION}]] * 2, GREEDY)
     assert [text(o).strip() for o in both] == [ANSWER.strip()] * 2
 
 
-def test_a_stream_joins_to_the_answer(engine: Engine):
+def test_streamed_deltas_join_to_the_answer(engine: Engine):
     deltas = list(engine.stream(QUESTION, GREEDY))
     assert "".join(d.text for d in deltas) == ANSWER
     (output,) = engine.generate(QUESTION, GREEDY)
@@ -73,58 +80,44 @@ def test_a_stream_joins_to_the_answer(engine: Engine):
     assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["stop"]
 
 
-def test_a_stop_string_is_held_back_and_cut(engine: Engine):
-    params = SamplingParams(temperature=0.0, max_tokens=64, stop=["5, 6", "zzz"])
+def test_stop_string_is_never_streamed_and_is_cut_from_the_answer(engine: Engine):
+    params = replace(GREEDY, stop=["5, 6", "zzz"])
     deltas = list(engine.stream(QUESTION, params))
     assert "".join(d.text for d in deltas) == "\n3, 4, "
     assert deltas[-1].stop_reason == "5, 6"
-    (kept,) = engine.generate(
-        QUESTION,
-        SamplingParams(
-            temperature=0.0, max_tokens=64, stop="5, 6", include_stop_str_in_output=True
-        ),
-    )
+    (kept,) = engine.generate(QUESTION, replace(params, include_stop_str_in_output=True))
     assert text(kept) == "\n3, 4, 5, 6"
     assert (kept.outputs[0].finish_reason, kept.outputs[0].stop_reason) == ("stop", "5, 6")
 
 
 def test_detokenize_false_returns_only_token_ids(engine: Engine):
-    (output,) = engine.generate(
-        QUESTION, SamplingParams(temperature=0.0, max_tokens=64, detokenize=False)
-    )
+    (output,) = engine.generate(QUESTION, replace(GREEDY, detokenize=False))
     assert text(output) == ""
     assert tokenizer(engine).decode(output.outputs[0].token_ids, skip_special_tokens=True) == ANSWER
 
 
-def test_requests_can_join_while_others_run(engine: Engine):
-    first = engine.add_request(QUESTION, GREEDY)
-    engine.step()
-    second = engine.add_request("Reverse stone", GREEDY, request_id="mine")
-    outputs = run(engine)
-    assert second == "mine"
-    assert text(outputs[first]) == ANSWER
-    assert text(outputs["mine"]) == "\nenots"
-
-
-def test_generate_keeps_outputs_of_other_requests(engine: Engine):
-    waiting = engine.add_request(QUESTION, GREEDY)
-    engine.generate("Reverse stone", GREEDY)
-    assert text(run(engine)[waiting]) == ANSWER
+LONG_PROMPT = "Count from 1 to 9. " * 6
+DOOMED = [
+    pytest.param(QUESTION, GREEDY, id="short"),
+    pytest.param(LONG_PROMPT, GREEDY, id="chunked"),
+    pytest.param(LONG_PROMPT, SamplingParams(n=4, max_tokens=24, ignore_eos=True), id="samples"),
+    pytest.param(LONG_PROMPT, SamplingParams(beam_width=4, max_tokens=20), id="beams"),
+]
 
 
 @pytest.mark.parametrize(
-    ("engine", "prompt", "num_steps"),
-    covering(LOOPS, [QUESTION, "Count from 1 to 9. " * 6], [0, 1, 2, 3, 5]),
+    ("engine", "prompt", "params", "num_steps"),
+    covering(LOOPS, DOOMED, [0, 1, 2, 3, 5]),
     indirect=["engine"],
 )
-def test_abort_in_any_state_leaves_the_others_alone(engine: Engine, prompt: str, num_steps: int):
-    doomed = engine.add_request(prompt, GREEDY)
+def test_abort_at_any_step_changes_no_other_request(
+    engine: Engine, prompt: str, params: SamplingParams, num_steps: int
+):
+    doomed = engine.add_request(prompt, params)
     kept = engine.add_request(QUESTION, GREEDY)
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort(doomed)
-    engine.abort(doomed)
-    engine.abort("nobody")
+    take_steps(engine, num_steps)
+    for name in (doomed, doomed, "unknown"):
+        engine.abort(name)
     outputs = run(engine)
     assert doomed not in outputs
     assert text(outputs[kept]) == ANSWER
@@ -141,14 +134,14 @@ def test_streams_and_steps_advance_each_other(engine: Engine):
     assert not engine.has_unfinished_requests
 
 
-def test_an_aborted_stream_ends_with_a_last_delta(engine: Engine):
+def test_aborted_stream_ends_with_a_final_delta(engine: Engine):
     stream = engine.stream(QUESTION, GREEDY)
     request_id = next(stream).request_id
     engine.abort(request_id)
     assert [d.finish_reason for d in stream] == ["abort"]
 
 
-def test_step_returns_each_request_finished_elsewhere_once(engine: Engine):
+def test_step_returns_each_request_that_generate_finished_once(engine: Engine):
     engine.add_request("Reverse stone", GREEDY, request_id="a")
     engine.generate("Count from 1 to 20", GREEDY)  # finishes "a" meanwhile
     engine.add_request(QUESTION, GREEDY, request_id="a")
@@ -156,13 +149,6 @@ def test_step_returns_each_request_finished_elsewhere_once(engine: Engine):
     while engine.has_unfinished_requests:
         ended += [text(output) for output in engine.step() if output.finished]
     assert ended == ["\nenots", ANSWER]
-
-
-def test_an_aborted_request_is_not_delivered(engine: Engine):
-    engine.add_request(QUESTION, GREEDY, request_id="b")
-    engine.generate("Reverse stone", GREEDY)
-    engine.abort("b")
-    assert engine.step() == []
 
 
 def test_closing_a_stream_does_not_abort_a_later_request_with_its_id(engine: Engine):
@@ -175,15 +161,8 @@ def test_closing_a_stream_does_not_abort_a_later_request_with_its_id(engine: Eng
 
 
 def test_stop_string_takes_precedence_over_length(engine: Engine):
-    params = SamplingParams(temperature=0.0, max_tokens=3, stop=["3,"])
-    (output,) = engine.generate(QUESTION, params)
+    (output,) = engine.generate(QUESTION, replace(GREEDY, max_tokens=3, stop=["3,"]))
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "3,")
-
-
-def test_a_finished_generation_holds_no_block(engine: Engine):
-    engine.generate(QUESTION, GREEDY)
-    assert not engine.has_unfinished_requests
-    assert engine.stats().num_used_blocks == 0
 
 
 def test_output_metrics_have_times_and_preemptions(engine: Engine):
@@ -194,19 +173,28 @@ def test_output_metrics_have_times_and_preemptions(engine: Engine):
     assert times.num_preemptions == 0
 
 
-def test_a_dropped_stream_aborts_its_request(engine: Engine):
-    stream = engine.stream(QUESTION, GREEDY)
+def counts(engine: Engine) -> tuple[int, int, int]:
+    """Return the numbers of running requests, running sequences and waiting requests."""
+    stats = engine.stats()
+    return stats.num_running, stats.num_running_seqs, stats.num_waiting
+
+
+def test_closed_or_deleted_stream_aborts_all_its_samples(engine: Engine):
+    params = SamplingParams(n=4, seed=1, max_tokens=24, ignore_eos=True)
+    stream = engine.stream(QUESTION, params)
     next(stream)
+    assert counts(engine) == (1, 4, 0)
     stream.close()
-    never_started = engine.stream(QUESTION, GREEDY)
+    assert counts(engine) == (0, 0, 0)
+    never_started = engine.stream(QUESTION, params)
     del never_started
     run(engine)
-    assert engine.stats().num_running == engine.stats().num_waiting == 0
+    assert counts(engine) == (0, 0, 0)
 
 
 BAD_REQUESTS = [
-    ("", GREEDY, "prompt is empty"),
-    ([], GREEDY, "prompt is empty"),
+    ("", GREEDY, r"prompt(s\[29\])? is empty"),
+    ([], GREEDY, r"prompt(s\[29\])? is empty"),
     (["a", 1], GREEDY, "must be an integer"),
     ([5, 100_000], GREEDY, "token id 100000 at position 1 is unknown"),
     ([-1], GREEDY, "token id -1"),
@@ -216,7 +204,11 @@ BAD_REQUESTS = [
     ("x", SamplingParams(stop_token_ids=[100_000]), "stop_token_ids has token ids"),
     ("x", SamplingParams(logit_bias={100_000: 1.0}), "logit_bias has token ids"),
     ("x", SamplingParams(logprobs=21), "logprobs=21 is more than"),
-    (3.5, GREEDY, "prompt must be"),
+    ("x", SamplingParams(max_tokens=None, min_tokens=999), "min_tokens=999 is more than"),
+    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8: lower n"),
+    ("x", SamplingParams(best_of=9), "best_of=9 .*lower best_of"),
+    ("x", SamplingParams(beam_width=9), "beam_width=9 .*max_num_seqs=8: lower beam_width"),
+    (3.5, GREEDY, r"prompt(s\[29\])? must be"),
 ]
 
 
@@ -225,45 +217,18 @@ BAD_REQUESTS = [
     covering(LOOPS, [pytest.param(*each) for each in BAD_REQUESTS], strength=1),
     indirect=["engine"],
 )
-def test_bad_request_is_refused_without_effect_on_others(
+def test_invalid_request_is_refused_and_changes_no_other_request(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
 ):
     good = engine.add_request(QUESTION, GREEDY)
     engine.step()
+    num_steps = engine.stats().num_steps
     with pytest.raises((TypeError, ValueError), match=message):
         engine.add_request(prompt, params)
-    assert text(run(engine)[good]) == ANSWER
-
-
-def test_one_bad_prompt_of_many_starts_none(engine: Engine):
-    before = engine.stats().num_steps
-    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
-        engine.generate([QUESTION, ""], GREEDY)
-    with pytest.raises(ValueError, match="max_model_len=256 leaves no room"):
-        engine.generate([QUESTION, [5] * 256], GREEDY)
-    assert engine.stats().num_steps == before
-    assert not engine.has_unfinished_requests
-
-
-BAD_OF_THIRTY = [
-    ("", GREEDY, r"prompts\[29\] is empty"),
-    ([], GREEDY, r"prompts\[29\] is empty"),
-    *BAD_REQUESTS[2:-1],
-    (3.5, GREEDY, r"prompts\[29\] must be"),
-    ("x", SamplingParams(max_tokens=None, min_tokens=999), "min_tokens=999 is more than"),
-    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "params", "message"), BAD_OF_THIRTY)
-def test_bad_request_beyond_the_first_step_starts_none(
-    engine: Engine, prompt: Any, params: SamplingParams, message: str
-):
-    before = engine.stats().num_steps
     with pytest.raises((TypeError, ValueError), match=message):
         engine.generate([*[QUESTION] * 29, prompt], [*[GREEDY] * 29, params])
-    assert engine.stats().num_steps == before
-    assert not engine.has_unfinished_requests
+    assert engine.stats().num_steps == num_steps
+    assert text(run(engine)[good]) == ANSWER
 
 
 @pytest.mark.parametrize("request_id", ["", 5])
@@ -287,12 +252,9 @@ def test_request_id_in_use_is_refused(engine: Engine):
     assert text(run(engine)["a"]) == ANSWER
 
 
-def test_an_unknown_option_is_refused_with_a_hint():
+def test_invalid_engine_arguments_are_refused_with_a_hint():
     with pytest.raises(ValueError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         Engine(max_seqs=3)
-
-
-def test_a_model_is_a_name_or_a_folder():
     with pytest.raises(TypeError, match="model=3 must be a folder, a hub id"):
         Engine(3)  # pyright: ignore[reportArgumentType]
 
@@ -304,18 +266,14 @@ def test_malformed_messages_are_refused(engine: Engine):
         engine.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY)
 
 
-def test_text_needs_a_tokenizer(engines: Engines):
+def test_text_without_a_tokenizer_is_refused(engines: Engines):
     engine = engines(skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
-        engine.generate(QUESTION)
-    with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
-        engine.generate([5], SamplingParams(stop="x"))
+    for prompt, params in ((QUESTION, None), ([5], SamplingParams(stop="x"))):
+        with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
+            engine.generate(prompt, params)
 
 
-@pytest.mark.parametrize(
-    "loop",
-    ["bursts", *(pytest.param(it, marks=pytest.mark.full) for it in ("overlapped", "synchronous"))],
-)
+@pytest.mark.parametrize("loop", ["bursts", *in_full_tier("overlapped", "synchronous")])
 def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
     options = {"num_blocks": 129, **SMALL, **LOOPS[loop]}
     engine = Engine(compilation_cache_dir=compilation_cache, **options)
@@ -328,7 +286,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         jax.jit(lambda x: x + 1)(1)
-        assert len(compiled) == 1  # the listener hears
+        assert len(compiled) == 1  # the listener works
         every_kind = [
             GREEDY,
             SamplingParams(max_tokens=9),
@@ -347,7 +305,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_memory_account_adds_up(engine: Engine):
+def test_total_of_the_memory_account_is_the_sum_of_its_parts(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
@@ -371,7 +329,9 @@ def interrupting(
     return wrapper
 
 
-def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_while_reading_a_step_keeps_other_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     other = engine.add_request(QUESTION, GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(StepHandle, "read", interrupting(StepHandle.read, KeyboardInterrupt, 2))
@@ -381,7 +341,7 @@ def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.
 
 
 def generate_until_interrupted(engine: Engine, seconds: float) -> bool:
-    """Generate until a Ctrl-C comes after some seconds; whether it came out of `generate`."""
+    """Press Ctrl-C after `seconds`; return whether `generate` raised KeyboardInterrupt."""
     main = threading.main_thread().ident
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
     try:
@@ -402,15 +362,12 @@ def test_ctrl_c_at_any_moment_leaves_a_healthy_engine(engine: Engine):
     for moment in range(12):
         interrupted += generate_until_interrupted(engine, 0.004 * moment)
         engine.check_integrity()
-    assert interrupted >= 10  # Python drops one that comes inside a destructor
-    last = engine.step()
-    done = {o.request_id: text(o) for o in last if o.finished} | {
-        request_id: text(output) for request_id, output in run(engine).items()
-    }
-    assert done[other] == ANSWER
+    assert interrupted >= 10  # Python drops a KeyboardInterrupt in a destructor
+    finished = {it.request_id: it for it in engine.step() if it.finished}
+    assert text((finished | run(engine))[other]) == ANSWER
 
 
-def then(target: Callable[..., Any], action: Callable[[], object]) -> Callable[..., Any]:
+def call_after(target: Callable[..., Any], action: Callable[[], object]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = target(*args, **kwargs)
         action()
@@ -419,32 +376,31 @@ def then(target: Callable[..., Any], action: Callable[[], object]) -> Callable[.
     return wrapper
 
 
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("names", [("add",), ("update",), ("update", "abort")], ids="-".join)
 def test_ctrl_c_in_a_critical_section_is_deferred(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ):
-    one_token = SamplingParams(temperature=0.0, max_tokens=1)
-    other = engine.add_request(QUESTION, one_token, request_id="a")
+    other = engine.add_request(QUESTION, replace(GREEDY, max_tokens=1))
     with monkeypatch.context() as patch:
         for name in names:
-            pressed = then(getattr(Scheduler, name), lambda: signal.raise_signal(signal.SIGINT))
-            patch.setattr(Scheduler, name, pressed)
+            patch.setattr(Scheduler, name, call_after(getattr(Scheduler, name), press_ctrl_c))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(["Reverse stone"] * 3, GREEDY)
     assert run(engine)[other].finished
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert counts(engine) == (0, 0, 0)
 
 
 def test_ctrl_c_while_outputs_are_made_loses_no_output(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    ids = [engine.add_request(QUESTION, params) for _ in range(2)]
+    ids = [engine.add_request(QUESTION, replace(GREEDY, max_tokens=1)) for _ in range(2)]
+    interrupted = interrupting(RequestState.output, KeyboardInterrupt, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            RequestState, "output", interrupting(RequestState.output, KeyboardInterrupt, 1)
-        )
+        patch.setattr(RequestState, "output", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(engine)
     assert list(run(engine)) == ids
@@ -455,8 +411,7 @@ def test_ctrl_c_while_text_is_decoded_repeats_no_text(
 ):
     engine.add_request(QUESTION, GREEDY, request_id="a")
     with monkeypatch.context() as patch:
-        pressed = then(ByteDecoder.push, lambda: signal.raise_signal(signal.SIGINT))
-        patch.setattr(ByteDecoder, "push", pressed)
+        patch.setattr(ByteDecoder, "push", call_after(ByteDecoder.push, press_ctrl_c))
         with pytest.raises(KeyboardInterrupt):
             run(engine)
     assert text(run(engine)["a"]) == ANSWER
@@ -472,33 +427,32 @@ def test_stream_collected_during_a_step_is_aborted_after_it(
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        monkeypatch.setattr(Scheduler, "update", then(Scheduler.update, gc.collect))
+        monkeypatch.setattr(Scheduler, "update", call_after(Scheduler.update, gc.collect))
         assert text(run(engine)[other]) == ANSWER
     finally:
         gc.enable()
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert counts(engine) == (0, 0, 0)
 
 
-OWN_BLOCKS = 130
-"""A pool as large as no other engine's here."""
+UNIQUE_NUM_BLOCKS = 130
+"""No other engine in this file has a pool of this size."""
 
 
 def count_pools() -> int:
-    """Arrays of such a pool on the device."""
-    return sum(array.ndim > 2 and array.shape[0] == OWN_BLOCKS for array in jax.live_arrays())
+    """Return the number of device arrays of a pool of `UNIQUE_NUM_BLOCKS`."""
+    return sum(it.ndim > 2 and it.shape[0] == UNIQUE_NUM_BLOCKS for it in jax.live_arrays())
 
 
-def count_collected(kind: type) -> int:
-    """Objects of a kind that the garbage collector looks at."""
-    return sum(type(it) is kind for it in gc.get_objects())
+def count_tracked_blocks() -> int:
+    """Return the number of `KVBlock` objects that the garbage collector visits."""
+    return sum(type(it) is KVBlock for it in gc.get_objects())
 
 
 FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (Scheduler, "update")]
 
 
 @pytest.mark.parametrize(("owner", "name"), FAILING, ids=[name for _, name in FAILING])
-def test_a_failed_step_fails_the_engine_and_says_so(
+def test_failed_step_fails_the_engine_and_frees_its_pool(
     new_engine: Engines,
     shallow_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,27 +460,24 @@ def test_a_failed_step_fails_the_engine_and_says_so(
     name: str,
 ):
     num_pools = count_pools()
-    engine = new_engine(shallow_folder, num_blocks=OWN_BLOCKS)
+    engine = new_engine(shallow_folder, num_blocks=UNIQUE_NUM_BLOCKS)
     assert count_pools() > num_pools
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), RuntimeError, 2))
     with pytest.raises(RuntimeError):
         engine.generate(QUESTION, GREEDY)
-    with pytest.raises(RuntimeError, match="failed in an earlier step"):
-        engine.generate(QUESTION, GREEDY)
-    with pytest.raises(RuntimeError, match="failed in an earlier step"):
-        engine.step()
+    for call in (lambda: engine.generate(QUESTION, GREEDY), lambda: engine.step()):
+        with pytest.raises(RuntimeError, match="failed in an earlier step"):
+            call()
     engine.abort_all()
-    del engine
-    gc.collect()  # what frames of the errors above are left
+    del engine, call
+    gc.collect()  # frees the frames of the errors
     assert count_pools() == num_pools
 
 
-def test_an_engine_is_freed_with_the_last_reference_to_it(
-    compilation_cache: Path, shallow_folder: Path
-):
-    """Without the garbage collector, which does not look at it, since that takes long."""
-    num_pools, num_collected = count_pools(), count_collected(KVBlock)
-    options = {"num_blocks": OWN_BLOCKS, "compilation_cache_dir": compilation_cache, **SMALL}
+def test_engine_is_freed_with_its_last_reference(compilation_cache: Path, shallow_folder: Path):
+    """The garbage collector does not visit an engine, because that would take long."""
+    num_pools, num_tracked = count_pools(), count_tracked_blocks()
+    options = {"num_blocks": UNIQUE_NUM_BLOCKS, "compilation_cache_dir": compilation_cache, **SMALL}
     config = EngineConfig.from_options(shallow_folder, options)
     with lazy_programs():
         parts = build_parts(config)
@@ -537,7 +488,7 @@ def test_an_engine_is_freed_with_the_last_reference_to_it(
     engine.generate(QUESTION, GREEDY)
     assert watch.look()
     assert count_pools() > num_pools
-    assert count_collected(KVBlock) <= num_collected
+    assert count_tracked_blocks() <= num_tracked
     gc.disable()
     try:
         dropped = ref(engine.watch_pool())

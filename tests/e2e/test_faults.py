@@ -1,10 +1,10 @@
-"""A fault in the handling of one request is its own; what all share fails the engine."""
+"""Test that an exception in the handling of one request ends only that request."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, run
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, generate_text, run, text, updates
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.beam import BeamSearch
@@ -18,7 +18,7 @@ from tests.covering import covering
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
-    """`target`, which raises for the victim from its call number `after` on."""
+    """Wrap `target`: after `after` calls for the victim, raise at each call for the victim."""
     calls = 0
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -32,20 +32,20 @@ def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: i
     return wrapper
 
 
-def of_state(state: RequestState, *_: Any) -> bool:
+def is_victim_state(state: RequestState, *_: Any) -> bool:
     return state.request_id == "victim"
 
 
-def of_sequence(_: Any, sequence: Any, *__: Any) -> bool:
+def is_victim_sequence(_: Any, sequence: Any, *__: Any) -> bool:
     return sequence.request.request_id == "victim"
 
 
-def of_sample(sample: SampleState, *_: Any) -> bool:
-    return sample.sequence.request.request_id == "victim"
+def is_victim_sample(sample: SampleState, *_: Any) -> bool:
+    return is_victim_sequence(None, sample.sequence)
 
 
 def failing_once(target: Callable[..., Any], after: int) -> Any:
-    """`target`, whose call number `after` raises once its work is done."""
+    """Wrap `target`: raise at the end of the call that follows `after` other calls."""
     calls = 0
 
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -60,16 +60,16 @@ def failing_once(target: Callable[..., Any], after: int) -> Any:
 
 
 FAULTS = {
-    "detokenising": (RequestState, "accept_token", of_state),
-    "scoring": (SampleState, "accept_scores", of_sample),
-    "scoring the prompt": (RequestState, "accept_prompt_logprobs", of_state),
-    "ending": (RequestState, "finish", of_state),
-    "placing": (PlanBuilder, "add_sequence", of_sequence),
-    "blocks": (BlockManager, "append", of_sequence),
-    "sharing": (BlockManager, "admit", of_sequence),
+    "detokenize": (RequestState, "accept_token", is_victim_state),
+    "score": (SampleState, "accept_scores", is_victim_sample),
+    "score the prompt": (RequestState, "accept_prompt_logprobs", is_victim_state),
+    "finish": (RequestState, "finish", is_victim_state),
+    "schedule": (PlanBuilder, "add_sequence", is_victim_sequence),
+    "append a block": (BlockManager, "append", is_victim_sequence),
+    "admit": (BlockManager, "admit", is_victim_sequence),
 }
-CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
-CALLED_OFTEN = ("detokenising", "scoring", "placing", "blocks")
+CALLED_ONCE = ("score the prompt", "finish", "admit")
+CALLED_OFTEN = ("detokenize", "score", "schedule", "append a block")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ CALLED_OFTEN = ("detokenising", "scoring", "placing", "blocks")
     covering(LOOPS, CALLED_ONCE, [0], [1, 3]) + covering(LOOPS, CALLED_OFTEN, [0, 1, 2], [1, 3]),
     indirect=["engine"],
 )
-def test_a_fault_ends_one_request_and_no_other(
+def test_error_in_a_request_ends_only_that_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
 ):
     owner, name, is_victim = FAULTS[fault]
@@ -98,48 +98,43 @@ def test_a_fault_ends_one_request_and_no_other(
         patch.setattr(owner, name, failing(getattr(owner, name), is_victim, after))
         last = run(engine)
     assert {each.finish_reason for each in last["victim"].outputs} == {"error"}
-    assert [last[other].outputs[0].text for other in others] == [ANSWER] * 4
+    assert [text(last[other]) for other in others] == [ANSWER] * 4
     engine.check_integrity()
-    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+    assert generate_text(engine) == ANSWER
 
 
-def test_a_fault_of_a_sample_that_forks_ends_its_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("n", "bad_seed"), [(1, 7), (2, 8)], ids=["only sample", "forked sample"])
+def test_error_in_the_setup_of_a_sample_ends_only_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int, bad_seed: int
 ):
-    encode = batch.pack_params
-
-    def fails_for_the_second(params: SamplingParams, seed: int) -> Any:
-        if seed == 8:
-            raise KeyError("injected")
-        return encode(params, seed)
-
-    monkeypatch.setattr(batch, "pack_params", fails_for_the_second)
-    params = SamplingParams(n=2, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
-    engine.add_request(QUESTION, params, request_id="victim")
+    fails = failing(batch.pack_params, lambda params, seed: seed == bad_seed, after=0)
+    monkeypatch.setattr(batch, "pack_params", fails)
+    params = SamplingParams(n=n, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
+    victim = engine.add_request(QUESTION, params)
     other = engine.add_request(QUESTION, GREEDY)
     last = run(engine)
-    assert {each.finish_reason for each in last["victim"].outputs} == {"error"}
-    assert last[other].outputs[0].text == ANSWER
+    assert {each.finish_reason for each in last[victim].outputs} == {"error"}
+    assert text(last[other]) == ANSWER
     engine.check_integrity()
 
 
 SEARCH_FAULTS = {
-    "advancing": (BeamSearch, "advance"),
-    "forking": (BlockManager, "fork"),
-    "rows": (SequenceTable, "fork_rows"),
+    "advance": (BeamSearch, "advance"),
+    "fork blocks": (BlockManager, "fork"),
+    "fork rows": (SequenceTable, "fork_rows"),
 }
 
 
 @pytest.mark.parametrize(
     ("engine", "fault", "after"), covering(LOOPS, SEARCH_FAULTS, [0, 3]), indirect=["engine"]
 )
-def test_fault_in_a_search_ends_it_only(
+def test_error_in_a_beam_search_ends_only_that_search(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int
 ):
     owner, name = SEARCH_FAULTS[fault]
     search = SamplingParams(beam_width=3, max_tokens=20, ignore_eos=True)
     other_search = SamplingParams(beam_width=2, max_tokens=12)
-    expected = engine.generate(QUESTION, other_search)[0].outputs[0].text
+    expected = generate_text(engine, other_search)
     engine.add_request(QUESTION, GREEDY, request_id="other")
     engine.add_request("x" * 40, search, request_id="victim")
     engine.add_request(QUESTION, other_search, request_id="search")
@@ -148,68 +143,49 @@ def test_fault_in_a_search_ends_it_only(
         last = run(engine)
     failed = [key for key in last if last[key].finished and not last[key].outputs]
     assert failed in (["victim"], ["search"])
-    assert last["other"].outputs[0].text == ANSWER
+    assert text(last["other"]) == ANSWER
     if failed == ["victim"]:
-        assert last["search"].outputs[0].text == expected
+        assert text(last["search"]) == expected
     engine.check_integrity()
 
 
-def test_fault_in_sampling_setup_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    other = engine.add_request(QUESTION, GREEDY)
-    strange = SamplingParams(temperature=0.125, max_tokens=20, seed=3)
-    victim = engine.add_request(QUESTION, strange)
-    encode = failing(batch.pack_params, lambda params, seed: params.temperature == 0.125, 0)
+def test_generate_and_stream_raise_the_error_of_a_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    fails = failing(RequestState.accept_token, lambda *_: True, after=1)
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "pack_params", encode)
-        last = run(engine)
-    assert last[victim].outputs[0].finish_reason == "error"
-    assert last[other].outputs[0].text == ANSWER
-
-
-def test_generate_and_stream_raise_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            RequestState,
-            "accept_token",
-            failing(RequestState.accept_token, lambda *_: True, after=1),
-        )
+        patch.setattr(RequestState, "accept_token", fails)
         with pytest.raises(RuntimeError, match="failed") as caught:
             engine.generate(QUESTION, GREEDY)
         assert isinstance(caught.value.__cause__, KeyError)
         with pytest.raises(RuntimeError, match="failed"):
             list(engine.stream(QUESTION, GREEDY))
-    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+    assert generate_text(engine) == ANSWER
 
 
-def test_fault_while_adding_a_request_leaves_no_trace(
+def test_request_that_fails_while_it_is_added_is_removed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
-        add = Scheduler.add
-
-        def add_and_fail(self: Scheduler, request: Any) -> None:
-            add(self, request)
-            raise KeyError("injected")
-
-        patch.setattr(Scheduler, "add", add_and_fail)
+        patch.setattr(Scheduler, "add", failing_once(Scheduler.add, 0))
         with pytest.raises(KeyError):
             engine.add_request(QUESTION, GREEDY, request_id="a")
     assert not engine.has_unfinished_requests
     engine.add_request(QUESTION, GREEDY, request_id="a")
-    assert run(engine)["a"].outputs[0].text == ANSWER
+    assert text(run(engine)["a"]) == ANSWER
 
 
-def test_deltas_report_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    engine.add_request(QUESTION, GREEDY, request_id="victim")
-    engine.add_request(QUESTION, GREEDY, request_id="other")
-    accept = failing(RequestState.take_delta, of_state, after=2)
+def test_last_update_of_a_request_reports_its_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     found: dict[str, list[Any]] = {"victim": [], "other": []}
+    for name in found:
+        engine.add_request(QUESTION, GREEDY, request_id=name)
+    fails = failing(RequestState.take_delta, is_victim_state, after=2)
     with monkeypatch.context() as patch:
-        patch.setattr(RequestState, "take_delta", accept)
-        while engine.has_unfinished_requests:
-            engine.advance()
-            for delta in engine.take_deltas():
-                found[delta.request_id].append(delta)
+        patch.setattr(RequestState, "take_delta", fails)
+        for update in updates(engine):
+            found[update.request_id].append(update)
     assert found["victim"][-1].error == "KeyError('injected')"
     assert found["victim"][-1].deltas[0].finish_reason == "error"
     assert "".join(d.text for each in found["other"] for d in each.deltas) == ANSWER

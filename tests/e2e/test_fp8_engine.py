@@ -1,4 +1,4 @@
-"""An engine whose projections are in FP8."""
+"""Test engines with FP8 weights: answers, memory and tensor-parallel devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, MOSTLY_OVERLAPPED, QUESTION, Engines, scores
+from e2e_options import (
+    ANSWER,
+    LOOPS,
+    MOSTLY_OVERLAPPED,
+    QUESTION,
+    Engines,
+    generate_text,
+    in_full_tier,
+    scores,
+    token_ids,
+)
 
 from jpaged import Engine, SamplingParams
 
@@ -15,13 +25,12 @@ WORDS = ["Say hello", "Count from 1 to 20", "Sort the letters of banana", QUESTI
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_fp8_weights_give_the_answers_of_float32(engines: Engines, loop: str):
-    engine = engines(quantization="fp8", **LOOPS[loop])
-    assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
+def test_embedded_model_answers_right_with_fp8_weights(engines: Engines, loop: str):
+    assert generate_text(engines(quantization="fp8", **LOOPS[loop])) == ANSWER
 
 
 def test_fp8_weights_take_a_quarter_of_the_memory(engines: Engines):
-    """All but the tokens' vectors and the norms."""
+    """Embeddings and norms stay in float32."""
     wide, narrow = engines().memory_account.weights, engines(quantization="fp8").memory_account
     assert 0.25 * wide < narrow.weights < 0.3 * wide
 
@@ -33,27 +42,25 @@ def test_fp8_weights_take_a_quarter_of_the_memory(engines: Engines):
         ({"quantization": "modelopt"}, "quantization='modelopt', but config.json has no"),
     ],
 )
-def test_invalid_fp8_configuration_is_refused_by_name(options: dict[str, Any], words: str):
+def test_unsupported_quantization_is_refused(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Engine(**options)
 
 
 @pytest.mark.full
 @pytest.mark.gpu2
-def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow_folder: Path):
+def test_two_devices_give_the_fp8_tokens_of_one_device(engines: Engines, shallow_folder: Path):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     if jax.default_backend() != "cpu":
-        pytest.skip("a GPU's sums differ enough to be rounded to another number of FP8")
+        pytest.skip("sums on a GPU differ enough to be rounded to another FP8 number")
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     options = {"quantization": "fp8", "dtype": "float32"}
-    alone, both = (
-        engines(shallow_folder, tensor_parallel_size=count, **options) for count in (1, 2)
-    )
     one, two = (
-        [it.outputs[0].token_ids for it in e.generate(WORDS, params)] for e in (alone, both)
+        engines(shallow_folder, tensor_parallel_size=n, **options).generate(WORDS, params)
+        for n in (1, 2)
     )
-    assert two == one
+    assert token_ids(two) == token_ids(one)
 
 
 @pytest.mark.gpu2
@@ -62,7 +69,7 @@ def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines, shallow
 def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
     engines: Engines, shallow_folder: Path, dtype: str
 ):
-    """A number that is rounded the other way is another one by 6 %, in FP8, and moves others."""
+    """A different rounding changes an FP8 number by about 6 %."""
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     prompts = [f"Count from {n} to {n + 20}. {QUESTION}" for n in range(8)]
@@ -79,7 +86,7 @@ def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """A checkpoint with a scale for each block, as Qwen3-FP8's, of a random model."""
+    """Return a function that saves a random model with one scale per block, as Qwen3-FP8 has."""
 
     def make() -> Path:
         torch = pytest.importorskip("torch")
@@ -112,7 +119,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [4, *in_full_tier(2)])
 def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, count: int):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
@@ -121,8 +128,8 @@ def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, c
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "dtype": "float32"}
     options |= {"max_num_batched_tokens": 16, "max_model_len": 64}
-    found = []
-    for num_devices in (1, count):
-        engine = engines(folder, tensor_parallel_size=num_devices, **options)
-        found.append([it.outputs[0].token_ids for it in engine.generate(prompts, params)])
-    assert found[1] == found[0]
+    one, several = (
+        engines(folder, tensor_parallel_size=n, **options).generate(prompts, params)
+        for n in (1, count)
+    )
+    assert token_ids(several) == token_ids(one)

@@ -1,18 +1,29 @@
-"""Keys and values in 8 bits: whatever shares or moves their blocks changes no token."""
+"""Test the FP8 KV cache: sharing, preemption, pool size and tensor-parallel devices."""
 
-import random
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, MOSTLY_OVERLAPPED, QUESTION, Engines
+from e2e_options import (
+    ANSWER,
+    LOOPS,
+    MOSTLY_OVERLAPPED,
+    Engines,
+    check_small_pool_changes_no_answer,
+    generate_text,
+    in_full_tier,
+    make_workload,
+    scores,
+    token_ids,
+)
+from random_models import random_model
 
 from jpaged import SamplingParams
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-SHAPE: dict[str, Any] = {"max_model_len": 128, "block_size": 8}
+SHAPE: dict[str, Any] = {**FP8, "max_model_len": 128, "block_size": 8, "skip_tokenizer_init": True}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "ignore_eos": True},
     {"temperature": 0.9, "seed": 1, "n": 3, "ignore_eos": True},
@@ -20,26 +31,16 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2, "repetition_penalty": 1.1, "ignore_eos": True},
 ]
 FEW = 30
-"""Blocks, too few for all requests at once."""
+"""Number of blocks that is too small for all requests together."""
 
 
 def workload(count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that begin alike, of all kinds of requests."""
-    rng = random.Random(0)
-    text = [rng.randrange(5, 96) for _ in range(60)]
-    prompts = [[*text[: 20 + 2 * index], 5 + index] for index in range(count)]
-    asked = (KINDS[index % len(KINDS)] for index in range(count))
-    return prompts, [SamplingParams(max_tokens=40, **kind) for kind in asked]
-
-
-def answers(outputs: Any) -> list[list[list[int]]]:
-    return [[list(completion.token_ids) for completion in each.outputs] for each in outputs]
+    return make_workload(KINDS, count, 96, max_tokens=40)
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_fp8_cache_gives_the_answers_of_a_wide_cache(engines: Engines, loop: str):
-    engine = engines(**FP8, **LOOPS[loop])
-    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+def test_embedded_model_answers_right_with_an_fp8_cache(engines: Engines, loop: str):
+    assert generate_text(engines(**FP8, **LOOPS[loop])) == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -53,26 +54,16 @@ def test_fp8_cache_gives_the_answers_of_a_wide_cache(engines: Engines, loop: str
         pytest.param("swap", "synchronous", marks=pytest.mark.soak),
     ],
 )
-def test_pressure_and_sharing_change_no_token(
+def test_block_sharing_and_preemption_change_no_token_of_an_fp8_cache(
     engines: Engines, folder_of_8_heads: Path, mode: str, loop: str
 ):
-    """With shared prefixes, forks, copies on write and preemption, in a pool that is too small; the
-    fixture counts the blocks afterwards."""
-    prompts, params = workload()
-    shape = {**FP8, **SHAPE, "skip_tokenizer_init": True}
-    roomy = engines(folder_of_8_heads, num_blocks=400, **shape, enable_prefix_caching=False)
-    expected = answers(roomy.generate(prompts, params))
+    roomy = engines(folder_of_8_heads, num_blocks=400, **SHAPE, enable_prefix_caching=False)
     options = {"preemption_mode": mode, "swap_space": 0.05, **LOOPS[loop]}
-    tight = engines(folder_of_8_heads, num_blocks=FEW, **shape, **options)
-    before = tight.stats()
-    for _ in range(2):  # the second time prefixes are cached
-        assert answers(tight.generate(prompts, params)) == expected
-    stats = tight.stats()
-    assert stats.num_preemptions > before.num_preemptions
-    assert stats.num_cached_tokens > before.num_cached_tokens
-    assert stats.num_block_copies > before.num_block_copies
+    tight = engines(folder_of_8_heads, num_blocks=FEW, **SHAPE, **options)
+    num_swapped = tight.stats().num_swapped_in_blocks
+    check_small_pool_changes_no_answer(roomy, tight, *workload())
     if mode == "swap":
-        assert stats.num_swapped_in_blocks > before.num_swapped_in_blocks
+        assert tight.stats().num_swapped_in_blocks > num_swapped
 
 
 @pytest.mark.parametrize(
@@ -85,7 +76,7 @@ def test_pressure_and_sharing_change_no_token(
         pytest.param("float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
-def test_fp8_pool_has_twice_the_blocks(
+def test_pool_of_a_narrow_cache_has_proportionally_more_blocks(
     engines: Engines, folder_of_8_heads: Path, dtype: str, kv_cache_dtype: str, ratio: int
 ):
     size = 2**18
@@ -98,62 +89,43 @@ def test_fp8_pool_has_twice_the_blocks(
     assert engine.generate([3, 4, 5], SamplingParams(temperature=0.0, max_tokens=4))
 
 
-def test_prompt_logprobs_are_close_to_those_of_a_wide_cache(engines: Engines):
-    text = "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31)))
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    found = []
-    for options in ({}, FP8):
-        (output,) = engines(**options, enable_prefix_caching=False).generate([text], params)
-        places = [place for place in output.prompt_logprobs or () if place]
-        found.append(np.array([entry.logprob for place in places for entry in place.values()]))
-    difference = np.abs(found[0] - found[1]).mean()
-    assert 0 < difference < 0.05
+def test_fp8_cache_gives_prompt_logprobs_close_to_a_wide_cache(engines: Engines):
+    prompt = "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31)))
+    wide, fp8 = (
+        scores(engines(**options, enable_prefix_caching=False), [prompt]) for options in ({}, FP8)
+    )
+    assert 0 < np.abs(fp8 - wide).mean() < 0.05
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [4, *in_full_tier(2)])
 def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     prompts, params = workload(8)
-    options = {**FP8, **SHAPE, "skip_tokenizer_init": True, "dtype": "float32"}
+    options = {**SHAPE, "dtype": "float32"}
     alone = engines(folder_of_8_heads, num_blocks=400, **options)
-    several = engines(
-        folder_of_8_heads,
-        num_blocks=FEW,
-        tensor_parallel_size=count,
-        preemption_mode="swap",
-        swap_space=0.05,
-        **options,
-    )
-    expected = answers(alone.generate(prompts, params))
-    assert answers(several.generate(prompts, params)) == expected
+    expected = token_ids(alone.generate(prompts, params))
+    options |= {"num_blocks": FEW, "preemption_mode": "swap", "swap_space": 0.05}
+    several = engines(folder_of_8_heads, tensor_parallel_size=count, **options)
+    assert token_ids(several.generate(prompts, params)) == expected
     assert several.stats().num_swapped_in_blocks > 0
 
 
 @pytest.fixture(scope="module")
 def folder_of_8_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 checkpoint of 8 heads and 2 KV heads, without scales and a tokenizer."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.Qwen3Config(
+    """Save a random Qwen3 checkpoint of 8 heads and 2 KV heads, without scales and a tokenizer."""
+    model = random_model(
+        "qwen3",
+        seed=3,
         vocab_size=96,
-        hidden_size=64,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=128,
-        eos_token_id=1,
     )
-    model = transformers.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
     folder = tmp_path_factory.mktemp("qwen3_8_heads")
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Whole generations against `transformers`, through both loops and under pressure."""
+"""Compare whole generations with `transformers`, in both loops and under memory pressure."""
 
 import shutil
 from pathlib import Path
@@ -7,30 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from e2e_options import Engines
+from random_models import Logits, continue_greedily, load_logits
 from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine, SamplingParams
 from tests.covering import covering
 
-TIGHT = 24  # blocks: too few for all requests below together
-
-
-@pytest.fixture(scope="module")
-def oracle(qwen_folder: Path) -> Any:
-    return oracle_of(qwen_folder)
-
-
-def oracle_of(folder: Path) -> Any:
-    """A checkpoint's logits in `transformers`, float32."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def logits(token_ids: list[int]) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor([token_ids])).logits[0].numpy()
-
-    return logits
+TIGHT = 24
+"""Number of blocks that is too small for all requests of a test together."""
 
 
 def prompts(count: int = 12, longest: int = 100) -> list[list[int]]:
@@ -46,18 +30,15 @@ def tokens(engine: Engine, given: list[list[int]], params: Any) -> list[list[int
     return [list(o.outputs[0].token_ids) for o in engine.generate(given, params)]
 
 
-def expected_greedy(logits: Any, prompt: list[int], count: int) -> list[int]:
-    sequence = list(prompt)
-    for _ in range(count):
-        sequence.append(int(logits(sequence)[-1].argmax()))
-    return sequence[len(prompt) :]
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
 )
 def test_greedy_tokens_equal_transformers(
-    engines: Engines, qwen_folder: Path, oracle: Any, num_blocks: int, async_scheduling: bool
+    engines: Engines,
+    qwen_folder: Path,
+    qwen_logits: Logits,
+    num_blocks: int,
+    async_scheduling: bool,
 ):
     engine = engines(
         qwen_folder,
@@ -68,8 +49,8 @@ def test_greedy_tokens_equal_transformers(
     before = engine.stats().num_preemptions
     given = prompts()
     got = tokens(engine, given, greedy())
-    assert got == [expected_greedy(oracle, prompt, 20) for prompt in given]
-    # Prompts above the step's 64 tokens were chunked, and decode rows rode along.
+    assert got == [continue_greedily(qwen_logits, prompt, 20) for prompt in given]
+    # A step has at most 64 tokens, so longer prompts were computed in chunks.
     assert max(map(len, given)) > engine.runtime_config.max_num_batched_tokens
     assert (engine.stats().num_preemptions > before) == (num_blocks == TIGHT)
 
@@ -77,7 +58,6 @@ def test_greedy_tokens_equal_transformers(
 def test_untied_head_in_the_checkpoint_overrides_the_config(
     engines: Engines, qwen_folder: Path, tmp_path: Path
 ):
-    """As transformers does; the memory account has it."""
     shutil.copytree(qwen_folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -87,13 +67,11 @@ def test_untied_head_in_the_checkpoint_overrides_the_config(
         engine = engines(tmp_path, skip_tokenizer_init=True)
     tied = engines(qwen_folder, skip_tokenizer_init=True)
     assert engine.memory_account.weights - tied.memory_account.weights == head.nbytes
-    given, logits = prompts(4), oracle_of(tmp_path)
-    assert tokens(engine, given, greedy(8)) == [expected_greedy(logits, it, 8) for it in given]
+    given, logits = prompts(4), load_logits(tmp_path)
+    assert tokens(engine, given, greedy(8)) == [continue_greedily(logits, it, 8) for it in given]
 
 
-def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(
-    engines: Engines, qwen_folder: Path
-):
+def test_seeded_tokens_do_not_depend_on_batching_or_preemption(engines: Engines, qwen_folder: Path):
     roomy = engines(qwen_folder, skip_tokenizer_init=True)
     tight = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=TIGHT)
     given = prompts()
@@ -109,18 +87,9 @@ def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(
     assert len({tuple(t) for t in alone}) == len(alone)
 
 
-def test_unseeded_requests_differ_and_equal_engines_repeat_them(
-    engines: Engines, qwen_folder: Path
-):
-    engine = engines(qwen_folder, skip_tokenizer_init=True)
-    params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
-    first, second = tokens(engine, [[5, 6, 7]] * 2, params)
-    assert first != second
-
-
 @pytest.mark.parametrize("num_blocks", [129, TIGHT])
-def test_logprobs_equal_the_model_softmax(
-    engines: Engines, qwen_folder: Path, oracle: Any, num_blocks: int
+def test_logprobs_and_ranks_equal_the_log_softmax_of_transformers(
+    engines: Engines, qwen_folder: Path, qwen_logits: Logits, num_blocks: int
 ):
     engine = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=num_blocks)
     given = prompts(6)
@@ -129,7 +98,7 @@ def test_logprobs_equal_the_model_softmax(
     for prompt, output in zip(given, outputs, strict=True):
         completion = output.outputs[0]
         sequence = prompt + list(completion.token_ids)
-        scores = log_softmax(oracle(sequence))
+        scores = log_softmax(qwen_logits(sequence))
         assert len(completion.logprobs) == 5
         for i, candidates in enumerate(completion.logprobs):
             check_candidates(candidates, sequence[len(prompt) + i], scores[len(prompt) - 1 + i], 3)
@@ -158,7 +127,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_penalties_and_biases_follow_their_definition(
-    engines: Engines, qwen_folder: Path, oracle: Any
+    engines: Engines, qwen_folder: Path, qwen_logits: Logits
 ):
     params = greedy(
         15,
@@ -168,7 +137,7 @@ def test_penalties_and_biases_follow_their_definition(
         logit_bias={7: 3.0, 9: -3.0},
     )
     given = prompts(6, longest=40)
-    want = [adjusted_greedy(oracle, prompt, params) for prompt in given]
+    want = [adjusted_greedy(qwen_logits, prompt, params) for prompt in given]
     roomy = engines(qwen_folder, skip_tokenizer_init=True)
     tight = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=TIGHT)
     assert tokens(roomy, given, params) == want
@@ -197,13 +166,13 @@ def test_allowed_token_ids_restrict_the_answer(engines: Engines, qwen_folder: Pa
     bound, unbound = tokens(engine, [[4, 5], [4, 5]], [params, free])
     assert set(bound) <= {3, 50, 90}
     assert not set(unbound) <= {3, 50, 90}
-    # The row that the bound request leaves behind binds no other request.
+    # The restriction does not apply to later requests in the same row.
     again = [greedy(10, logprobs=0)] * 8
     assert len({tuple(t) for t in tokens(engine, [[4, 5]] * 8, again)}) == 1
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_stop_tokens_end_a_sequence_but_not_before_min_tokens(
+def test_stop_token_ends_a_sequence_after_min_tokens(
     engines: Engines, qwen_folder: Path, async_scheduling: bool
 ):
     engine = engines(qwen_folder, skip_tokenizer_init=True, async_scheduling=async_scheduling)
@@ -218,7 +187,7 @@ def test_stop_tokens_end_a_sequence_but_not_before_min_tokens(
     assert len(later) >= 10
 
 
-def test_the_longest_sequence_ends_at_max_model_len(engines: Engines, qwen_folder: Path):
+def test_unbounded_sequence_ends_at_max_model_len(engines: Engines, qwen_folder: Path):
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     prompt = prompts(1, 250)[0] + [3] * 100
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The whole engine on an NVIDIA GPU, where the Pallas Triton kernels run."""
+"""Test the engine on an NVIDIA GPU, with the Pallas Triton kernels."""
 
 import gc
 import json
@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from e2e_options import Engines
-from test_generation import TIGHT, expected_greedy, greedy, oracle, prompts, tokens  # noqa: F401
+from e2e_options import Engines, answers, scores, text
+from random_models import Logits, continue_greedily
+from test_generation import TIGHT, greedy, prompts, tokens
 from test_samples import alone, check_same
-from test_under_pressure import POOL, ROOMY, SHAPE, answers, params
+from test_under_pressure import POOL, ROOMY, SHAPE, params
 
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, RequestOutput, SamplingParams
 from jpaged.runtime.model_runner import ModelRunner
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
 
-# Widths that the kernels for Hopper GPUs are for.
-WIDE = {
+# Widths that the kernels for Hopper GPUs support.
+WIDE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 128,
     "hidden_size": 256,
@@ -36,6 +37,14 @@ WIDE = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+MEDIUM = WIDE | {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+DUMMY: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,24 +52,24 @@ pytestmark = [
 ]
 
 
+def save_config(folder: Path, values: dict[str, Any] = WIDE) -> None:
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+
+
 @pytest.mark.parametrize("num_blocks", [129, TIGHT])
 def test_float32_tokens_equal_transformers(
-    engines: Engines,
-    qwen_folder: Path,
-    oracle: Any,  # noqa: F811
-    num_blocks: int,
+    engines: Engines, qwen_folder: Path, qwen_logits: Logits, num_blocks: int
 ):
     engine = engines(qwen_folder, skip_tokenizer_init=True, dtype="float32", num_blocks=num_blocks)
     assert engine.runtime_config.backend is Backend.TRITON
     given = prompts()
     got = tokens(engine, given, greedy())
-    assert got == [expected_greedy(oracle, prompt, 20) for prompt in given]
+    assert got == [continue_greedily(qwen_logits, prompt, 20) for prompt in given]
 
 
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    # In bfloat16 only if both loops make the same plans, with all requests admitted together:
-    # a batch of
+    # bfloat16 needs the same plans in both loops: all requests must fit in one batch.
     [("float32", 12), ("bfloat16", 8)],
 )
 def test_both_loops_give_the_same_tokens(
@@ -86,24 +95,22 @@ def test_embedded_model_gives_right_answers(engines: Engines, dtype: str, quanti
     examples = sample_examples(3, 100)
     params = SamplingParams(temperature=0.0, max_tokens=800)
     outputs = engine.generate([e.prompt for e in examples], params)
-    right = [o.outputs[0].text == e.completion for o, e in zip(outputs, examples, strict=True)]
+    right = [text(o) == e.completion for o, e in zip(outputs, examples, strict=True)]
     assert np.mean(right) >= 0.95
 
 
-def test_sharing_and_pressure_change_no_answer(engines: Engines):
-    """Shared blocks, forked rows and swapped groups against each request alone, nothing shared.
-
-    One test of all modes: its engines are made in one process, and the answers of requests alone
-    are found once."""
+def test_shared_blocks_and_preemption_change_no_answer(engines: Engines):
+    """Compare with single requests that share no blocks. One test has all modes, so that the single
+    requests run once."""
     examples = [e for e in sample_examples(11, 400) if len(e.prompt + e.completion) < 60][:64]
     shape = {**SHAPE, "dtype": "float32"}
     roomy = engines(num_blocks=ROOMY, enable_prefix_caching=False, **shape)
-    want = [answers(roomy.generate(e.prompt, params(i))[0]) for i, e in enumerate(examples)]
+    want = [answers(roomy.generate(e.prompt, params(i)))[0] for i, e in enumerate(examples)]
     for mode in ("swap", "recompute", "auto"):
         tight = engines(num_blocks=POOL + 1, preemption_mode=mode, **shape)
         before = tight.stats()
         outputs = tight.generate([e.prompt for e in examples], [params(i) for i in range(64)])
-        assert [answers(output) for output in outputs] == want, mode
+        assert answers(outputs) == want, mode
         assert tight.stats().num_preemptions > before.num_preemptions
         if mode == "swap":
             assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
@@ -121,7 +128,7 @@ def test_samples_equal_single_requests_with_their_seeds(engines: Engines):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "name", "in_one"), [("auto", "bf16", 1), ("fp8", "u16", 2)]
 )
-def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str, in_one: int):
+def test_no_program_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str, in_one: int):
     needed = []
     for num_blocks in (129, 100_000):
         engine = engines(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_blocks=num_blocks)
@@ -143,59 +150,35 @@ def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: st
 def test_bfloat16_heads_of_128_give_close_logprobs(
     engines: Engines, tmp_path: Path, kv_cache_dtype: str, bound: float
 ):
-    """The sizes that a GPU's own prefill kernel is for, in every bucket of tokens, compared with
-    float32."""
-    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
+    """Compare the prefill kernel for Hopper GPUs with float32, in every bucket of tokens."""
+    save_config(tmp_path)
+    options = {**DUMMY, "max_model_len": 512, "kv_cache_dtype": kv_cache_dtype}
     options |= {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 512}
     rng = np.random.default_rng(0)
     given = [rng.integers(0, 128, n).tolist() for n in (1, 7, 16, 17, 130, 300, 500, 33, 64)]
-    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
-
-    def scores(dtype: str) -> np.ndarray:
-        cache = {"kv_cache_dtype": kv_cache_dtype}
-        outputs = engines(tmp_path, dtype=dtype, **cache, **options).generate(given, params)
-        entries = [entry for o in outputs for entry in o.prompt_logprobs or [] if entry]
-        return np.array([value.logprob for entry in entries for value in entry.values()])
-
-    exact, rounded = scores("float32"), scores("bfloat16")
+    exact, rounded = (
+        scores(engines(tmp_path, dtype=dtype, **options), given)
+        for dtype in ("float32", "bfloat16")
+    )
     assert len(exact) == sum(map(len, given)) - len(given)
     np.testing.assert_allclose(rounded, exact, atol=bound)
 
 
 def test_memory_account_equals_the_device_statistics(tmp_path: Path):
-    """Within one per cent, before and after a batch of the largest size."""
-    shape = {
-        "model_type": "qwen3",
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    device = jax.local_devices()[0]
+    """Compare within 1 %, before and after a batch of the largest size."""
+    save_config(tmp_path, MEDIUM)
 
-    def told(name: str) -> int:
-        return (device.memory_stats() or {})[name]
+    def bytes_in_use() -> int:
+        return (jax.local_devices()[0].memory_stats() or {})["bytes_in_use"]
 
-    gc.collect()  # what earlier engines left
-    before = told("bytes_in_use")
-    options: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
-    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "num_scheduler_steps": 1}
-    options |= {"num_compile_workers": 0}  # which would refuse code with the tests' checks in it
-    options |= {"max_model_len": 512, "kv_cache_memory_bytes": 2 * 2**30}
+    gc.collect()  # frees earlier engines
+    before = bytes_in_use()
+    options = {**DUMMY, "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512}
+    options |= {"num_scheduler_steps": 1, "kv_cache_memory_bytes": 2 * 2**30}
+    options |= {"num_compile_workers": 0}  # worker processes would refuse code with tests' checks
     engine = Engine(tmp_path, **options)
     account = engine.memory_account
-    assert told("bytes_in_use") - before == pytest.approx(account.resident, rel=0.01)
+    assert bytes_in_use() - before == pytest.approx(account.resident, rel=0.01)
     rng = np.random.default_rng(0)
     given = [rng.integers(0, 32000, 504).tolist() for _ in range(32)]
     params = SamplingParams(
@@ -203,73 +186,65 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     )
     outputs = engine.generate(given, params, use_tqdm=False)
     assert {len(output.outputs[0].token_ids) for output in outputs} == {8}
-    assert told("bytes_in_use") - before == pytest.approx(account.resident, rel=0.01)
+    assert bytes_in_use() - before == pytest.approx(account.resident, rel=0.01)
     assert account.limit is not None
     assert account.total <= account.limit
 
 
 def test_fused_decode_steps_in_bfloat16_give_close_logprobs(engines: Engines, tmp_path: Path):
-    """Tokens decoded by few sequences have the scores that they have as a prompt's."""
-    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
-    engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **options)
+    """Compare the logprobs of decoded tokens with the logprobs of the same tokens in a prompt."""
+    save_config(tmp_path)
+    engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **DUMMY)
     rng = np.random.default_rng(1)
     given = [rng.integers(0, 128, n).tolist() for n in (3, 40, 16, 90, 17)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=n, logprobs=0, ignore_eos=True)
         for n in (60, 20, 45, 9, 33)
     ]
-    outputs = [output.outputs[0] for output in engine.generate(given, params)]
-    again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
-    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):
-        entries = (scored.prompt_logprobs or [])[len(prompt) :]
-        decoded = output.logprobs or []
-        for token, want, got in zip(output.token_ids, entries, decoded, strict=True):
-            assert want is not None
+    outputs = engine.generate(given, params)
+    for output, entries in zip(outputs, score_as_prompts(engine, outputs), strict=True):
+        answer = output.outputs[0]
+        for token, want, got in zip(answer.token_ids, entries, answer.logprobs or [], strict=True):
             assert abs(got[token].logprob - want[token].logprob) < 0.1
+
+
+def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[Any]]:
+    """Return the logprobs of the generated tokens, and of the best tokens, as parts of prompts."""
+    prompts = [[*it.prompt_token_ids, *it.outputs[0].token_ids] for it in outputs]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    scored = zip(outputs, engine.generate(prompts, params), strict=True)
+    return [(it.prompt_logprobs or [])[len(output.prompt_token_ids) :] for output, it in scored]
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "copies", "sizes"), [(8, 1, {8}), (20, 3, {8, 32}), (48, 9, {32, 48})]
 )
-def test_bursts_in_bfloat16_give_the_tokens_of_single_steps(
-    engines: Engines,
-    tmp_path: Path,
-    max_num_seqs: int,
-    copies: int,
-    sizes: set[int],
+def test_bursts_in_bfloat16_choose_the_best_tokens(
+    engines: Engines, tmp_path: Path, max_num_seqs: int, copies: int, sizes: set[int]
 ):
-    """Each token that a burst chose is, scored as a prompt's, the best but for rounding."""
-    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    """Except for rounding, no token in a prompt has a higher logprob than the chosen token."""
+    save_config(tmp_path)
     limits = {"num_blocks": 600, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512}
-    engine = engines(tmp_path, dtype="bfloat16", **limits, **options)
+    engine = engines(tmp_path, dtype="bfloat16", **limits, **DUMMY)
     rng = np.random.default_rng(1)
     given = [rng.integers(0, 128, n).tolist() for n in copies * (3, 40, 16, 90, 17)]
     lengths = copies * (60, 20, 45, 9, 33)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
     with engine.record_steps() as steps:
-        outputs = [output.outputs[0] for output in engine.generate(given, params)]
+        outputs = engine.generate(given, params)
     assert {it.batch_size("decode_burst") for it in steps.launches} - {None} == sizes
-    again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
-    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
-    for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):
-        entries = (scored.prompt_logprobs or [])[len(prompt) :]
-        for token, entry in zip(output.token_ids, entries, strict=True):
-            assert entry is not None
+    for output, entries in zip(outputs, score_as_prompts(engine, outputs), strict=True):
+        for token, entry in zip(output.outputs[0].token_ids, entries, strict=True):
             assert entry[token].logprob > max(found.logprob for found in entry.values()) - 0.1
 
 
 def test_logits_keep_their_address_between_decode_steps(
     tmp_path: Path, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {**WIDE, "vocab_size": 32000}
-    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 64}
-    limits = {"num_blocks": 400, "max_num_batched_tokens": 256, "num_scheduler_steps": 1}
-    limits |= {"max_model_len": 256, "num_compile_workers": 0}
-    engine = Engine(tmp_path, compilation_cache_dir=compilation_cache, **limits, **options)
+    save_config(tmp_path, WIDE | {"vocab_size": 32000})
+    options = {**DUMMY, "max_num_seqs": 64, "num_blocks": 400, "max_num_batched_tokens": 256}
+    options |= {"num_scheduler_steps": 1, "num_compile_workers": 0}
+    engine = Engine(tmp_path, compilation_cache_dir=compilation_cache, **options)
     launch, held, seen = ModelRunner._launch, deque(), []
 
     def watched(runner: ModelRunner, kind: str, key: Any = None, **inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine's accounts of its pool, while it works."""
+"""Test the memory report and the block map of a running engine."""
 
 import pytest
 from e2e_options import Engines
@@ -22,9 +22,8 @@ def test_samples_share_and_free_their_prompt_blocks(engines: Engines):
         report = engine.memory_report()
         assert isinstance(report, MemoryReport)
         assert report.num_waste_slots == engine.stats().num_waste_slots
-        if (
-            report.num_logical_blocks == 9
-        ):  # each sample holds two shared blocks of the prompt and one more block
+        # Then each sample holds two shared blocks of the prompt and one more block.
+        if report.num_logical_blocks == 9:
             assert sorted(info.ref_cnt for info in blocks_of(engine, name)) == [1, 1, 1, 3, 3]
             savings.append(report.shared_savings)
     assert savings
@@ -36,7 +35,7 @@ def test_samples_share_and_free_their_prompt_blocks(engines: Engines):
     assert states.count(BlockState.USED) == report.num_token_slots == 0
 
 
-def test_the_worst_case_benchmark_runs_a_whole_batch(
+def test_worst_case_benchmark_runs_and_refuses_an_empty_batch(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worst_case, "AS_VLLM", {"max_num_seqs": 6, "max_model_len": 40})

@@ -1,11 +1,12 @@
-"""Prefix caching end to end: tokens do not change, and what is shared is counted to the token."""
+"""Test that prefix caching changes no token, and that cached tokens are counted exactly."""
 
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import ANSWER, GREEDY, QUESTION, Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run, take_steps, text
+from lazy_programs import lazy_programs
 
 from jpaged import Engine, SamplingParams
 from tests.covering import covering
@@ -22,9 +23,9 @@ def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
     return made
 
 
-def ids_of(engine: Engine, text: str) -> list[int]:
+def encode(engine: Engine, prompt: str) -> list[int]:
     tokenizer: Any = engine.tokenizer
-    return tokenizer.encode(text)
+    return tokenizer.encode(prompt)
 
 
 def complete(engine: Engine, prompt: Any, params: Any = GREEDY) -> Any:
@@ -32,12 +33,12 @@ def complete(engine: Engine, prompt: Any, params: Any = GREEDY) -> Any:
 
 
 def cacheable(num_tokens: int) -> int:
-    """Tokens of full blocks, one token at least left out."""
+    """Return the number of tokens in full blocks that end before the last token."""
     return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_a_repeated_prompt_is_served_from_the_cache(engine: Engine):
-    prompt = ids_of(engine, PREFIX + QUESTION)
+def test_repeated_prompt_is_served_from_the_cache(engine: Engine):
+    prompt = encode(engine, PREFIX + QUESTION)
     before = engine.stats()
     first, second = complete(engine, prompt), complete(engine, prompt)
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
@@ -55,57 +56,54 @@ def test_a_repeated_prompt_is_served_from_the_cache(engine: Engine):
 
 
 def test_blocks_of_a_running_request_are_shared(engine: Engine):
-    prompt = ids_of(engine, PREFIX)
+    prompt = encode(engine, PREFIX)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.add_request(prompt, params, request_id="a")
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     used = engine.stats().num_used_blocks
     engine.add_request(prompt, params, request_id="b")
     engine.step()
     assert engine.stats().num_used_blocks - used < len(prompt) // BLOCK_SIZE
     engine.check_integrity()
-    outputs: dict[str, Any] = {}
-    while engine.has_unfinished_requests:
-        outputs.update((o.request_id, o) for o in engine.step())
+    outputs = run(engine)
     assert outputs["b"].num_cached_tokens == cacheable(len(prompt))
     assert outputs["a"].outputs[0].token_ids == outputs["b"].outputs[0].token_ids
 
 
-def test_a_conversation_finds_its_own_history(engine: Engine):
+def test_next_turn_of_a_conversation_reuses_the_cached_history(engine: Engine):
     history, messages = [], []
-    for text in (QUESTION, "Reverse stone", "Spell fox", QUESTION):
-        messages.append({"role": "user", "content": text})
+    for question in (QUESTION, "Reverse stone", "Spell fox", QUESTION):
+        messages.append({"role": "user", "content": question})
         prompt = engine.render_chat(messages)
         output = complete(engine, prompt)
-        # The last sampled token is never fed back: the history's KV ends before it.
+        # The keys and values of the last sampled token are never computed.
         common = next((i for i, (a, b) in enumerate(zip(history, prompt)) if a != b), len(history))  # noqa: B905
         most = min(common, max(len(history) - 1, 0)) // BLOCK_SIZE * BLOCK_SIZE
         assert output.num_cached_tokens == min(most, cacheable(len(prompt)))
         history = prompt + list(output.outputs[0].token_ids)
-        messages.append({"role": "assistant", "content": output.outputs[0].text})
-    assert output.num_cached_tokens > len(engine.render_chat(messages[:3]))  # answers too
+        messages.append({"role": "assistant", "content": text(output)})
+    assert output.num_cached_tokens > len(engine.render_chat(messages[:3]))  # answers are cached
 
 
-def test_generated_tokens_are_found_to_the_block(engine: Engine):
-    prompt = ids_of(engine, QUESTION)
+def test_generated_tokens_are_cached_in_full_blocks(engine: Engine):
+    prompt = encode(engine, QUESTION)
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     whole = prompt + list(complete(engine, prompt, params).outputs[0].token_ids)
     again = complete(engine, [*whole, 5])
     assert again.num_cached_tokens == (len(whole) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_salts_keep_tenants_apart(engine: Engine):
-    prompt = ids_of(engine, PREFIX)
+def test_prompts_with_different_cache_salts_share_no_blocks(engine: Engine):
+    prompt = encode(engine, PREFIX)
     salted = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b")]
-    for each in (*salted, prompt):
-        assert complete(engine, each).num_cached_tokens == 0
-    for each in (*salted, {"prompt": PREFIX, "cache_salt": "a"}, PREFIX):
-        assert complete(engine, each).num_cached_tokens == cacheable(len(prompt))
+    for it in (*salted, prompt):
+        assert complete(engine, it).num_cached_tokens == 0
+    for it in (*salted, {"prompt": PREFIX, "cache_salt": "a"}, PREFIX):
+        assert complete(engine, it).num_cached_tokens == cacheable(len(prompt))
 
 
-def test_prompt_logprobs_ignore_the_cache_and_fill_it(engine: Engine):
-    prompt = ids_of(engine, PREFIX)
+def test_request_with_prompt_logprobs_fills_the_cache_but_does_not_use_it(engine: Engine):
+    prompt = encode(engine, PREFIX)
     params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, logprobs=1)
     first, second = complete(engine, prompt, params), complete(engine, prompt, params)
     assert first.num_cached_tokens == second.num_cached_tokens == 0
@@ -116,12 +114,12 @@ def test_prompt_logprobs_ignore_the_cache_and_fill_it(engine: Engine):
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that share beginnings of many lengths, some longer than a step."""
+    """Return prompts with common prefixes of many lengths, some longer than a step."""
     rng = random.Random(0)
-    text = [rng.randrange(5, 200) for _ in range(150)]
+    prefix = [rng.randrange(5, 200) for _ in range(150)]
     prompts, params = [], []
     for i in range(24):
-        prompt = text[: rng.randrange(1, 150)] + [rng.randrange(5, 200) for _ in range(i % 4)]
+        prompt = prefix[: rng.randrange(1, 150)] + [rng.randrange(5, 200) for _ in range(i % 4)]
         kinds: list[dict[str, Any]] = [
             {"temperature": 0.0},
             {"temperature": 0.9, "seed": i, "top_p": 0.9},
@@ -137,33 +135,34 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return {}
+def expected(kept_engines: Engines, shallow_folder: Path) -> list[Any]:
+    """Return the outputs of the workload without prefix caching."""
+    with lazy_programs():
+        plain = kept_engines(shallow_folder, num_blocks=129, **SMALL, enable_prefix_caching=False)
+    outputs = plain.generate(*workload())
+    stats = plain.stats()
+    assert stats.prefix_cache_queries == stats.num_cached_blocks == 0
+    return outputs
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
 )
-def test_caching_changes_no_token(
+def test_prefix_caching_changes_no_token(
     engines: Engines,
     shallow_folder: Path,
-    expected: dict[str, Any],
+    expected: list[Any],
     async_scheduling: bool,
     num_blocks: int,
 ):
     prompts, params = workload()
-    if not expected:
-        plain = engines(shallow_folder, enable_prefix_caching=False)
-        expected["outputs"] = plain.generate(prompts, params)
-        stats = plain.stats()
-        assert stats.prefix_cache_queries == stats.num_cached_blocks == 0
     options = {"num_blocks": num_blocks, "async_scheduling": async_scheduling}
     engine = engines(shallow_folder, **options)
     engine.reset_prefix_cache()
     before = engine.stats()
     for _ in range(2):
         outputs: Any = engine.generate(prompts, params)
-        for got, want in zip(outputs, expected["outputs"], strict=True):
+        for got, want in zip(outputs, expected, strict=True):
             check_same(got, want)
         engine.check_integrity()
     now = engine.stats()
@@ -183,19 +182,18 @@ def check_same(got: Any, want: Any) -> None:
 def test_pinned_prefix_survives_eviction(engines: Engines):
     engine = engines(num_blocks=TIGHT)
     engine.reset_prefix_cache()
-    prompt = ids_of(engine, PREFIX)
+    prompt = encode(engine, PREFIX)
     num_blocks = len(prompt) // BLOCK_SIZE
     waiting = engine.add_request(QUESTION, GREEDY)
     pin = engine.pin_prefix(PREFIX)
     assert engine.stats().num_pinned_blocks == num_blocks
-    again = engine.pin_prefix(prompt)  # all of it is there: nothing is computed
+    again = engine.pin_prefix(prompt)  # all its blocks are cached
     engine.check_integrity()
     rng = random.Random(1)
     noise = [[rng.randrange(5, 200) for _ in range(100)] for _ in range(12)]
     engine.generate(noise, GREEDY)
     assert complete(engine, PREFIX + QUESTION).num_cached_tokens == num_blocks * BLOCK_SIZE
-    delivered = {o.request_id: o for o in engine.step()}
-    assert delivered[waiting].outputs[0].text == ANSWER
+    assert text({it.request_id: it for it in engine.step()}[waiting]) == ANSWER
     assert engine.stats().num_used_blocks == num_blocks
     with pytest.raises(ValueError, match="2 prefixes are pinned"):
         engine.reset_prefix_cache()
@@ -232,7 +230,7 @@ def test_evicted_prefix_is_computed_again_before_it_is_pinned(
     engine = engines(shallow_folder, num_blocks=5, max_model_len=64)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    for token in (7, 8):  # both want a second block in the step after the one that pins
+    for token in (7, 8):  # both requests need a second block in the step after the pin
         engine.add_request([token] * (BLOCK_SIZE - 1), room)
     engine.step()
     before = engine.stats()
@@ -260,7 +258,7 @@ def test_invalid_pins_are_refused(engine: Engine, prompt: Any, message: str):
 
 def test_disabled_prefix_cache_keeps_no_blocks(engines: Engines):
     engine = engines(enable_prefix_caching=False)
-    prompt = ids_of(engine, PREFIX)
+    prompt = encode(engine, PREFIX)
     for _ in range(2):
         assert complete(engine, prompt).num_cached_tokens == 0
     assert engine.stats().num_cached_blocks == 0

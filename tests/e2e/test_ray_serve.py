@@ -1,4 +1,4 @@
-"""`python examples/ray_serve.py`: two replicas under load, one is killed, all is drained."""
+"""Test `examples/ray_serve.py`: routing to two replicas, a killed replica, and draining."""
 
 import json
 import os
@@ -16,25 +16,22 @@ from typing import Any
 
 import httpx
 import pytest
+from e2e_options import SMALL, Engines
 
-from jpaged import Engine, SamplingParams
+from jpaged import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "num_blocks": 129,
-}
+OPTIONS = {name: SMALL[name] for name in SMALL if name != "num_compile_workers"}
+OPTIONS["num_blocks"] = 129
 NUM_TOKENS = 48
 KEY = {"Authorization": "Bearer secret"}
 BLOCK_SIZE = 16
 GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
-"""Beginnings that several prompts share, each longer than the router's pieces of 64 bytes."""
+"""Common prefixes of prompts, longer than the chunks of 64 bytes that the router compares."""
 
 
 class Replicas:
-    """Run the example in a process, and collect the output of the process and its replicas."""
+    """The example in a process, and the collected output of the process and its replicas."""
 
     def __init__(self, cache: Path):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -51,23 +48,23 @@ class Replicas:
         self.url = ""
 
     def wait_ready(self) -> None:
-        """Wait until it serves."""
+        """Wait until the replicas serve requests."""
         self.url = self.wait_for(r"serving \S+ at (http://\S+),")[0]
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each replica that ever served."""
+        """Return the process id of each replica that has served, by the replica's name."""
         found = re.findall(r"pid=(\d+).*replica (\w+) serves", self.log)
         return {name: int(pid) for pid, name in found}
 
     def wait_for(self, pattern: str, seconds: float = 120) -> list[str]:
-        """Wait until the log has it."""
+        """Wait until the log matches; return the matches."""
         found = wait_until(lambda: re.findall(pattern, self.log) or not self._alive(), seconds)
         assert isinstance(found, list), self.log
         return found
 
     def serving(self) -> set[str]:
-        """The replicas whose figures /metrics has."""
+        """Return the names of the replicas in /metrics."""
         text = httpx.get(f"{self.url}/metrics", headers=KEY, timeout=20).text
         return set(re.findall(r'num_requests_waiting\{replica="(\w+)"', text))
 
@@ -92,8 +89,8 @@ class Replicas:
 
 
 @dataclass
-class Asked:
-    """A request and its answer; times are of `time.monotonic()`."""
+class Exchange:
+    """A request and its answer; the times are from `time.monotonic()`."""
 
     prompt: str
     started: float
@@ -124,11 +121,11 @@ def fields_of(prompt: str, **more: Any) -> dict[str, Any]:
     return {**fields, **more}
 
 
-def ask(url: str, prompt: str) -> Asked:
+def ask(url: str, prompt: str) -> Exchange:
     started = time.monotonic()
     answer = httpx.post(f"{url}/v1/completions", json=fields_of(prompt), headers=KEY, timeout=60)
     ended, replica = time.monotonic(), answer.headers.get("x-replica", "")
-    return Asked(prompt, started, ended, answer.status_code, replica, answer.json())
+    return Exchange(prompt, started, ended, answer.status_code, replica, answer.json())
 
 
 @pytest.fixture
@@ -142,34 +139,32 @@ def replicas(compilation_cache: Path) -> Iterator[Replicas]:
         started.end()
 
 
-def test_ray_replicas_serve_route_and_recover(
-    replicas: Replicas, kept_engines: Callable[..., Engine]
-):
+def test_ray_replicas_serve_route_and_recover(replicas: Replicas, kept_engines: Engines):
     prompts = [f"{group}{number}" for number in range(16) for group in GROUPS]
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     outputs = kept_engines(**OPTIONS).generate(prompts, greedy)
     right = {p: output.outputs[0].text for p, output in zip(prompts, outputs, strict=True)}
 
-    no_key_opens_nothing(replicas.url)
-    homes = prefixes_find_their_replica(replicas, prompts[:8], right)
-    a_client_that_leaves_ends_its_request(replicas.url)
-    a_killed_replica_takes_only_its_own_along(replicas, prompts, right, homes)
-    a_signal_drains(replicas, prompts[0], right)
+    check_api_key_is_required(replicas.url)
+    homes = check_common_prefixes_share_a_replica(replicas, prompts[:8], right)
+    check_disconnect_aborts_the_request(replicas.url)
+    check_killed_replica_fails_only_its_requests(replicas, prompts, right, homes)
+    check_sigterm_drains(replicas, prompts[0], right)
 
 
-def no_key_opens_nothing(url: str) -> None:
+def check_api_key_is_required(url: str) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     for path in ("/metrics", "/v1/models"):
         assert httpx.get(f"{url}{path}").status_code == 401
         assert httpx.get(f"{url}{path}", headers=KEY).status_code == 200
 
 
-def prefixes_find_their_replica(
+def check_common_prefixes_share_a_replica(
     replicas: Replicas, prompts: list[str], right: dict[str, str]
 ) -> dict[str, str]:
-    """Each group's replica, which had its blocks when the second request of the group came."""
+    """Return the replica of each group. It still has the blocks of the group's first request."""
     assert len(replicas.serving()) == 2
-    # The second time in another order, so that routing in turn leads to other replicas.
+    # The second time in another order, so that round-robin routing would choose other replicas.
     first = [ask(replicas.url, prompt) for prompt in prompts[:4]]
     second = [ask(replicas.url, prompt) for prompt in reversed(prompts[4:])][::-1]
     assert [it.text for it in first + second] == [right[prompt] for prompt in prompts]
@@ -177,35 +172,31 @@ def prefixes_find_their_replica(
     assert {it.replica for it in first} == replicas.serving()
     assert [it.num_cached for it in first] == [0] * 4
     for group, it in zip(GROUPS, second, strict=True):
-        # Tokens of this model are no longer than a character, so most of the prompt is the group.
+        # A token has at most one character, so the prefix is most of the prompt.
         assert it.num_cached >= len(group) // BLOCK_SIZE * BLOCK_SIZE > 100, it
     return {group: it.replica for group, it in zip(GROUPS, first, strict=True)}
 
 
-def a_client_that_leaves_ends_its_request(url: str) -> None:
+def check_disconnect_aborts_the_request(url: str) -> None:
     fields = fields_of("Count", stream=True, max_tokens=240)
     with httpx.stream("POST", f"{url}/v1/completions", json=fields, headers=KEY) as answer:
         next(answer.iter_lines())
 
     def aborted() -> bool:
-        told = httpx.get(f"{url}/metrics", headers=KEY, timeout=20).text
-        return bool(re.search(r'request_success_total\{.*finished_reason="abort".*\} 1\.0', told))
+        text = httpx.get(f"{url}/metrics", headers=KEY, timeout=20).text
+        return bool(re.search(r'request_success_total\{.*finished_reason="abort".*\} 1\.0', text))
 
     wait_until(aborted, 20)
 
 
-def a_killed_replica_takes_only_its_own_along(
+def check_killed_replica_fails_only_its_requests(
     replicas: Replicas, prompts: list[str], right: dict[str, str], homes: dict[str, str]
 ) -> None:
     victim = homes[GROUPS[0]]
-    answers: list[Asked] = []
-
-    def one(prompt: str) -> None:
-        answers.append(ask(replicas.url, prompt))
-
+    answers: list[Exchange] = []
     with ThreadPoolExecutor(6) as threads:
         for prompt in prompts:
-            threads.submit(one, prompt)
+            threads.submit(lambda prompt=prompt: answers.append(ask(replicas.url, prompt)))
         wait_until(lambda: len(answers) >= 12)
         killed = time.monotonic()
         os.kill(replicas.pids[victim], signal.SIGKILL)
@@ -223,17 +214,17 @@ def a_killed_replica_takes_only_its_own_along(
         assert it.started < killed < it.ended
         assert it.status == 503
         assert "send it again" in it.body["error"]["message"]
-    assert len(failed) <= 6  # as many as threads ask at a time
+    assert len(failed) <= 6  # the number of threads
     assert sum(it.started > killed for it in answers) >= 30
 
     wait_until(lambda: len(replicas.serving() - {victim}) == 2)
     (new,) = replicas.serving() - set(homes.values())
-    again = ask(replicas.url, "A beginning that none has seen so far: " * 3)
+    again = ask(replicas.url, "A prefix that no replica has cached: " * 3)
     assert again.status == 200
-    assert again.replica == new  # its turn, as it had none
+    assert again.replica == new  # the new replica has had no requests
 
 
-def a_signal_drains(replicas: Replicas, prompt: str, right: dict[str, str]) -> None:
+def check_sigterm_drains(replicas: Replicas, prompt: str, right: dict[str, str]) -> None:
     text, url = "", f"{replicas.url}/v1/completions"
     fields = fields_of(prompt, stream=True)
     with httpx.stream("POST", url, json=fields, headers=KEY, timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""Several samples of one request: each as if alone, and what they share."""
+"""Test requests with several samples: equality with single requests, and shared blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines
+from e2e_options import SINGLE_STEP_LOOPS, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan
@@ -14,16 +14,14 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
-STORY = list(range(20, 120))  # 100 tokens: six full blocks and a part of one
-WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)  # the model is very sure
+STORY = list(range(20, 120))  # 100 tokens: six full blocks and a partial block
+# Tokens differ only at a high temperature, because one token is far more likely than the others.
+WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 
 
-LOOPS: dict[str, dict[str, Any]] = {"overlapped": {}, "synchronous": {"async_scheduling": False}}
-
-
-@pytest.fixture(params=[*LOOPS])
+@pytest.fixture(params=[*SINGLE_STEP_LOOPS])
 def engine(engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest) -> Engine:
-    return engines(shallow_folder, **LOOPS[request.param])
+    return engines(shallow_folder, **SINGLE_STEP_LOOPS[request.param])
 
 
 def alone(engine: Engine, prompt: object, params: SamplingParams) -> list[CompletionOutput]:
@@ -34,24 +32,22 @@ def alone(engine: Engine, prompt: object, params: SamplingParams) -> list[Comple
 
 
 def check_same(got: list[CompletionOutput], want: list[CompletionOutput]) -> None:
-    assert [list(o.token_ids) for o in got] == [list(o.token_ids) for o in want]
-    assert [o.text for o in got] == [o.text for o in want]
-    assert [(o.finish_reason, o.stop_reason) for o in got] == [
-        (o.finish_reason, o.stop_reason) for o in want
-    ]
     for mine, other in zip(got, want, strict=True):
-        check_same_scores(mine, other)
+        assert mine.token_ids == other.token_ids
+        assert mine.text == other.text
+        assert (mine.finish_reason, mine.stop_reason) == (other.finish_reason, other.stop_reason)
+        if mine.cumulative_logprob is not None and other.cumulative_logprob is not None:
+            expected = pytest.approx(other.cumulative_logprob, abs=1e-4, rel=1e-5)
+            assert mine.cumulative_logprob == expected
+        if mine.logprobs is not None and other.logprobs is not None:
+            check_same_logprobs(mine, other)
 
 
-def check_same_scores(got: CompletionOutput, want: CompletionOutput) -> None:
-    """Log-probabilities, where both have them."""
-    if got.cumulative_logprob is not None and want.cumulative_logprob is not None:
-        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-4, rel=1e-5)
-    if got.logprobs is None or want.logprobs is None:
-        return
-    for mine, other in zip(got.logprobs, want.logprobs, strict=True):
-        assert {t: c.logprob for t, c in mine.items()} == pytest.approx(
-            {t: c.logprob for t, c in other.items()}, abs=1e-4, rel=1e-5
+def check_same_logprobs(got: CompletionOutput, want: CompletionOutput) -> None:
+    for mine, other in zip(got.logprobs or (), want.logprobs or (), strict=True):
+        assert [*mine] == [*other]
+        assert [it.logprob for it in mine.values()] == pytest.approx(
+            [it.logprob for it in other.values()], abs=1e-4, rel=1e-5
         )
 
 
@@ -80,7 +76,9 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize(
-    ("engine", "prompt", "kind"), covering(LOOPS, PROMPTS, KINDS, strength=1), indirect=["engine"]
+    ("engine", "prompt", "kind"),
+    covering(SINGLE_STEP_LOOPS, PROMPTS, KINDS, strength=1),
+    indirect=["engine"],
 )
 def test_sample_equals_a_single_request_with_its_seed(engine: Engine, prompt: object, kind: str):
     params = replace(KINDS[kind], n=4)
@@ -107,7 +105,7 @@ def test_best_of_returns_the_highest_cumulative_logprobs(engine: Engine):
     assert [o.logprobs for o in silent] == [None, None]
     check_same(silent, ranked[:2])
     everyone = outputs_of(engine, PROMPT, replace(params, n=6))
-    check_same(everyone, samples)  # nothing is left out, so nothing is ranked
+    check_same(everyone, samples)  # without ranking, since all samples are returned
 
 
 def test_samples_end_independently(engine: Engine):
@@ -117,7 +115,7 @@ def test_samples_end_independently(engine: Engine):
     check_same(got, alone(engine, PROMPT, params))
 
 
-def test_a_stop_string_ends_its_own_sample(engine: Engine):
+def test_stop_string_ends_only_the_sample_with_it(engine: Engine):
     params = replace(WARM, n=4, ignore_eos=True, temperature=5.0)
     free = outputs_of(engine, PROMPT, params)
     stop = next(t for t in free[2].text if all(t not in free[i].text for i in (0, 1, 3)))
@@ -146,24 +144,7 @@ def test_streamed_deltas_join_to_the_samples(engine: Engine, best_of: int | None
     assert not engine.has_unfinished_requests
 
 
-def test_a_stream_that_is_dropped_aborts_all_samples(engine: Engine):
-    stream = engine.stream(PROMPT, replace(WARM, n=4))
-    next(stream)
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_running_seqs) == (1, 4)
-    stream.close()
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_running_seqs) == (0, 0)
-
-
-@pytest.mark.parametrize("params", [SamplingParams(beam_width=2), SamplingParams(best_of=2)])
-def test_ranked_answers_cannot_be_streamed(engine: Engine, params: SamplingParams):
-    with pytest.raises(ValueError, match="cannot be streamed"):
-        engine.stream(PROMPT, params)
-    assert not engine.has_unfinished_requests
-
-
-def test_steps_return_all_samples_and_the_best_so_far(engine: Engine):
+def test_step_returns_all_samples_or_the_best_samples_so_far(engine: Engine):
     everyone = engine.add_request(PROMPT, replace(WARM, n=3))
     best = engine.add_request(PROMPT, replace(WARM, n=2, best_of=3))
     seen: dict[str, list[RequestOutput]] = {everyone: [], best: []}
@@ -192,7 +173,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("num_blocks", [129, 24], ids=["roomy", "tight"])
-def test_mixed_batch_gives_each_request_its_answer_alone(
+def test_mixed_batch_gives_the_answers_of_single_requests(
     engines: Engines, shallow_folder: Path, num_blocks: int
 ):
     engine = engines(shallow_folder, num_blocks=num_blocks)
@@ -205,7 +186,7 @@ def test_mixed_batch_gives_each_request_its_answer_alone(
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["penalties", "truncated"])
 def test_padded_logits_rows_change_no_answer(engines: Engines, shallow_folder: Path, kind: str):
-    """A step of 33 to 48 sequences leaves 64 rows."""
+    """A step of 33 to 48 sequences pads its logits to 64 rows."""
     engine = engines(shallow_folder, max_num_seqs=64, num_blocks=300)
     own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]
     with engine.record_steps() as steps:
@@ -216,7 +197,7 @@ def test_padded_logits_rows_change_no_answer(engines: Engines, shallow_folder: P
         check_same(output.outputs, outputs_of(engines(shallow_folder), PROMPT, params))
 
 
-def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engines: Engines):
+def test_samples_compute_their_prompt_once_and_share_its_blocks(engines: Engines):
     engine = engines(enable_prefix_caching=False)
     computed, used = list[int](), list[int]()
 
@@ -230,79 +211,16 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engines: Engines)
     with engine.record_steps(count):
         engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
     after = engine.stats()
-    assert sum(computed) == len(STORY) - 1 + 4  # the last token once for each
-    # Each writes tokens 97 to 119: the seventh block and the eighth are its own.
+    assert sum(computed) == len(STORY) - 1 + 4  # each sample computes the last token
+    # Each sample writes tokens 97 to 119, in two blocks that no other sample uses.
     assert max(used) == 6 + 4 * 2
-    assert after.num_block_copies - before.num_block_copies == 3  # one of four keeps the seventh
+    # One of the four samples keeps the seventh block.
+    assert after.num_block_copies - before.num_block_copies == 3
     assert after.num_prompt_tokens - before.num_prompt_tokens == len(STORY)
     assert after.num_generated_tokens - before.num_generated_tokens == 80
 
 
-GROUPS = [
-    pytest.param(replace(WARM, n=4, ignore_eos=True), id="samples"),
-    pytest.param(SamplingParams(beam_width=4, max_tokens=20), id="beams"),
-]
-
-
-@pytest.mark.parametrize(
-    ("engine", "params", "num_steps"),
-    covering(LOOPS, GROUPS, [0, 1, 2, 3, 4, 8]),
-    indirect=["engine"],
-)
-def test_abort_of_a_group_in_any_state_leaves_the_others_alone(
-    engine: Engine, params: SamplingParams, num_steps: int
-):
-    doomed = engine.add_request(STORY, params)
-    kept = engine.add_request(PROMPT, replace(WARM, n=3))
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort(doomed)
-    engine.check_integrity()
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    assert list(last) == [kept]
-    assert engine.stats().num_used_blocks == 0
-    check_same(last[kept].outputs, alone(engine, PROMPT, replace(WARM, n=3)))
-
-
-BAD = [
-    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8: lower n"),
-    ("x", SamplingParams(best_of=9), "best_of=9 .*lower best_of"),
-    ("x", SamplingParams(beam_width=9), "beam_width=9 .*lower beam_width"),
-    ([5] * 250, SamplingParams(n=8, max_tokens=None), "8 sequences"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "params", "message"), BAD)
-def test_group_that_can_never_run_is_refused_without_effect_on_others(
-    engines: Engines, shallow_folder: Path, prompt: Any, params: SamplingParams, message: str
-):
-    engine = engines(shallow_folder, num_blocks=18)
-    good = engine.add_request(PROMPT, replace(WARM, n=2))
-    engine.step()
-    with pytest.raises(ValueError, match=message):
-        engine.generate([PROMPT, prompt], [WARM, params])
-    with pytest.raises(ValueError, match=message):
-        engine.add_request(prompt, params)
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    assert last[good].finished
-
-
-def test_priority_needs_the_priority_policy(engines: Engines):
-    engine = engines()
-    with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
-        engine.add_request(PROMPT, WARM, priority=1)
-    with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
-        engine.generate([PROMPT] * 2, WARM, priority=[0, 1])
-    with pytest.raises(ValueError, match=r"priority has 1 entry for 2 prompts"):
-        engine.generate([PROMPT] * 2, WARM, priority=[0])
-    assert not engine.has_unfinished_requests
-
-
-def test_the_lowest_priority_is_served_first(engines: Engines, shallow_folder: Path):
+def test_request_with_the_lowest_priority_value_runs_first(engines: Engines, shallow_folder: Path):
     engine = engines(shallow_folder, scheduling_policy="priority", max_num_seqs=1)
     names = [engine.add_request(PROMPT, WARM, priority=p) for p in (2, -1, 0)]
     ended = []

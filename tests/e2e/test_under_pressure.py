@@ -1,21 +1,22 @@
-"""Mixed requests in a pool far too small: every answer is as if its request ran alone."""
+"""Test that mixed requests in a far too small pool get the answers of single requests."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines
+from e2e_options import Engines, answers
 
-from jpaged import Engine, RequestOutput, SamplingParams
+from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
 NUM_REQUESTS, FEW = 500, 12
 MAX_MODEL_LEN, BLOCK_SIZE = 120, 8
 POOL = 48
-"""Blocks: 16 sequences could fill five times as many, and 64 sequences twenty times as many."""
+"""Number of blocks: 16 sequences could fill 5 times as many, and 64 sequences 20 times as many."""
 
 ROOMY = 20 * POOL
-"""Blocks that are enough for every sequence that may run at once."""
+"""Number of blocks that is enough for all running sequences."""
 
 SHAPE: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
@@ -26,7 +27,7 @@ WIDE: dict[str, Any] = {"max_num_seqs": 64}
 
 
 def params(index: int) -> SamplingParams:
-    """All kinds of decoding, one after the other."""
+    """Return parameters of a kind of decoding that depends on the index."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.95, "seed": index},
@@ -49,18 +50,13 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Path | None, dict[int, list[tuple]]]:
-    """Answers of each model by the request's number, filled once."""
+    """Return a cache of the answers of single requests: by model, then by the request's index."""
     return {}
-
-
-def answers(output: RequestOutput) -> list[tuple]:
-    return [(tuple(c.token_ids), c.text, c.finish_reason) for c in output.outputs]
 
 
 def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list[tuple]]) -> list:
     for index in range(len(known), len(examples)):
-        output = engine.generate(examples[index].prompt, params(index))[0]
-        known[index] = answers(output)
+        (known[index],) = answers(engine.generate(examples[index].prompt, params(index)))
     return [known[index] for index in range(len(examples))]
 
 
@@ -77,7 +73,7 @@ def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list
         pytest.param("swap", WIDE | {"enable_prefix_caching": False}, 120, marks=pytest.mark.soak),
     ],
 )
-def test_requests_under_memory_pressure_answer_as_alone(
+def test_memory_pressure_changes_no_answer(
     engines: Engines,
     shallow_folder: Path,
     examples: list[Example],
@@ -87,7 +83,7 @@ def test_requests_under_memory_pressure_answer_as_alone(
     count: int,
 ):
     chosen = examples[:count]
-    is_right = count > FEW  # only the whole model's answers are
+    is_right = count > FEW  # the shallow model gives wrong answers
     model = None if is_right else shallow_folder
     roomy = engines(model, num_blocks=ROOMY, **SHAPE, enable_prefix_caching=False)
     pressed = {"num_blocks": POOL + 1, **SHAPE, "preemption_mode": mode, **options}
@@ -97,8 +93,33 @@ def test_requests_under_memory_pressure_answer_as_alone(
         assert [e[0][1] for e in expected[::8]] == [e.completion for e in chosen[::8]]
     before = tight.stats()
     outputs = tight.generate([e.prompt for e in chosen], [params(i) for i in range(count)])
-    wrong = [i for i, o in enumerate(outputs) if answers(o) != expected[i]]
-    assert not wrong
+    assert [i for i, it in enumerate(answers(outputs)) if it != expected[i]] == []
     assert tight.stats().num_preemptions - before.num_preemptions > count // 10
     if mode == "swap":
         assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [FEW, 80])
+def test_random_aborts_change_no_other_answer(
+    engines: Engines,
+    shallow_folder: Path,
+    examples: list[Example],
+    alone: dict[Path | None, dict[int, list[tuple]]],
+    count: int,
+):
+    roomy = engines(shallow_folder, num_blocks=ROOMY, **SHAPE, enable_prefix_caching=False)
+    expected = answers_alone(roomy, examples[:count], alone.setdefault(shallow_folder, {}))
+    engine, rng = engines(shallow_folder, num_blocks=POOL + 1, **SHAPE), random.Random(0)
+    for i, example in enumerate(examples[:count]):
+        engine.add_request(example.prompt, params(i), request_id=str(i))
+    finished, aborted = dict[int, list[tuple]](), set[int]()
+    while engine.has_unfinished_requests:
+        finished |= {int(it.request_id): answers([it])[0] for it in engine.step() if it.finished}
+        engine.check_integrity()
+        running = [i for i in range(count) if i not in finished and i not in aborted]
+        if running and rng.random() < 0.1:
+            aborted.add(index := rng.choice(running))
+            engine.abort(str(index))
+    assert aborted
+    assert finished == {i: expected[i] for i in range(count) if i not in aborted}

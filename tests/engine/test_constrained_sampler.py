@@ -1,4 +1,4 @@
-"""How long a step waits for late masks."""
+"""Test how long a step waits for late masks."""
 
 import time
 from functools import partial
@@ -15,10 +15,10 @@ def test_step_waits_while_waiting_costs_less_than_skipping(monkeypatch: pytest.M
     is_spent = partial(budget.is_spent, has_unconstrained_rows=True)
     now += 0.004  # a step
     budget.begin_wait(0.0)
-    now += 1.0  # its waiting does not count
+    now += 1.0  # waiting does not count as part of the step
     budget.end_wait()
     budget.begin_wait(0.0)
-    assert is_spent(0.0)  # for heavy answers alone
+    assert is_spent(0.0)  # only heavy rows are late
     assert not is_spent(0.125)
     now += 0.0006  # one row in eight: half a millisecond
     assert is_spent(0.125)
@@ -40,5 +40,5 @@ def test_step_waits_while_waiting_costs_less_than_skipping(monkeypatch: pytest.M
     budget.begin_wait(0.0)
     budget.end_wait()
     budget.begin_wait(0.0)
-    now += 0.26 * 0.05  # a pause between steps is none
+    now += 0.26 * 0.05  # the time between steps is 0
     assert is_spent(0.25)

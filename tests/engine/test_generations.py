@@ -1,7 +1,4 @@
-"""Whole generations: what is queued when, and that nothing stays behind.
-
-The engine is the product's, over programs that compute nothing: they sample one and the same token.
-"""
+"""Test the order and clean-up of generations, with programs that always sample the same token."""
 
 import signal
 from collections.abc import Sequence
@@ -39,7 +36,7 @@ def new_engine(num_blocks: int = 5, mode: LoopMode = LoopMode.OVERLAPPED) -> Eng
     return make_engine(runtime, Clock(), mode)
 
 
-def plain(max_tokens: int = 4, **more: Any) -> SamplingParams:
+def limit(max_tokens: int = 4, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, **more)
 
 
@@ -60,7 +57,7 @@ def test_generate_queues_all_requests_in_order_before_the_first_step(engine: Eng
         queued.append(engine.stats().num_running + engine.stats().num_waiting)
 
     with engine.record_steps(count) as steps:
-        outputs = engine.generate(prompts(5, 12, 1), plain())
+        outputs = engine.generate(prompts(5, 12, 1), limit())
     assert queued[0] == 3
     assert [len(output.prompt_token_ids) for output in outputs] == [5, 12, 1]
     rows = [row for launch in steps.launches for row in launch.plans[0].scheduled]
@@ -68,9 +65,9 @@ def test_generate_queues_all_requests_in_order_before_the_first_step(engine: Eng
     assert [requests[output.request_id].arrival_index for output in outputs] == [0, 1, 2]
 
 
-def test_each_request_gets_its_own_seed_and_arrival_time(engine: Engine):
+def test_each_request_gets_a_different_seed_and_its_arrival_time(engine: Engine):
     with engine.record_steps() as steps:
-        outputs = engine.generate(prompts(*[4] * 12), plain())
+        outputs = engine.generate(prompts(*[4] * 12), limit())
     rows = [row for launch in steps.launches for row in launch.plans[0].scheduled]
     assert len({row.sequence.seed for row in rows}) == 12
     times = [output.metrics.arrival_time for output in outputs if output.metrics is not None]
@@ -78,51 +75,57 @@ def test_each_request_gets_its_own_seed_and_arrival_time(engine: Engine):
     assert len(times) == 12
 
 
-def test_generate_waits_for_all_and_shows_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    told: list[int] = []
+def test_generate_shows_the_progress_of_all_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    counts: list[int] = []
 
     class Bar(engine_module.tqdm):
         def update(self, n: float | None = 1) -> bool | None:
-            told.append(int(n or 0))
+            counts.append(int(n or 0))
             return super().update(n)
 
     monkeypatch.setattr(engine_module, "tqdm", Bar)
-    outputs = engine.generate(prompts(10, 10, 10), [plain(n) for n in (5, 2, 4)])
+    outputs = engine.generate(prompts(10, 10, 10), [limit(n) for n in (5, 2, 4)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 2, 4]
     assert all(output.finished for output in outputs)
-    assert sum(told) == 3
+    assert sum(counts) == 3
     assert is_idle(engine)
 
 
-def test_output_is_made_when_its_request_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    made, output_of = [], RequestState.output
+def test_generate_makes_each_output_when_its_request_ends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    made, make_output = [], RequestState.output
 
-    def noted(state: RequestState):
+    def record_output(state: RequestState):
         made.append((state.params.max_tokens, engine.has_work))
-        return output_of(state)
+        return make_output(state)
 
-    monkeypatch.setattr(RequestState, "output", noted)
-    outputs = engine.generate(prompts(3, 3, 3), [plain(n) for n in (8, 5, 2)])
+    monkeypatch.setattr(RequestState, "output", record_output)
+    outputs = engine.generate(prompts(3, 3, 3), [limit(n) for n in (8, 5, 2)])
     assert made == [(2, True), (5, True), (8, False)]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 5, 2]
 
 
-def test_failing_output_aborts_all_other_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_error_while_an_output_is_made_aborts_all_other_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(RequestState, "output", lambda state: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(prompts(3, 3, 3), [plain(n) for n in (2, 8, 8)])
+        engine.generate(prompts(3, 3, 3), [limit(n) for n in (2, 8, 8)])
     assert engine.stats().num_finished == 3
-    engine.abort_all()  # what the last step still writes is read
+    engine.abort_all()  # waits for the last step
     assert is_idle(engine)
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "last", "params", "priority", "message"),
     [
-        (5, 16, plain(), 0, "leaves no room for an output token"),
-        (5, 8, plain(), 1, "priority=1 .* has no effect"),
-        (5, 8, plain(8, n=4), 0, "4 sequences., but the pool has 4"),
-        (4, 12, plain(), 0, "may need 4 blocks"),
+        (5, 16, limit(), 0, "leaves no room for an output token"),
+        (5, 8, limit(), 1, "priority=1 .* has no effect"),
+        (5, 8, limit(8, n=4), 0, "4 sequences., but the pool has 4"),
+        (4, 12, limit(), 0, "may need 4 blocks"),
     ],
 )
 def test_refused_last_request_starts_none(
@@ -130,7 +133,7 @@ def test_refused_last_request_starts_none(
 ):
     engine = new_engine(num_blocks)
     with pytest.raises(ValueError, match=message):
-        engine.generate(prompts(8, 8, last), [plain(), plain(), params], priority=[0, 0, priority])
+        engine.generate(prompts(8, 8, last), [limit(), limit(), params], priority=[0, 0, priority])
     assert engine.stats().num_steps == 0
     assert is_idle(engine)
 
@@ -150,16 +153,16 @@ def test_interrupted_generate_aborts_all_requests(
     with monkeypatch.context() as patch:
         patch.setattr(StepHandle, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts(10, 10, 10), plain(6))
+            engine.generate(prompts(10, 10, 10), limit(6))
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_finished) == (0, 0, 3)
-    engine.abort_all()  # what the step in flight still writes is read
+    engine.abort_all()  # waits for the running step
     assert is_idle(engine)
-    assert len(engine.generate(prompts(2), plain())[0].outputs[0].token_ids) == 4
+    assert len(engine.generate(prompts(2), limit())[0].outputs[0].token_ids) == 4
 
 
 def test_stream_delta_contains_all_text_since_the_last(engine: Engine):
-    stream = engine.stream([1], plain(n=2, temperature=1.0))
+    stream = engine.stream([1], limit(n=2, temperature=1.0))
     first = next(stream)
     engine.advance()
     second = next(stream)
@@ -171,17 +174,17 @@ def test_stream_delta_contains_all_text_since_the_last(engine: Engine):
 
 
 def test_refused_request_does_not_occupy_its_id(engine: Engine):
-    for params in (plain(beam_width=2), plain(n=1, best_of=2, temperature=1.0)):
+    for params in (limit(beam_width=2), limit(n=1, best_of=2, temperature=1.0)):
         with pytest.raises(ValueError, match="cannot be streamed"):
             engine.stream([1], params)
     with pytest.raises(TypeError, match="priority='now' must be an integer"):
-        engine.add_request([1], plain(), priority="now")  # pyright: ignore[reportArgumentType]
-    assert engine.add_request([1], plain()) == "request-0"
+        engine.add_request([1], limit(), priority="now")  # pyright: ignore[reportArgumentType]
+    assert engine.add_request([1], limit()) == "request-0"
 
 
 def test_empty_request_list_is_refused_before_any_step(engine: Engine):
     with pytest.raises(ValueError, match="prompts is empty"):
-        engine.generate([], plain())
+        engine.generate([], limit())
     assert engine.stats().num_steps == 0
 
 
@@ -195,25 +198,25 @@ def test_stream_interrupted_while_queued_is_aborted(engine: Engine):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "add", pressed)
         with pytest.raises(KeyboardInterrupt) as interrupted:
-            engine.stream([1, 2], plain(12))
+            engine.stream([1, 2], limit(12))
     stats = engine.stats()
-    assert interrupted.tb is not None  # which keeps the call's own objects
+    assert interrupted.tb is not None  # the traceback keeps the objects of the call alive
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def test_an_ended_request_that_is_aborted_is_not_delivered(engine: Engine):
-    engine.add_request([1, 2], plain(2), request_id="a")
-    engine.generate([[1] * 3], plain(8))
+def test_step_does_not_return_an_aborted_request_that_finished_earlier(engine: Engine):
+    engine.add_request([1, 2], limit(2), request_id="a")
+    engine.generate([[1] * 3], limit(8))
     engine.abort("a")
     assert engine.step() == []
-    engine.add_request([1, 2], plain(2), request_id="a")
-    engine.generate([[1] * 3], plain(8))
-    engine.add_request([1, 2], plain(2), request_id="a")  # another one of that name
+    engine.add_request([1, 2], limit(2), request_id="a")
+    engine.generate([[1] * 3], limit(8))
+    engine.add_request([1, 2], limit(2), request_id="a")  # uses the id again
     engine.abort("a")
     assert [(each.request_id, each.finished) for each in engine.step()] == [("a", True)]
 
 
-def test_failing_output_does_not_lose_other_outputs(engine: Engine):
+def test_error_while_an_output_is_made_ends_only_that_request(engine: Engine):
     output = RequestState.output
 
     def broken(self: RequestState) -> RequestOutput:
@@ -222,12 +225,12 @@ def test_failing_output_does_not_lose_other_outputs(engine: Engine):
         return output(self)
 
     for name in "ab":
-        engine.add_request([1], plain(3, n=2, temperature=1.0), request_id=name)
-    told: dict[str, list[str | None]] = {"a": [], "b": []}
+        engine.add_request([1], limit(3, n=2, temperature=1.0), request_id=name)
+    reasons: dict[str, list[str | None]] = {"a": [], "b": []}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestState, "output", broken)
         while engine.has_unfinished_requests:
             for each in engine.step():
-                told[each.request_id] += [answer.finish_reason for answer in each.outputs]
-    assert told["a"] == ["error"] * 2
-    assert told["b"][-2:] == ["length"] * 2
+                reasons[each.request_id] += [answer.finish_reason for answer in each.outputs]
+    assert reasons["a"] == ["error"] * 2
+    assert reasons["b"][-2:] == ["length"] * 2

@@ -1,3 +1,7 @@
+"""Test how prompts, parameters and priorities of a call are normalized and checked."""
+
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,15 +48,13 @@ def test_lists_of_texts_and_token_ids_are_prompts():
 
 
 def test_cache_salt_works_with_text_and_token_ids():
-    assert normalize_prompt({"prompt": "a", "cache_salt": "s"}) == NormalizedPrompt(
-        "a", cache_salt="s"
-    )
-    salted = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
-    assert normalize_prompt(salted) == NormalizedPrompt(token_ids=[1, 2, 3], cache_salt="s")
+    for values in ({"prompt": "a"}, {"prompt_token_ids": [1, 2, 3]}):
+        salted = normalize_prompt({**values, "cache_salt": "s"})
+        assert salted == replace(normalize_prompt(values), cache_salt="s")
     assert normalize_prompt({"prompt": "a", "cache_salt": None}) == NormalizedPrompt("a")
 
 
-def test_prompt_list_is_copied():
+def test_list_of_token_ids_is_copied():
     ids = [1, 2, 3]
     (prompt,) = normalize_prompts(ids)
     ids.append(4)
@@ -75,7 +77,7 @@ def test_prompt_list_is_copied():
         (
             [{"text": "a"}],
             ValueError,
-            r"prompts\[0\] has the unknown key 'text'; known keys are prompt",
+            r"prompts\[0\] has the unknown key 'text'; known keys are",
         ),
         ([1, True], TypeError, "position 1 must be an integer; got bool: True"),
         ([1, 2.0], TypeError, "position 1 must be an integer; got float: 2.0"),
@@ -95,7 +97,7 @@ def test_invalid_prompts_are_refused(prompts: object, error: type[Exception], me
         normalize_prompts(prompts)
 
 
-def test_unknown_ids_need_the_vocabulary():
+def test_token_id_outside_the_vocabulary_is_refused():
     assert normalize_prompts([9], vocab_size=10) == [NormalizedPrompt(token_ids=[9])]
     match = r"prompts\[1\].* 10 at position 2 .*; known ids are 0 to 9"
     with pytest.raises(ValueError, match=match):

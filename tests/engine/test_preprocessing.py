@@ -1,12 +1,12 @@
-"""Test how a checked prompt and its parameters become a request."""
+"""Test how a normalized prompt and its parameters become a request."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jpaged.core.request import Request
 from jpaged.engine.preprocessing import NormalizedPrompt, Preprocessor
+from jpaged.engine.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 
 
@@ -21,13 +21,12 @@ def make_preprocessor(seed: int = 0) -> Preprocessor:
     )
 
 
-def make_request(preprocessor: Preprocessor, params: SamplingParams) -> Request:
-    return preprocessor.make_request_state(NormalizedPrompt(token_ids=[1]), params).request
+def make_state(preprocessor: Preprocessor, params: SamplingParams) -> RequestState:
+    return preprocessor.make_request_state(NormalizedPrompt(token_ids=[1]), params)
 
 
 def seeds_of(preprocessor: Preprocessor, params: SamplingParams) -> list[int]:
-    request = make_request(preprocessor, params)
-    return [sequence.seed for sequence in request.sequences]
+    return [it.seed for it in make_state(preprocessor, params).request.sequences]
 
 
 @pytest.mark.parametrize(
@@ -57,15 +56,12 @@ def test_unseeded_requests_get_reproducible_seeds():
 
 def test_params_are_not_modified():
     params = SamplingParams()
-    assert (
-        make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params).params
-        is params
-    )
+    assert make_state(make_preprocessor(), params).params is params
 
 
-def test_unbounded_request_is_refused_before_it_is_made():
+def test_min_tokens_above_max_model_len_is_refused():
     params = SamplingParams(max_tokens=None, min_tokens=9)
     with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower it"):
-        make_preprocessor().make_request_state(NormalizedPrompt(token_ids=[1]), params)
-    make_request(make_preprocessor(), SamplingParams(max_tokens=None, min_tokens=8))
-    make_request(make_preprocessor(), SamplingParams(max_tokens=9, min_tokens=9))
+        make_state(make_preprocessor(), params)
+    make_state(make_preprocessor(), SamplingParams(max_tokens=None, min_tokens=8))
+    make_state(make_preprocessor(), SamplingParams(max_tokens=9, min_tokens=9))

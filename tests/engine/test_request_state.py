@@ -1,4 +1,4 @@
-"""Test how a request's state handles tokens: samples, ranks, and answers of a beam search."""
+"""Test the outputs and logprobs that the state of a request makes of emitted tokens."""
 
 import copy
 import itertools
@@ -18,8 +18,8 @@ from jpaged.sampling_params import SamplingParams
 EOS = 1
 
 
-class Letters:
-    """Token 65 is "A"; tokens below 32 are special."""
+class LetterTokenizer:
+    """Tokens are ASCII codes; tokens below 32 are special."""
 
     special_token_ids = frozenset(range(32))
     token_bytes = None
@@ -31,7 +31,7 @@ class Letters:
 
 def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
     beam = None if params.beam_width is None else BeamSearch(params.beam_width)
-    tokenizer = Letters() if tokenizer is None else tokenizer
+    tokenizer = LetterTokenizer() if tokenizer is None else tokenizer
     request = Request.from_prompt(
         "r",
         [97, 98],
@@ -43,59 +43,58 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
     return RequestState(request, params, "ab", [97, 98], tokenizer, frozenset({EOS}))
 
 
-def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
-    """A token, its log-probability and rank; the likeliest tokens and theirs."""
+def pack(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
+    """Pack a token, its logprob and its rank, and then the best tokens and their logprobs."""
     token_id, logprob, rank = facts
     row = np.array([token_id, 0, rank, *(x for pair in top for x in pair)]).astype(np.int32)
     row[[1, *range(4, len(row), 2)]] = np.array([logprob, *(x for _, x in top)], "f4").view("i4")
     return TokenScores(row[None])
 
 
-def say(
+def emit(
     state: RequestState, index: int, token_id: int, logprob: float = -1.0, reason: Any = None
 ) -> bool:
     sequence = state.request.sequences[index]
     sequence.token_ids.append(token_id)
     sequence.finish_reason = reason
-    scores = packed((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
+    scores = pack((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
     return state.accept_token(EmittedToken(sequence, state.request, token_id, reason), scores, 0)
 
 
 def test_each_sample_has_its_text_scores_and_finish_reason():
     state = make(SamplingParams(n=2, logprobs=1, stop="XY"))
-    assert not say(state, 0, ord("A"), -0.25)
-    assert not say(state, 1, ord("X"), -1.0)
-    assert say(state, 1, ord("Y"), -2.0)
-    state.request.sequences[1].finish_reason = FinishReason.STOP  # the loop's part
-    assert not say(state, 0, ord("X"), -0.5)
+    assert not emit(state, 0, ord("A"), -0.25)
+    assert not emit(state, 1, ord("X"), -1.0)
+    assert emit(state, 1, ord("Y"), -2.0)
+    state.request.sequences[1].finish_reason = FinishReason.STOP  # as the engine does
+    assert not emit(state, 0, ord("X"), -0.5)
     first, second = state.output().outputs
     assert (first.text, first.finish_reason, first.stop_reason) == ("A", None, None)
     assert (second.text, second.finish_reason, second.stop_reason) == ("", "stop", "XY")
     assert (first.cumulative_logprob, second.cumulative_logprob) == (-0.75, -3.0)
     assert [list(found) for found in first.logprobs or ()] == [[65, 90], [88, 90]]
-    assert not say(state, 0, EOS, -0.5, FinishReason.STOP)
+    assert not emit(state, 0, EOS, -0.5, FinishReason.STOP)
     first, second = state.output().outputs
-    assert (first.text, first.stop_reason) == ("AX", None)  # what was held back is there at its end
+    # The end releases "X", which could have begun a stop string.
+    assert (first.text, first.stop_reason) == ("AX", None)
     assert first.token_ids == [65, 88, EOS]
 
 
 def test_ranked_output_lists_the_best_answers_first():
     state = make(SamplingParams(n=2, best_of=3))
     for index, logprob in enumerate((-2.0, -1.0, -3.0)):
-        say(state, index, ord("A") + index, logprob)
+        emit(state, index, ord("A") + index, logprob)
     found = state.output().outputs
-    assert [(o.index, o.text, o.cumulative_logprob) for o in found] == [
-        (0, "B", -1.0),
-        (1, "A", -2.0),
-    ]
+    ranked = [(o.index, o.text, o.cumulative_logprob) for o in found]
+    assert ranked == [(0, "B", -1.0), (1, "A", -2.0)]
     assert [o.logprobs for o in found] == [None, None]
-    say(state, 1, ord("Z"), -9.0)
+    emit(state, 1, ord("Z"), -9.0)
     assert [o.text for o in state.output().outputs] == ["A", "C"]
 
 
 def test_cumulative_logprob_is_returned_only_on_request():
     state = make(SamplingParams(n=2))
-    say(state, 0, ord("A"))
+    emit(state, 0, ord("A"))
     assert [o.cumulative_logprob for o in state.output().outputs] == [None, None]
 
 
@@ -103,43 +102,41 @@ def test_deltas_contain_each_token_once_and_the_finish_reason():
     state = make(SamplingParams(n=2))
     first, second = state.samples
     assert not first.has_update
-    say(state, 0, ord("A"))
-    say(state, 0, 40, reason=FinishReason.STOP)
+    emit(state, 0, ord("A"))
+    emit(state, 0, 40, reason=FinishReason.STOP)
     assert first.has_update
     assert not second.has_update
     delta = first.take_delta("r")
     assert (delta.text, delta.token_ids, delta.index) == ("A", (65, 40), 0)
     assert (delta.finish_reason, delta.stop_reason) == ("stop", 40)
-    say(state, 1, ord("B"))
+    emit(state, 1, ord("B"))
     assert second.take_delta("r").index == 1
     assert not second.has_update
 
 
-def search(*hypotheses: Hypothesis, n: int = 2) -> RequestState:
+def search(n: int = 2, reason: FinishReason | None = None) -> RequestState:
+    """Return the state of a beam search with three hypotheses; with a `reason`, it is finished."""
     state = make(SamplingParams(n=n, beam_width=3))
-    beam = state.request.beam
-    assert beam is not None
-    beam.hypotheses.extend(hypotheses)
+    assert state.request.beam is not None
+    state.request.beam.hypotheses += [
+        Hypothesis((65, 66, EOS), -0.5, -0.25, is_ended=True),
+        Hypothesis((65, 40), -1.0, -0.5, is_ended=True),
+        Hypothesis((67, 68, 69), -3.0, -1.0, is_ended=False),
+    ]
+    if reason is not None:
+        state.request.status, state.request.finish_reason = RequestStatus.FINISHED, reason
     return state
 
 
-FOUND = (
-    Hypothesis((65, 66, EOS), -0.5, -0.25, is_ended=True),
-    Hypothesis((65, 40), -1.0, -0.5, is_ended=True),
-    Hypothesis((67, 68, 69), -3.0, -1.0, is_ended=False),
-)
-
-
-def test_a_search_has_no_answer_before_its_end():
-    state = search(*FOUND)
-    assert not state.samples
-    assert state.output().outputs == []
+def test_unfinished_or_aborted_beam_search_has_no_answers():
+    assert not search().samples
+    assert search().output().outputs == []
+    assert search(reason=FinishReason.ABORT).output().outputs == []
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_search_ends_with_its_best_answers(reason: FinishReason):
-    state = search(*FOUND, n=3)
-    state.request.status, state.request.finish_reason = RequestStatus.FINISHED, reason
+def test_finished_beam_search_returns_its_best_answers(reason: FinishReason):
+    state = search(n=3, reason=reason)
     state.finish()
     for _ in range(2):
         output = state.output()
@@ -152,27 +149,10 @@ def test_a_search_ends_with_its_best_answers(reason: FinishReason):
         assert [o.finish_reason for o in output.outputs] == ["stop", "stop", "length"]
         assert [o.stop_reason for o in output.outputs] == [None, 40, None]
         assert [o.cumulative_logprob for o in output.outputs] == [-0.5, -1.0, -3.0]
-    assert [o.text for o in search_ended(n=1).output().outputs] == ["AB"]
+    assert [o.text for o in search(n=1, reason=reason).output().outputs] == ["AB"]
 
 
-def search_ended(n: int) -> RequestState:
-    state = search(*FOUND, n=n)
-    state.request.status = RequestStatus.FINISHED
-    state.request.finish_reason = FinishReason.STOP
-    return state
-
-
-def test_aborted_search_has_no_answer():
-    state = search(*FOUND)
-    state.request.status = RequestStatus.FINISHED
-    state.request.finish_reason = FinishReason.ABORT
-    assert state.output().outputs == []
-
-
-# --- log-probabilities -------------------------------------------------------------------------
-
-
-class Counting(Letters):
+class CountingTokenizer(LetterTokenizer):
     def __init__(self) -> None:
         self.decoded: list[int] = []
 
@@ -181,14 +161,14 @@ class Counting(Letters):
         return super().decode(token_ids, skip_special_tokens)
 
 
-def test_logprob_objects_are_decoded_lazily_and_once():
-    rows = [packed((65, -0.5, 3), (66, -0.25), (65, -0.5)), packed((66, -1.0, 1), (66, -1.0))]
-    tokenizer: Any = Counting()
+def test_logprobs_decode_their_tokens_lazily_and_once():
+    rows = [pack((65, -0.5, 3), (66, -0.25), (65, -0.5)), pack((66, -1.0, 1), (66, -1.0))]
+    tokenizer: Any = CountingTokenizer()
     whole = [TokenLogprobs(row.packed, tokenizer) for row in rows]
     assert list(map(len, whole)) == [1, 1]
     assert tokenizer.decoded == []
     assert whole[0] == [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
-    assert [*whole[0][0]] == [65, 66]  # itself first
+    assert [*whole[0][0]] == [65, 66]  # the emitted token comes first
     assert whole[1] == [{66: Logprob(-1.0, 1, "B")}]
     assert whole[0][0] is whole[0][-1] is next(iter(whole[0]))
     assert whole[0][1:] == []
@@ -197,18 +177,18 @@ def test_logprob_objects_are_decoded_lazily_and_once():
 
 
 def test_growing_logprobs_decode_only_new_entries():
-    tokenizer = Counting()
+    tokenizer = CountingTokenizer()
     state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
     for _ in range(20):
-        say(state, 0, ord("A"), -0.25)
+        emit(state, 0, ord("A"), -0.25)
         (answer,) = state.output().outputs
         assert answer.logprobs is not None
         assert answer.logprobs[-1][65].logprob == -0.25
-    assert len(tokenizer.decoded) == 2 * 20  # itself and one alternative, each token's once
+    assert len(tokenizer.decoded) == 2 * 20  # the token and one alternative
 
 
 def test_logprobs_can_be_copied_and_pickled_as_a_list():
-    scores = TokenLogprobs(packed((65, -0.5, 3), (66, -0.25)).packed, Counting())  # type: ignore
+    scores = TokenLogprobs(pack((65, -0.5, 3), (66, -0.25)).packed, CountingTokenizer())  # type: ignore
     plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
     for copied in (copy.copy(scores), copy.deepcopy(scores), scores + plain[:0]):
         assert type(copied) is list
@@ -217,21 +197,17 @@ def test_logprobs_can_be_copied_and_pickled_as_a_list():
 
 def test_earlier_output_does_not_change_as_the_answer_grows():
     state = make(SamplingParams(logprobs=1))
-    say(state, 0, ord("A"), -0.25)
+    emit(state, 0, ord("A"), -0.25)
     (before,) = state.output().outputs
-    say(state, 0, ord("C"), -0.75)
+    emit(state, 0, ord("C"), -0.75)
     (after,) = state.output().outputs
-    assert before.logprobs is not None
-    assert after.logprobs is not None
-    assert [list(found) for found in before.logprobs] == [[65, 90]]
-    assert [found[token].logprob for found, token in zip(after.logprobs, b"AC", strict=True)] == [
-        -0.25,
-        -0.75,
-    ]
+    assert [list(found) for found in before.logprobs or ()] == [[65, 90]]
+    pairs = zip(after.logprobs or (), b"AC", strict=True)
+    assert [found[token].logprob for found, token in pairs] == [-0.25, -0.75]
 
 
-def test_logprobs_are_limited_by_the_vocabulary():
+def test_output_has_at_most_as_many_logprobs_as_the_vocabulary():
     state = make(SamplingParams(logprobs=20))
-    say(state, 0, ord("A"))
+    emit(state, 0, ord("A"))
     (answer,) = state.output().outputs
     assert [list(found) for found in answer.logprobs or ()] == [[65, 90]]

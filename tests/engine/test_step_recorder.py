@@ -3,19 +3,15 @@
 import pytest
 
 from bench.null_device import Clock, make_engine, make_runner, runtime_of
-from jpaged import Engine, SamplingParams
+from jpaged import SamplingParams
 from jpaged.config import LoopMode
 from jpaged.engine.step_recorder import StepRecorder
 
 NUM_SEQS = 12
 
 
-def new_engine() -> Engine:
-    return make_engine(runtime_of(NUM_SEQS), Clock(), LoopMode.SYNCHRONOUS)
-
-
 def test_open_recorder_records_plans_and_programs():
-    engine = new_engine()
+    engine = make_engine(runtime_of(NUM_SEQS), Clock(), LoopMode.SYNCHRONOUS)
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     sizes: list[int] = []
     with engine.record_steps(lambda plans: sizes.append(len(plans))) as steps:
@@ -29,7 +25,7 @@ def test_open_recorder_records_plans_and_programs():
     assert len(steps.launches) == 3
 
 
-def test_recorders_open_once_and_close_in_reverse_order():
+def test_nested_recorders_must_close_in_reverse_order():
     runner = make_runner(runtime_of(NUM_SEQS), Clock())
     programs, launch = runner.programs, runner.launch_layers
     first, second = StepRecorder(runner), StepRecorder(runner)

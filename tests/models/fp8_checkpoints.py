@@ -1,5 +1,4 @@
-"""Write FP8 checkpoints for tests. compressed-tensors writes its own layout and computes the
-expected logits."""
+"""Write FP8 checkpoints for tests."""
 
 import fnmatch
 import json
@@ -33,12 +32,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "group": {"strategy": "group", "group_size": 128, "dynamic": True},
 }
 ROW_SCALES = {"q_proj": 0.0001, "v_proj": 0.0002, "up_proj": 0.0001}
-"""Static scales that differ from the scale of the other parts, 0.02: a model that scales its rows
-by one of these, and not by the largest scale of the fused parts, clips nearly every number."""
+"""Static scales far below 0.02, the scale of other projections. A model that does not take the
+largest scale of fused projections clips nearly every number."""
 
 
 def copied(model: PreTrainedModel) -> PreTrainedModel:
-    """The model once more, so that it can be changed."""
     other = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager").eval()
     other.load_state_dict(model.state_dict())
     return other
@@ -52,7 +50,7 @@ def logits_of(model: PreTrainedModel) -> Any:
 def compressed(
     model: PreTrainedModel, folder: Path, weights: str, rows: str, ignore: tuple[str, ...] = ()
 ) -> Any:
-    """Write the model as compressed-tensors does; returns the logits that it has there."""
+    """Write the model with compressed-tensors, and return its quantized logits."""
     model = copied(model)
     common: Any = {"num_bits": 8, "type": "float", "symmetric": True}
     scheme = QuantizationScheme(
@@ -90,7 +88,7 @@ def scales_of(weight: Tensor, weights: str) -> Tensor:
 
 
 def expanded(scale: Tensor, weight: Tensor) -> Tensor:
-    """A scale for each number of the weight."""
+    """Return a scale for each number of the weight."""
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(weight.shape)
     if scale.shape[1] == 1 and scale.shape[0] == weight.shape[0]:
@@ -102,12 +100,12 @@ def expanded(scale: Tensor, weight: Tensor) -> Tensor:
 def published(
     model: PreTrainedModel, folder: Path, weights: str, config: dict[str, Any], **names: str
 ) -> PreTrainedModel:
-    """Write the model with weights in FP8 by hand; returns it with their values.
+    """Write the model with FP8 weights, and return a model with the dequantized values.
 
     Args:
         weights: "tensor" or "block".
-        config: its quantization_config; what it leaves as it is, by `fnmatch` or in whole.
-        names: of a projection's tensors: `scale`, `rows` of the scale of all rows.
+        config: The quantization_config, whose excluded modules are `fnmatch` patterns.
+        names: Tensor names of a projection's weight scale, `scale`, and row scale, `rows`.
     """
     model = copied(model)
     model.save_pretrained(folder)
@@ -134,7 +132,7 @@ def published(
 
 
 def random_model(**sizes: Any) -> PreTrainedModel:
-    """A LLaMA, every parameter random, with weights of very different sizes."""
+    """Return a random LLaMA whose weight rows have very different magnitudes."""
     values = {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 128}
     values |= {"bos_token_id": 0, "eos_token_id": 1} | sizes
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint and reading its headers: what is found, and what is refused by name."""
+"""Test finding a checkpoint and reading its headers."""
 
 import json
 import os
@@ -38,10 +38,15 @@ def names(folder):
     return sorted(tensor.name for tensor in read_tensor_infos(folder))
 
 
-def test_a_folder_resolves_to_itself_without_the_network(tmp_path, monkeypatch):
+@pytest.fixture
+def no_download(monkeypatch):
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("fetched")
     )
+
+
+@pytest.mark.usefixtures("no_download")
+def test_a_folder_resolves_to_itself_without_the_network(tmp_path):
     assert resolve_checkpoint(tmp_path) == tmp_path.resolve()
     assert resolve_checkpoint(str(tmp_path)) == tmp_path.resolve()
 
@@ -86,10 +91,7 @@ def without_network(cause):
         (ConnectionError(111, "refused"), UNREACHABLE.format("Conn.*refused")),
         (errors.HfHubHTTPError("503 busy", response=RESPONSE), UNREACHABLE.format(".*503 busy")),
         (Exception(), UNREACHABLE.format("Exception: no reason given")),
-        (
-            errors.RepositoryNotFoundError("404", response=RESPONSE),
-            "no such model: .*hf auth login",
-        ),
+        (errors.RepositoryNotFoundError("404", response=RESPONSE), "no such model: .*auth login"),
         (errors.GatedRepoError("403", response=RESPONSE), "is gated: .*hf auth login"),
         (errors.HFValidationError("a..b"), "no such model: check the id"),
         (OSError(28, "No space left"), "not be written: OSError: .*No space left; make room"),
@@ -107,42 +109,42 @@ def test_a_failed_download_names_its_cause_and_remedy(
     looked_for = rf"model='o/absent' is not a folder \(looked for {tmp_path}/o/absent\), and "
     with pytest.raises(CheckpointError, match=looked_for) as caught:
         find("o/absent")
-    (told,) = str(caught.value).splitlines()
-    assert re.search(complaint, told)
-    assert ("network" in told) == complaint.startswith("could not reach")
+    (message,) = str(caught.value).splitlines()
+    assert re.search(complaint, message)
+    assert ("network" in message) == complaint.startswith("could not reach")
 
 
 def test_a_check_fetches_the_config_alone_and_only_once(tmp_path, monkeypatch):
-    fetched, kept = [], {}
+    fetched, cached = [], {}
 
     def fetch(repo_id, *, allow_patterns):
         fetched.append((repo_id, allow_patterns))
         (tmp_path / "config.json").write_text("{}")
-        kept[repo_id, "config.json"] = str(tmp_path / "config.json")
+        cached[repo_id, "config.json"] = str(tmp_path / "config.json")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *it: kept.get(it))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *it: cached.get(it))
     check_model("owner/model")
     check_model("owner/model")
     assert fetched == [("owner/model", ["config.json"])]
 
 
 def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monkeypatch):
-    """Without a network the hub's client gives the folder in which a check left a config."""
+    """Without a network, huggingface_hub returns the folder, which may hold only a config."""
 
-    def ask(repo_id):
+    def fail(repo_id):
         raise ConnectionError(111, "refused")
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *it, **_: str(tmp_path))
-    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    monkeypatch.setattr(huggingface_hub, "model_info", fail)
     with pytest.raises(CheckpointError, match=r"could not reach the model hub: Conn.*refused"):
         resolve_checkpoint("owner/model")
     monkeypatch.setattr(huggingface_hub, "model_info", lambda repo_id: None)
-    assert resolve_checkpoint("owner/model") == tmp_path  # and has no weights there either
+    assert resolve_checkpoint("owner/model") == tmp_path  # the hub has no weights either
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    monkeypatch.setattr(huggingface_hub, "model_info", fail)
     assert resolve_checkpoint("owner/model") == tmp_path
 
 
@@ -154,17 +156,17 @@ def test_a_check_refuses_a_folder_without_a_config(tmp_path):
         check_model(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "", "../x", "spa ce"])
-def test_a_path_that_is_no_hub_id_is_refused_without_the_network(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("fetched")
-    )
+@pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "../x", "spa ce"])
+@pytest.mark.usefixtures("no_download")
+def test_a_path_that_is_no_hub_id_is_refused_without_the_network(model):
+    with pytest.raises(CheckpointError, match=re.escape(repr(model))):
+        resolve_checkpoint(model)
+
+
+@pytest.mark.usefixtures("no_download")
+def test_an_empty_path_is_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if model:
-        with pytest.raises(CheckpointError, match=re.escape(repr(model))):
-            resolve_checkpoint(model)
-    else:
-        assert resolve_checkpoint(model) == tmp_path  # as everywhere, "" is the current folder
+    assert resolve_checkpoint("") == tmp_path
 
 
 def test_a_file_is_refused(tmp_path):
@@ -175,44 +177,44 @@ def test_a_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "read"),
+    [("config.json", read_config), ("generation_config.json", read_generation_config)],
+)
+@pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "missing"),
-        ("{oops", "not valid JSON"),
-        ("[1]", "holds a list"),
+        (b"{oops", "not valid JSON"),
+        (b"[1]", "holds a list"),
         (b"\xff", "not valid"),
-        ('{"a":' * 100_000, "nested too deeply"),
-        ("[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
+    ids=["no JSON", "list", "no UTF-8", "nested objects", "nested lists"],
 )
-def test_a_bad_config_is_refused(tmp_path, content, complaint):
-    for name, read in (
-        ("config.json", read_config),
-        ("generation_config.json", read_generation_config),
-    ):
-        if content is not None:
-            raw = content.encode() if isinstance(content, str) else content
-            (tmp_path / name).write_bytes(raw)
-        elif read is read_generation_config:
-            assert read(tmp_path) == {}
-            continue
-        with pytest.raises(CheckpointError, match=rf"/{name}.*{complaint}.*; .*(one|it)"):
-            read(tmp_path)
+def test_a_bad_config_is_refused(tmp_path, name, read, content, complaint):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"/{name}.*{complaint}.*; .*(one|it)"):
+        read(tmp_path)
+
+
+def test_only_the_generation_config_may_be_missing(tmp_path):
+    assert read_generation_config(tmp_path) == {}
+    with pytest.raises(CheckpointError, match=r"/config\.json.*missing.*; .*(one|it)"):
+        read_config(tmp_path)
 
 
 NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.safetensors",
          "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja")  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "device"]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_fifo_and_device_files_are_refused(tmp_path, name):
-    (tmp_path / "cache.sock").symlink_to("/dev/zero")  # never read
+def test_fifo_and_device_files_are_refused(tmp_path, name, make):
+    make(tmp_path / "cache.sock")  # not a file of a checkpoint, so ignored
     assert resolve_checkpoint(tmp_path) == tmp_path
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
-        resolve_checkpoint(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/dev/zero")
+    make(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
         resolve_checkpoint(tmp_path)
 
@@ -251,11 +253,8 @@ def test_single_safetensors_file_takes_precedence(tmp_path):
 
 def test_shards_are_read_by_their_index(tmp_path):
     shards = {"m-1.safetensors": ["a", "b"], "m-2.safetensors": ["c"], "else.safetensors": ["z"]}
-    write_shards(
-        tmp_path,
-        shards,
-        {"a": "m-1.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"},
-    )
+    index = {"a": "m-1.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"}
+    write_shards(tmp_path, shards, index)
     assert names(tmp_path) == ["a", "b", "c"]
 
 
@@ -300,7 +299,6 @@ def header(entry):
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-TWICE = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").encode()
 
 
 @pytest.mark.parametrize(
@@ -331,6 +329,7 @@ def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, com
 
 def test_duplicate_tensor_name_in_a_header_is_refused(tmp_path):
     """safetensors itself would keep the last entry, here of another dtype."""
-    (tmp_path / "model.safetensors").write_bytes(header(TWICE) + bytes(8))
+    twice = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").encode()
+    (tmp_path / "model.safetensors").write_bytes(header(twice) + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has several .* one name: a;"):
         read_tensor_infos(tmp_path)

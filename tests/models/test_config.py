@@ -1,4 +1,4 @@
-"""`read_model_config`: what transformers reads from a config.json, and refusal of the rest."""
+"""Test `read_model_config`, which reads the values of transformers and refuses others."""
 
 import re
 
@@ -9,13 +9,8 @@ from transformers import AutoConfig
 from jpaged.models.config import LayerConfig, RopeConfig
 from jpaged.models.registry import SUPPORTED_MODEL_TYPES, read_model_config
 
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
 LLAMA = SIZES | {"model_type": "llama", "intermediate_size": 96}
 GQA = LLAMA | {"num_key_value_heads": 2}
 MISTRAL, QWEN2, QWEN3 = (GQA | {"model_type": name} for name in ("mistral", "qwen2", "qwen3"))
@@ -23,14 +18,12 @@ OPT = SIZES | {"model_type": "opt", "ffn_dim": 96}
 GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
 GPT2 |= {"n_positions": 256}
 GEMMA3 = GQA | {"model_type": "gemma3_text", "head_dim": 32}
-GEMMA3_IMAGES = {
-    "model_type": "gemma3",
-    "text_config": GEMMA3,
-    "vision_config": {"image_size": 896},
-}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA3_IMAGES = {"model_type": "gemma3", "text_config": GEMMA3}
+GEMMA3_IMAGES |= {"vision_config": {"image_size": 896}}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
 
-# Files as transformers 4 wrote them; transformers 5 reads each and writes it in its own words.
+# Files as transformers 4 wrote them; transformers 5 writes the same values to other fields.
 OLD_FILES = {
     "gpt2": GPT2 | {"n_ctx": 256, "torch_dtype": "float32", "summary_use_proj": True},
     "opt": OPT | {"word_embed_proj_dim": 64, "torch_dtype": "float16", "prefix": "</s>"},
@@ -39,32 +32,23 @@ OLD_FILES = {
     "llama": LLAMA | {"rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "float16"},
     "llama-theta": LLAMA | {"rope_theta": 5e5, "eos_token_id": [2, 7], "torch_dtype": "bfloat16"},
     "llama-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-    "llama3": LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+    "llama3": LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama3-original": LLAMA
-    | {
-        "rope_scaling": LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 64},
-        "head_dim": 48,
-    },
+    | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "head_dim": 48},
     "mistral": MISTRAL | {"sliding_window": 16, "rope_theta": 1e4},
     "mistral-full": MISTRAL | {"sliding_window": None, "rope_theta": 1e6},
     "mistral-default": MISTRAL,
     "qwen2": QWEN2 | {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
-    "qwen2-window": QWEN2
-    | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen2-late": QWEN2
-    | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3},
+    "qwen2-window": QWEN2 | WINDOWS | {"max_window_layers": 2},
+    "qwen2-late": QWEN2 | WINDOWS | {"max_window_layers": 3},
     "qwen3": QWEN3 | {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True},
     "qwen3-default-head": QWEN3,
     "gemma3": GEMMA3
     | {"sliding_window": 16, "sliding_window_pattern": 2, "eos_token_id": [1, 106]},
     "gemma3-thetas": GEMMA3 | {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
     "gemma3-linear": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    "gemma3-defaults": {
-        "model_type": "gemma3_text",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 8,
-    },
+    "gemma3-defaults": {"model_type": "gemma3_text", "hidden_size": 64}
+    | {"intermediate_size": 96, "num_hidden_layers": 8},
 }
 
 
@@ -113,16 +97,16 @@ def test_config_is_read_to_literal_values():
 
 
 def test_text_config_of_a_multimodal_checkpoint_is_read():
-    """As transformers has it: what the text's config says; special tokens are the outer one's."""
-    outer = GEMMA3_IMAGES | {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
-    wanted = GEMMA3 | {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
-    assert read_model_config(outer) == read_model_config(wanted)
+    """Sizes come from the text's config, and special tokens from the outer one."""
+    fields = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    assert read_model_config(GEMMA3_IMAGES | fields) == read_model_config(GEMMA3 | fields)
     new = AutoConfig.for_model("gemma3", text_config=GEMMA3).to_dict()
     assert read_model_config(new) == read_model_config(GEMMA3)
-    nothing = {"eos_token_id": None, "tie_word_embeddings": None}
-    own = {"eos_token_id": [1, 106], "tie_word_embeddings": False}
-    outer = GEMMA3_IMAGES | {"text_config": GEMMA3 | own} | nothing
-    assert read_model_config(outer) == read_model_config(GEMMA3 | own)
+    # Null fields of the outer config do not override the text's.
+    inner = GEMMA3 | {"eos_token_id": [1, 106], "tie_word_embeddings": False}
+    nulls = {"eos_token_id": None, "tie_word_embeddings": None}
+    outer = GEMMA3_IMAGES | {"text_config": inner} | nulls
+    assert read_model_config(outer) == read_model_config(inner)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +130,8 @@ def test_missing_eos_takes_the_family_default():
         (GPT2 | {"activation_function": "quick_gelu"}, "activation_function", "gelu_new"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'", "llama3"),
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'", "linear"),
-        (
-            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}},
-            "rope_scaling.rope_type='yarn'",
-            "linear",
-        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}},
+         "rope_scaling.rope_type='yarn'", "linear"),
         (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type='yarn'", "linear"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default"),
         (QWEN2 | {"rope_scaling": {"mrope_section": [16]}}, "mrope_section=[16]", "factor"),
@@ -173,11 +154,8 @@ def test_missing_eos_takes_the_family_default():
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types", "3 layers of full"),
         (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types", "3 layers"),
         (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types", "sliding_attention"),
-        (
-            QWEN2 | {"use_sliding_window": True, "max_window_layers": None},
-            "max_window_layers=None",
-            "an integer from 0",
-        ),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": None},
+         "max_window_layers=None", "an integer from 0"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0", "from 1"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size='64'", "integers from 1 to 1048576"),
         (LLAMA | {"num_hidden_layers": 1025}, "num_hidden_layers=1025", "integers from 1 to 1024"),
@@ -192,16 +170,10 @@ def test_missing_eos_takes_the_family_default():
         (LLAMA | {"head_dim": 33}, "head_dim=33", "even"),
         (GEMMA3_IMAGES | {"text_config": None}, "text_config=None", "an object"),
         ({"model_type": "gemma3"}, "text_config is missing", "config.json"),
-        (
-            GEMMA3_IMAGES | {"text_config": {"model_type": "gemma3_text"}},
-            "text_config.hidden_size is missing",
-            "config.json",
-        ),
-        (
-            GEMMA3 | {"rope_scaling": {"rope_type": "linear"}},
-            "rope_scaling.factor is missing",
-            "config.json",
-        ),
+        (GEMMA3_IMAGES | {"text_config": {"model_type": "gemma3_text"}},
+         "text_config.hidden_size is missing", "config.json"),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "linear"}},
+         "rope_scaling.factor is missing", "config.json"),
         (GEMMA3_IMAGES | {"text_config": LLAMA}, "model_type='llama'", "gemma3_text"),
         (GEMMA3_IMAGES | {"text_config": GEMMA3 | {"num_experts": 2}}, "num_experts=2", "0"),
         (GEMMA3_IMAGES | {"quantization_config": {"bits": 4}}, "quantization_config", "None"),
@@ -216,7 +188,6 @@ def test_missing_eos_takes_the_family_default():
     ],
 )  # fmt: skip
 def test_unsupported_config_values_are_refused(config, field, supported):
-    """The error has the field, its value and what is supported."""
     with pytest.raises(ValueError, match=re.escape(field)) as error:
         read_model_config(config)
     assert supported in str(error.value)
@@ -264,7 +235,7 @@ def test_missing_rope_factors_are_refused(kind):
 
 @pytest.mark.parametrize(("also", "found"), [({}, 256), ({"max_sequence_length": 1024}, 1024)])
 def test_linear_rope_scaling_multiplies_the_positions(also, found):
-    """Vicuna's configs have it in a field of their own."""
+    """Vicuna's configs have the maximum in `max_sequence_length`."""
     scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
     assert read_model_config(LLAMA | also).max_position_embeddings == 256

@@ -1,3 +1,5 @@
+"""Test the text that draws the blocks and the memory report of a pool."""
+
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +34,14 @@ def pool_of(*infos: BlockInfo) -> dict[int, BlockInfo]:
     return {i: replace(info, block_id=i) for i, info in enumerate(infos, 1)}
 
 
-def test_each_kind_of_block_has_its_mark():
+def test_each_state_of_a_block_has_a_different_mark():
     shared, by_many = replace(PARTLY, ref_cnt=3), replace(FULL, ref_cnt=10)
     pinned = replace(FULL, ref_cnt=2, is_pinned=True)
     lines = draw_blocks(pool_of(FULL, PARTLY, shared, by_many, pinned, CACHED, FREE), 4)
     assert lines == [f"pool      {LEGEND}", "        1 #+3*Po."]
 
 
-def test_free_lines_of_the_pool_are_summed_up():
+def test_consecutive_free_lines_are_drawn_as_one_line():
     lines = draw_blocks(pool_of(FULL, *[FREE] * 200, CACHED, *[FREE] * 100), 4)
     assert lines[1:] == [
         "        1 #" + "." * 63,
@@ -48,16 +50,14 @@ def test_free_lines_of_the_pool_are_summed_up():
         "      ... 46 free",
     ]
 
-
-def test_idle_pool_is_drawn_as_one_line():
     assert draw_blocks(pool_of(*[FREE] * 70_000), 4)[1:] == ["      ... 70,000 free"]
 
 
-def test_pool_of_sixteen_lines_is_drawn_completely():
+def test_pool_of_at_most_16_lines_is_drawn_completely():
     assert draw_blocks(pool_of(*[FULL] * 1024), 4)[-1] == "      961 " + "#" * 64
 
 
-def test_rest_of_a_large_pool_is_summed_up():
+def test_blocks_after_16_lines_are_counted_by_state():
     lines = draw_blocks(pool_of(*[FREE] * 640, *[FULL] * 1000, *[CACHED] * 30, FREE), 4)
     assert len(lines) == 1 + 16
     assert lines[1:3] == ["      ... 640 free", "      641 " + "#" * 64]
@@ -78,8 +78,8 @@ def test_memory_report_is_formatted_in_lines():
     assert of_one[2] == "host      0 of 1 block used"
 
 
-class Engine:
-    """At each moment another report; `now` goes on when the map is drawn up."""
+class FakeEngine:
+    """Each report is different. Each block map takes a second of the clock `now`."""
 
     num_reports = num_maps = 0
     now = 100.0
@@ -99,7 +99,7 @@ def stats(num_used: int) -> EngineStats:
 
 
 def test_busy_pool_sampler_keeps_the_last_busy_state(monkeypatch: pytest.MonkeyPatch):
-    engine: Any = Engine()
+    engine: Any = FakeEngine()
     monkeypatch.setattr(pool_text.time, "perf_counter", lambda: engine.now)
     pool = BusyPoolSampler(engine)
     assert pool.format_lines() == []

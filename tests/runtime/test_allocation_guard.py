@@ -1,4 +1,4 @@
-"""Where a step's buffers are, turn by turn, in a small model of XLA's allocator for GPUs."""
+"""Test the allocation guard with a model of XLA's GPU allocator."""
 
 import itertools
 import random
@@ -16,12 +16,14 @@ from jpaged.runtime.allocation_guard import (
 )
 from jpaged.runtime.sampler import ROW_WIDTH
 
-TOTAL, VOCAB, TURNS = 8 * 2**30, 151_936, 60
+TOTAL, VOCAB, NUM_STEPS = 8 * 2**30, 151_936, 60
 
 
 class Memory:
-    """Best fit in units of 256 bytes; a piece is split if at least twice as large as wanted, or if
-    128 MiB would be wasted; what is set free is joined with its free neighbours."""
+    """A best-fit allocator in units of 256 bytes that joins free neighbours.
+
+    A free range is split if it is at least twice as large as the request, or wastes 128 MiB.
+    """
 
     def __init__(self, total: int):
         self.free, self.used = {0: total}, {}
@@ -44,8 +46,8 @@ class Memory:
             address, size = at, size + self.free.pop(at)
         self.free[address] = size
 
-    def give_places(self) -> list[tuple[int, int]]:
-        """As `reserve_fragments` does; address and size of each."""
+    def reserve(self) -> list[tuple[int, int]]:
+        """Do what the guard's `reserve_fragments` does; return each address and size."""
         made = [(self.allocate(size), size) for size in buffer_sizes()]
         places = [made[i] for i in select_buffers_to_free(made)]
         for address, _ in places:
@@ -54,7 +56,7 @@ class Memory:
 
 
 def with_holes(rng: random.Random) -> Memory:
-    """Allocate what a start may leave: weights that stay, and holes of all sizes between them."""
+    """Return memory after a start: kept weights, with holes of all sizes between them."""
     memory = Memory(TOTAL)
     made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
     for address in made:
@@ -63,9 +65,7 @@ def with_holes(rng: random.Random) -> Memory:
     return memory
 
 
-class Seen(NamedTuple):
-    """Addresses of a step's buffers."""
-
+class StepAddresses(NamedTuple):
     logits: int
     temporaries: tuple[int, int]
     rows: int
@@ -79,7 +79,7 @@ class Steps:
         self.memory, self.num_rows, self.rng = memory, num_rows, rng
         self.uploads, self.tokens = [], deque()
 
-    def run(self) -> Seen:
+    def run(self) -> StepAddresses:
         allocate, release, rows = self.memory.allocate, self.memory.release, self.num_rows
         self.uploads.append(allocate(rows * (6 + ROW_WIDTH) * 4))
         self.copies_end()
@@ -94,11 +94,11 @@ class Steps:
             release(address)
         if len(self.tokens) > 2:
             release(self.tokens.popleft())
-        logits, own_rows, _, _, positions = outputs
-        return Seen(logits, (in_forward, in_sampling), own_rows, positions)
+        logits, row_params, _, _, positions = outputs
+        return StepAddresses(logits, (in_forward, in_sampling), row_params, positions)
 
     def copies_end(self) -> None:
-        """The callbacks of some uploads run, sooner or later: none waits for two turns."""
+        """Release some uploads at random, and every upload within two steps."""
         while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
             self.memory.release(self.uploads.pop(0))
 
@@ -106,7 +106,7 @@ class Steps:
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256])
 def test_large_buffers_move_without_the_guard(num_rows: int):
     steps = Steps(Memory(TOTAL), num_rows, random.Random(0))
-    seen = [steps.run() for _ in range(TURNS)]
+    seen = [steps.run() for _ in range(NUM_STEPS)]
     assert len({step.logits for step in seen}) > 1
     assert len({step.temporaries for step in seen}) > 1
 
@@ -116,15 +116,15 @@ def test_large_buffers_move_without_the_guard(num_rows: int):
 def test_guard_keeps_buffers_of_attention_in_place(num_rows: int, seed: int):
     rng = random.Random(seed)
     memory = with_holes(rng) if seed else Memory(TOTAL)
-    memory.give_places()
+    memory.reserve()
     steps = Steps(memory, num_rows, rng)
-    assert len({steps.run() for _ in range(TURNS)}) == 1
+    assert len({steps.run() for _ in range(NUM_STEPS)}) == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_guard_reserves_fragments_of_every_size(seed: int):
     memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
-    places = memory.give_places()
+    places = memory.reserve()
     for size in FRAGMENT_SIZES:
         assert sum(own == size for _, own in places) >= 8
     assert all(memory.free[address] == size for address, size in places)  # joined with nothing
@@ -132,7 +132,7 @@ def test_guard_reserves_fragments_of_every_size(seed: int):
 
 def test_fragment_serves_buffers_above_half_its_size():
     memory = Memory(TOTAL)
-    places = dict(memory.give_places())
+    places = dict(memory.reserve())
     before = dict(memory.free)
     for size in FRAGMENT_SIZES:
         used = [memory.allocate(n) for n in (size, size // 2 + 1, size - 1) * 2]
@@ -159,7 +159,7 @@ def test_guard_reserves_fragments_on_each_device():
 
 
 def test_guard_arrays_stay_allocated():
-    """On a CPU, whose allocator is another: most pieces, at addresses of their own."""
+    """The CPU's allocator differs, so only most fragments must exist."""
     guards = reserve_fragments(jax.local_devices()[:1])
     assert len(buffer_sizes()) >= len(guards) >= len(buffer_sizes()) // 2
     assert {guard.nbytes for guard in guards} == set(FRAGMENT_SIZES)

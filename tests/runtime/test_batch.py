@@ -25,18 +25,13 @@ def sequence(token_ids: list[int], table: list[int]) -> Sequence:
 def test_packed_decode_batch_unpacks_unchanged():
     known = ScheduledSequence(sequence([5, 6, 7], [3]), 2, 1, True)
     pending = ScheduledSequence(sequence([5, 6, 7, 8], [2, 9]), 4, 1, True, ((1, 9),))
-    packed = pack_decode(
-        (known, pending),
-        np.array([3, 0]),
-        sampling_table=SAMPLING,
-        num_rows=8,
-        max_blocks=M,
-    )
+    options = {"sampling_table": SAMPLING, "num_rows": 8, "max_blocks": M}
+    packed = pack_decode((known, pending), np.array([3, 0]), **options)
     batch = unpack_decode(jnp.asarray(packed))
     assert batch.tokens.tolist()[:3] == [7, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [3, 0] + [R - 1] * 6
     assert batch.seq_lens.tolist() == [3, 5] + [0] * 6
-    # No new block: an index past the table, which the device drops.
+    # A row without a new block has an index past the table, which the device drops.
     assert batch.block_indices.tolist() == [M, 1] + [M] * 6
     assert batch.block_ids.tolist()[:2] == [0, 9]
     assert batch.is_output.tolist() == [True, True] + [False] * 6
@@ -46,15 +41,11 @@ def test_packed_decode_batch_unpacks_unchanged():
 def test_packed_prefill_batch_unpacks_unchanged():
     chunk = ScheduledSequence(sequence([1, 2, 3, 4, 5], [7, 8]), 1, 3, False, ((0, 7),))
     decode = ScheduledSequence(sequence([9, 9], [4]), 2, 1, True)
+    sizes = {"num_tokens": 16, "batch_size": 8}
     packed = pack_prefill(
-        (chunk, decode),
-        np.array([1, 2]),
-        sampling_table=SAMPLING,
-        num_tokens=16,
-        batch_size=8,
-        max_blocks=M,
+        (chunk, decode), np.array([1, 2]), sampling_table=SAMPLING, max_blocks=M, **sizes
     )
-    batch = unpack_prefill(jnp.asarray(packed), num_tokens=16, batch_size=8)
+    batch = unpack_prefill(jnp.asarray(packed), **sizes)
     assert batch.tokens.tolist()[:5] == [2, 3, 4, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [1, 2] + [R - 1] * 6
     assert batch.query_lens.tolist() == [3, 1] + [0] * 6
@@ -65,9 +56,7 @@ def test_packed_prefill_batch_unpacks_unchanged():
 
 
 def test_one_token_rows_come_first():
-    starts_and_tokens = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]
-    scheduled = tuple(
-        ScheduledSequence(sequence([], []), start, n, True) for start, n in starts_and_tokens
-    )
+    spans = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]  # first token, number of tokens
+    scheduled = tuple(ScheduledSequence(sequence([], []), *span, True) for span in spans)
     assert device_order(scheduled).tolist() == [1, 2, 4, 5, 0, 3]
     assert device_order(()).tolist() == []

@@ -1,4 +1,4 @@
-"""Blocks out to host memory and back: the same bytes, in the blocks asked for, nothing else."""
+"""Test copying blocks to host memory and back."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ def contents(state: KVState) -> list[np.ndarray]:
 
 
 def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
-    """Gather and scatter."""
+    """Return the recipes that gather and scatter `size` blocks."""
     config = RuntimeConfig(S, P, 5 * S, 3, 64, 16, Backend.XLA)
     shapes = DeviceShapes(
         state, int32_shape(4), jax.eval_shape(lambda: init_sampling_state(4, 16)), int32_shape(8)
@@ -64,7 +64,7 @@ def compiled_swaps(state: KVState, *sizes: int) -> dict[Any, Any]:
 
 
 class Pool:
-    """Stands for the runner: holds the state and launches programs on it."""
+    """A stand-in for the runner: holds the state and launches programs on it."""
 
     def __init__(self, programs: dict[Any, Any], state: KVState):
         self.programs, self.state = programs, state
@@ -88,85 +88,92 @@ def pool(programs: dict[Any, Any]) -> Pool:
 
 
 @pytest.fixture
-def images(pool: Pool) -> SwapEntries:
+def entries(pool: Pool) -> SwapEntries:
     return SwapEntries(pool.state.pool, SIZES[-1])
 
 
+def swap_out(entries: SwapEntries, pool: Pool, swap_entry_id: int, blocks) -> None:
+    entries.swap_out(pool.launch, SwapOut(swap_entry_id, tuple(map(int, blocks))))
+
+
+def swap_in(entries: SwapEntries, pool: Pool, *orders: SwapIn) -> None:
+    entries.finish_swap_ins(pool.launch, entries.start_swap_ins(orders))
+
+
+def check_moved(before: list[np.ndarray], pool: Pool, source, target) -> None:
+    """Check that `target` has the old blocks of `source`, and that no other block changed."""
+    for was, now in zip(before, contents(pool.state), strict=True):
+        np.testing.assert_array_equal(now[target], was[source])
+        np.testing.assert_array_equal(np.delete(now, target, 0), np.delete(was, target, 0))
+
+
 @pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
-def test_swapped_blocks_return_to_other_block_ids(images: SwapEntries, pool: Pool, num_blocks: int):
+def test_swapped_blocks_return_to_other_block_ids(
+    entries: SwapEntries, pool: Pool, num_blocks: int
+):
     before = contents(pool.state)
     taken = np.random.default_rng(1).permutation(np.arange(1, P))
     source = taken[:num_blocks]
-    images.swap_out(pool.launch, SwapOut(5, tuple(map(int, source))))
-    spoil = jnp.asarray(source, jnp.int32)
-    spoiled = jax.tree.map(lambda a: a.at[spoil].set(jnp.nan), pool.state.pool)
-    pool.state = pool.state._replace(pool=spoiled)
-    target = np.roll(source, 1)  # others of the freed blocks
-    places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(5, places)]))
-    for was, now in zip(before, contents(pool.state), strict=True):
-        np.testing.assert_array_equal(now[target], was[source])
-        others = np.setdiff1d(np.arange(P), source)
-        np.testing.assert_array_equal(now[others], was[others])
-    assert len(images) == 0
+    swap_out(entries, pool, 5, source)
+    freed = jnp.asarray(source, jnp.int32)
+    overwritten = jax.tree.map(lambda a: a.at[freed].set(jnp.nan), pool.state.pool)
+    pool.state = pool.state._replace(pool=overwritten)
+    target = np.roll(source, 1)
+    swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
+    check_moved(before, pool, source, target)
+    assert len(entries) == 0
 
 
 def test_wait_includes_swap_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
-    """So a device that never ends what is launched is waited for no longer than a step is."""
+    """A hanging device is then detected within the time limit of a step."""
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
     monkeypatch.setattr(swap, "to_host", lambda blocks: never)
-    images = SwapEntries(pool.state.pool, SIZES[-1], wait=waited.append)
+    entries = SwapEntries(pool.state.pool, SIZES[-1], wait=waited.append)
     for swap_entry_id in range(MAX_STAGED_CHUNKS + 1):
-        images.swap_out(pool.launch, SwapOut(swap_entry_id, (3,)))
+        swap_out(entries, pool, swap_entry_id, [3])
     assert waited == [never]
-    images.wait()
+    entries.wait()
     assert waited[1] == [never] * MAX_STAGED_CHUNKS
 
 
-def test_unneeded_blocks_of_a_swap_entry_are_not_copied(images: SwapEntries, pool: Pool):
+def test_unneeded_blocks_of_a_swap_entry_are_not_copied(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
-    images.swap_out(pool.launch, SwapOut(1, tuple(range(1, 31))))
-    places = ((29, 50), (2, 51), (17, 52))  # entries of two chunks, in no order
-    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(1, places)]))
-    for was, now in zip(before, contents(pool.state), strict=True):
-        np.testing.assert_array_equal(now[[50, 51, 52]], was[[30, 3, 18]])
-        np.testing.assert_array_equal(
-            np.delete(now, [50, 51, 52], 0), np.delete(was, [50, 51, 52], 0)
-        )
+    swap_out(entries, pool, 1, range(1, 31))
+    # Blocks of two chunks, unordered.
+    swap_in(entries, pool, SwapIn(1, ((29, 50), (2, 51), (17, 52))))
+    check_moved(before, pool, source=[30, 3, 18], target=[50, 51, 52])
 
 
-def test_swap_entry_without_needed_blocks_is_only_dropped(images: SwapEntries, pool: Pool):
-    images.swap_out(pool.launch, SwapOut(1, (1, 2)))
-    assert not images.start_swap_ins([SwapIn(1, ())])
-    assert len(images) == 0
+def test_swap_entry_without_needed_blocks_is_only_dropped(entries: SwapEntries, pool: Pool):
+    swap_out(entries, pool, 1, [1, 2])
+    assert not entries.start_swap_ins([SwapIn(1, ())])
+    assert len(entries) == 0
 
 
-def test_several_swap_entries_return_in_one_plan(images: SwapEntries, pool: Pool):
+def test_several_swap_entries_return_in_one_plan(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
-    for swap_entry_id in range(1, 2 * MAX_STAGED_CHUNKS):
-        images.swap_out(pool.launch, SwapOut(swap_entry_id, (swap_entry_id,)))
-    orders = [SwapIn(i, ((0, 40 + i),)) for i in range(1, 2 * MAX_STAGED_CHUNKS)]
-    images.finish_swap_ins(pool.launch, images.start_swap_ins(orders))
-    images.wait()
-    for was, now in zip(before, contents(pool.state), strict=True):
-        ids = np.arange(1, 2 * MAX_STAGED_CHUNKS)
-        np.testing.assert_array_equal(now[40 + ids], was[ids])
+    ids = range(1, 2 * MAX_STAGED_CHUNKS)
+    for i in ids:
+        swap_out(entries, pool, i, [i])
+    swap_in(entries, pool, *(SwapIn(i, ((0, 40 + i),)) for i in ids))
+    entries.wait()
+    check_moved(before, pool, source=list(ids), target=[40 + i for i in ids])
 
 
-def test_dropped_swap_entry_is_freed(images: SwapEntries, pool: Pool):
-    images.swap_out(pool.launch, SwapOut(1, (3,)))
-    images.drop(1)
-    assert len(images) == 0
+def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
+    swap_out(entries, pool, 1, [3])
+    entries.drop(1)
+    assert len(entries) == 0
     with pytest.raises(KeyError):
-        images.start_swap_ins([SwapIn(1, ((0, 3),))])
-    images.swap_out(pool.launch, SwapOut(1, (4,)))
+        entries.start_swap_ins([SwapIn(1, ((0, 3),))])
+    swap_out(entries, pool, 1, [4])
     with pytest.raises(ValueError, match="swap entry 1 exists already: drop it first"):
-        images.swap_out(pool.launch, SwapOut(1, (3,)))
+        swap_out(entries, pool, 1, [3])
 
 
-def test_swap_entries_return_in_any_order(images: SwapEntries, pool: Pool):
-    """Random traffic against arrays on the host; images come and go while others are out."""
+def test_swap_entries_return_in_any_order(entries: SwapEntries, pool: Pool):
+    """Compare random swaps with the same copies between NumPy arrays."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
     out: dict[int, list[np.ndarray]] = {}
@@ -174,46 +181,45 @@ def test_swap_entries_return_in_any_order(images: SwapEntries, pool: Pool):
         ids = rng.permutation(np.arange(1, P))[: rng.integers(1, 40)]
         action = rng.choice(["out", "in", "drop"]) if len(out) > 1 else "out"
         if action == "out":
-            images.swap_out(pool.launch, SwapOut(step, tuple(map(int, ids))))
+            swap_out(entries, pool, step, ids)
             out[step] = [array[ids] for array in oracle]
             continue
         swap_entry_id = int(rng.choice(list(out)))
         blocks = out.pop(swap_entry_id)
         if action == "drop":
-            images.drop(swap_entry_id)
+            entries.drop(swap_entry_id)
             continue
         count = min(len(ids), len(blocks[0]))
-        entries = rng.permutation(len(blocks[0]))[:count]
-        places = tuple((int(e), int(b)) for e, b in zip(entries, ids[:count], strict=True))
-        images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(swap_entry_id, places)]))
-        for array, image in zip(oracle, blocks, strict=True):
-            array[ids[:count]] = image[entries]
+        indices = rng.permutation(len(blocks[0]))[:count]
+        places = tuple((int(e), int(b)) for e, b in zip(indices, ids[:count], strict=True))
+        swap_in(entries, pool, SwapIn(swap_entry_id, places))
+        for array, block in zip(oracle, blocks, strict=True):
+            array[ids[:count]] = block[indices]
     for now, expected in zip(contents(pool.state), oracle, strict=True):
         np.testing.assert_array_equal(now, expected)
-    assert len(images) == len(out)
+    assert len(entries) == len(out)
 
 
 def test_swapping_without_host_blocks_is_refused(pool: Pool):
     with pytest.raises(ValueError, match="swap entry 1 cannot be made: num_host_blocks is 0"):
-        SwapEntries(pool.state.pool, 0).swap_out(pool.launch, SwapOut(1, (3,)))
+        swap_out(SwapEntries(pool.state.pool, 0), pool, 1, [3])
 
 
-def test_swap_entries_are_in_pinned_host_memory(images: SwapEntries, pool: Pool):
+def test_swap_entries_are_in_pinned_host_memory(entries: SwapEntries, pool: Pool):
     def pinned() -> int:
         return sum(it.sharding.memory_kind == "pinned_host" for it in jax.live_arrays())
 
     before = pinned()
-    images.swap_out(pool.launch, SwapOut(1, (3,)))
+    swap_out(entries, pool, 1, [3])
     assert pinned() == before + 1
-    images.drop(1)
+    entries.drop(1)
 
 
-def test_swap_warm_up_does_not_change_the_pool(images: SwapEntries, pool: Pool):
+def test_swap_warm_up_does_not_change_the_pool(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
-    images.warm_up(pool.launch)
-    for was, now in zip(before, contents(pool.state), strict=True):
-        np.testing.assert_array_equal(now, was)
-    assert len(images) == 0
+    entries.warm_up(pool.launch)
+    check_moved(before, pool, [], [])
+    assert len(entries) == 0
 
 
 def test_swap_chunks_have_little_padding():
@@ -246,8 +252,7 @@ def exported(recipe: Recipe) -> Any:
 
 @pytest.mark.parametrize("compiled", [Recipe.compile, exported])
 @pytest.mark.parametrize(("dtype", "name"), [(jnp.float32, "f32"), (FP8, "u16")])
-def test_the_pool_is_updated_in_place(compiled, dtype, name: str):
-    """The program's only arrays of the pool's shape are the pool's own."""
+def test_scatter_updates_the_pool_in_place(compiled, dtype, name: str):
     state = make_state(dtype)
     program, shape = compiled(swap_recipes(state, 8)[1]), state.pool[0].k.shape
     pool = f"[{','.join(map(str, shape))}]"
@@ -262,15 +267,13 @@ def test_float8_blocks_are_swapped_exactly():
     array = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H)).view(np.uint16)
     layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
     state = KVState((layer,), jnp.zeros((4, 5), jnp.int32))
-    pool, images = Pool(compiled_swaps(state, 64), state), SwapEntries(state.pool, 64)
+    pool, entries = Pool(compiled_swaps(state, 64), state), SwapEntries(state.pool, 64)
     source = np.arange(1, 65)
-    images.swap_out(pool.launch, SwapOut(5, tuple(map(int, source))))
+    swap_out(entries, pool, 5, source)
     target = np.roll(source, 9)
-    places = tuple((entry, int(block)) for entry, block in enumerate(target))
-    images.finish_swap_ins(pool.launch, images.start_swap_ins([SwapIn(5, places)]))
-    for now in contents(pool.state):
-        assert now.dtype == FP8_PAIR_DTYPE
-        np.testing.assert_array_equal(now[target], array[source])
+    swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
+    check_moved([array, array], pool, source, target)
+    assert all(now.dtype == FP8_PAIR_DTYPE for now in contents(pool.state))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, FP8])

@@ -4,9 +4,10 @@ from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
-def test_decode_buckets_pad_by_half_at_most():
+def test_decode_buckets_pad_above_eight_rows_by_half_at_most():
     buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
+    assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
 def test_logits_have_fewer_sizes_than_batches():
@@ -63,15 +64,15 @@ def test_token_buckets_pad_by_half_at_most():
 
 
 def test_halfway_token_buckets_have_many_sequences():
-    few = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 8]
-    many = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 256]
-    assert few == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
-    assert many == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    def token_sizes(max_num_seqs: int, num_seqs: int) -> list[int]:
+        shapes = make_buckets(max_num_seqs, 8192).prefill_shapes
+        return [tokens for tokens, seqs in shapes if seqs == num_seqs]
 
-
-def test_buckets_with_many_sequences_and_few_tokens():
-    few = [tokens for tokens, seqs in make_buckets(512, 8192).prefill_shapes if seqs == 8]
-    assert few == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
+    assert token_sizes(256, 8) == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    many = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert token_sizes(256, 256) == many
+    # 384 tokens hold fewer than the maximum of 512 sequences.
+    assert token_sizes(512, 8) == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 
 @pytest.mark.parametrize(
@@ -93,17 +94,13 @@ def test_smallest_fitting_bucket_is_chosen(num_tokens: int, num_seqs: int, shape
     assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 
-def test_few_programs_option_gives_few_shapes():
+def test_few_programs_option_gives_few_token_buckets():
     assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
 def test_few_sequences_share_one_prefill_bucket():
     assert make_buckets(16, 512).prefill_batch_sizes == (16,)
     assert make_buckets(256, 512).prefill_batch_sizes == (8, 256)
-
-
-def test_every_bucket_has_at_least_eight_rows():
-    assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 31, 100, 256])

@@ -1,7 +1,4 @@
-"""The decode step of published shapes as lowered for an H200, without one: what it launches.
-
-Recorded bounds: a change that raises one costs every step some microseconds.
-"""
+"""Bound what the steps of published models launch on an H200, by lowering without a GPU."""
 
 import re
 from collections import Counter
@@ -33,19 +30,24 @@ from tests.covering import covering
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
-HOPPER_KERNEL = "stablehlo.custom_call @mosaic_gpu"
+HOPPER_KERNEL, ALL_REDUCE = "stablehlo.custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
 NUM_LAYERS = 4
 
-# Ours: norm and sum twice, attention with all before it, the activation of a wide model. The
-# compiler's: four GEMMs, the activation of a narrow one. Eight in all.
-KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
-# The first layer adds nothing before its norm; the last norm adds. The output head is a GEMM.
-KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 85
-# The greedy choice, with its adjustments and scores.
-KERNELS_A_SAMPLE = 2
+# jpaged's kernels: two norms with their sums, attention, and the activation of a wide model.
+# XLA launches four GEMMs and the activation of a narrow model.
+KERNELS_PER_LAYER, PRODUCTS_PER_LAYER = 4, 4
 NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
+FLOAT8 = "float8_e4m3fn"
+reads_device_from_mesh = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="newer JAX reads the device kind from the mesh, whose devices are CPUs here",
+)
+each_kind_of_step = pytest.mark.parametrize(
+    "name",
+    [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
+    ids=str,
+)
 
 
 def all_recipes(
@@ -56,8 +58,7 @@ def all_recipes(
     *,
     has_peer_memory: bool = False,
 ) -> dict[Any, Recipe]:
-    """Return the recipes that an engine with a shape's first layers would compile on GPUs, without
-    allocating anything."""
+    """Return the recipes of an engine with the first layers of a published model, by name."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     return recipes_of(config, num_devices, has_peer_memory=has_peer_memory)
@@ -66,7 +67,7 @@ def all_recipes(
 def recipes_of(
     config: ModelConfig, num_devices: int, *, has_peer_memory: bool = False
 ) -> dict[Any, Recipe]:
-    """The same of a model."""
+    """Return the recipes that an engine of this model would compile on GPUs, by name."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -86,10 +87,7 @@ def recipes_of(
 
 @cache
 def step(shape: str, *name: Any) -> str:
-    """Return a program's text, lowered for CUDA."""
-    recipe = all_recipes(shape, NUM_LAYERS)[name]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        return lowered(recipe, recipe.jitted_step)
+    return lowered_for_gpu(all_recipes(shape, NUM_LAYERS)[name])
 
 
 def lowered(recipe: Recipe, step: Any) -> str:
@@ -97,12 +95,28 @@ def lowered(recipe: Recipe, step: Any) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def on_gpu(device: AbstractDevice = H200) -> Any:
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lowered_for_gpu(recipe: Recipe, device: AbstractDevice = H200) -> str:
+    with on_gpu(device):
+        return lowered(recipe, recipe.jitted_step)
+
+
+def stored(recipe: Recipe) -> Any:
+    """Return the recipe's step after writing and reading its exported program."""
+    with on_gpu():
+        return export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
+
+
+def function_bodies(text: str) -> dict[str, str]:
+    return dict(re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL))
+
+
 def launches(text: str, *more: str) -> Counter:
-    """Count kernels, GEMMs and other operations of the main function and of the functions that it
-    calls."""
-    bodies = dict(
-        re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
-    )
+    """Count the kernels, GEMMs and operations in `more`, through all calls from main."""
+    bodies = function_bodies(text)
 
     @cache
     def count(name: str) -> Counter:
@@ -118,90 +132,68 @@ def launches(text: str, *more: str) -> Counter:
 @pytest.mark.parametrize(("shape", "rows"), covering(SHAPES, [8, 64], strength=1))
 def test_decode_step_launches_no_more_kernels_than_recorded(shape: str, rows: int):
     counted = launches(step(shape, "decode", rows))
-    assert NUM_LAYERS <= counted[KERNEL] <= NUM_LAYERS * KERNELS_A_LAYER + KERNELS_BESIDE
-    assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
+    assert NUM_LAYERS <= counted[KERNEL] <= NUM_LAYERS * KERNELS_PER_LAYER
+    assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_PER_LAYER + 1  # the output head
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(32, marks=pytest.mark.full), 256])
 def test_burst_lowers_its_step_once(rows: int):
-    """In a loop on the device: it is compiled in the time of one step."""
     names = ("decode", rows), ("decode_burst", (rows, SCORED_GREEDY))
     single, burst = (step("qwen3-0.6b", *name) for name in names)
     assert burst.count("stablehlo.while") == 1 + single.count("stablehlo.while")
-    assert launches(burst) == launches(single) + Counter({KERNEL: KERNELS_A_SAMPLE})
+    assert launches(burst) == launches(single) + Counter({KERNEL: 2})  # sampling and scores
 
 
 def test_a_prefill_step_has_no_loop():
-    """A GPU would launch each of its rounds."""
     assert "stablehlo.while" not in step("qwen3-0.6b", "prefill", (512, 8))
 
 
 @pytest.mark.parametrize("shape", covering(SHAPES, strength=0, keep=lambda it: it == "qwen3-0.6b"))
 def test_mixed_step_adds_one_decode_attention_per_layer(shape: str):
-    """With few sequences it launches none: prefill attention then has the decode rows too."""
+    """With few sequences, prefill attention computes the decode rows too."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
     # Rotation and KV write of all tokens are one separate launch.
-    assert many <= NUM_LAYERS * (KERNELS_A_LAYER + 1) + KERNELS_BESIDE
+    assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
-)
-@pytest.mark.parametrize(
-    "name",
-    [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
-    ids=str,
-)
+@reads_device_from_mesh
+@each_kind_of_step
 def test_tensor_parallel_step_has_two_all_reduces_per_layer(name: tuple):
-    """And once for the token embeddings; its layers are not fused, all else has its kernels."""
-    recipe = all_recipes("qwen3-0.6b", 2, num_devices=2)[name]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = lowered(recipe, recipe.jitted_step)
-    assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
-    assert launches(text)[KERNEL] >= 2 * 3
+    counted = launches(
+        lowered_for_gpu(all_recipes("qwen3-0.6b", 2, num_devices=2)[name]), ALL_REDUCE
+    )
+    assert counted[ALL_REDUCE] == 2 * 2 + 1  # one for the token embeddings
+    assert counted[KERNEL] >= 2 * 3
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
-)
-@pytest.mark.parametrize(
-    "name",
-    [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
-    ids=str,
-)
+@reads_device_from_mesh
+@each_kind_of_step
 def test_tensor_parallel_step_uses_peer_memory(name: tuple):
-    """XLA's sum is the first one, in which the devices meet; layers take turns of the memory."""
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    """Only the first all-reduce, of the token embeddings, is XLA's."""
+    with on_gpu():
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[name]
         text = lowered(recipe, recipe.jitted_step)
         exported = recipe.exported(("cuda",))
-    # A kernel's text has its name twice.
     kernel = "device_sum" if name[0] == "prefill" else "device_sum_norm"
     turns = [f"{kernel}_{turn}" for turn in (0, 1)]
-    counted = launches(text, '"stablehlo.all_reduce"', *turns)
-    assert counted['"stablehlo.all_reduce"'] == 1
+    counted = launches(text, ALL_REDUCE, *turns)
+    assert counted[ALL_REDUCE] == 1
+    # A kernel's text has its name twice.
     assert [counted[turn] for turn in turns] == [2 * 2, 2 * 2]
     assert recipe.keywords["peer_header"].shape == (2 * 10,)
     assert not any("peer_header" in it for it in recipe.donate)
     export.deserialize(bytearray(exported.serialize()))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
-)
+@reads_device_from_mesh
 def test_only_samplers_of_whole_rows_gather_logits():
     made = all_recipes("qwen3-0.6b", 2, num_devices=2)
 
     def gathered(*name: Any) -> list[str]:
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-            text = lowered(made[name], made[name].jitted_step)
-        return re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
+        return re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", lowered_for_gpu(made[name]))
 
     best, whole = ["2x64x1x2xi32"], ["2x64x75968xf32"]
     assert gathered("decode", 64) == gathered("prefill", (512, 8)) == gathered("mask", 64) == []
@@ -223,17 +215,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
-)
+@reads_device_from_mesh
 @pytest.mark.parametrize(
     ("family", "name"),
     covering(FAMILIES, [("decode", 64), BURST, ("prefill", (512, 8))], strength=1),
 )
 def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
-    """The devices meet in XLA's sum, in each step of a burst; then the memory's two places are
-    used one after the other, by all of a layer's sums, whatever adds and normalizes them."""
+    """XLA's all-reduce synchronizes the devices first, in each step of a burst."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 512}
     sizes |= {"max_position_embeddings": 2048, "vocab_size": 1000, "intermediate_size": 512}
     if family in ("llama", "gemma3_text"):
@@ -244,20 +232,17 @@ def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
         fields = kind | FAMILIES[family]
     elif family.startswith("opt"):
         del fields["intermediate_size"]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_gpu():
         recipe = recipes_of(read_model_config(fields), num_devices=2, has_peer_memory=True)[name]
         order = sums_in_order(lowered(recipe, recipe.jitted_step))
-    meets = order.index("all_reduce")
-    assert order[meets + 1 :] == ["0", "0", "1", "1"] * 3  # a kernel's text has its name twice
-    assert name != BURST or "while" in order[:meets]
+    first = order.index("all_reduce")
+    assert order[first + 1 :] == ["0", "0", "1", "1"] * 3  # a kernel's text has its name twice
+    assert name != BURST or "while" in order[:first]
 
 
 def sums_in_order(text: str) -> list[str]:
-    """Return loops, XLA's all-reduces and jpaged's exchange buffers in the order of the main
-    function."""
-    bodies = dict(
-        re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
-    )
+    """Return loops, XLA's all-reduces and jpaged's exchange buffers in execution order."""
+    bodies = function_bodies(text)
 
     def walk(name: str) -> Iterator[str]:
         found = r"\bcall @(\w+)|device_sum(?:_norm)?_(\d)|stablehlo\.(all_reduce|while)"
@@ -270,75 +255,64 @@ def sums_in_order(text: str) -> list[str]:
     return [*walk("main")]
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
-)
+@reads_device_from_mesh
 def test_long_prompts_are_all_reduced_by_xla():
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[
-            "prefill", (8192, 8)
-        ]
-        text = lowered(recipe, recipe.jitted_step)
-    assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
+    with on_gpu():
+        made = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)
+    text = lowered_for_gpu(made["prefill", (8192, 8)])
+    assert launches(text, ALL_REDUCE)[ALL_REDUCE] == 2 * 2 + 1
 
 
 def test_equal_layers_are_lowered_once():
-    """The first differs, since nothing is to be added before it."""
     text = step("qwen3-0.6b", "decode", 8)
+    # The first layer differs: nothing is added before its norm.
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 
-@pytest.mark.parametrize("name", [("decode", 8), BURST, ("prefill", (512, 8))], ids=str)
-def test_stored_step_lowers_to_the_same_program(name: tuple):
-    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        exported = recipe.exported(("cuda",))
-    loaded = export.deserialize(bytearray(exported.serialize()))
-    cold, warm = (
-        lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
-    )
-    assert warm == cold  # so that JAX's cache takes one for the other
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        direct = lowered(recipe, recipe.jitted_step)
-    assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
-    assert launches(warm) == launches(direct)
-    assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
+WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @pytest.mark.parametrize(
-    "name", [("decode", 8), pytest.param(BURST, marks=pytest.mark.full)], ids=str
+    ("name", "device"),
+    [
+        (("decode", 8), H200),
+        (BURST, H200),
+        (("prefill", (512, 8)), H200),
+        (("decode", 8), WHOLE_H200),
+        pytest.param(BURST, WHOLE_H200, marks=pytest.mark.full),
+    ],
+    ids=["decode", "burst", "prefill", "fused decode", "fused burst"],
 )
-def test_stored_fused_step_lowers_to_the_same_program(name: tuple):
+def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDevice):
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with on_gpu(device):
         exported = recipe.exported(("cuda",))
-        direct = lowered(recipe, recipe.jitted_step)
     loaded = export.deserialize(bytearray(exported.serialize()))
     cold, warm = (
         lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
     )
-    assert warm == cold
+    assert warm == cold  # otherwise JAX's cache misses the stored program
+    direct = lowered_for_gpu(recipe, device)
     counted = launches(warm)
-    num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
-    num_products = PRODUCTS_A_LAYER * (NUM_LAYERS - num_links)
-    assert counted[HOPPER_KERNEL] == num_links + num_products
     assert counted == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
+    if device is H200:  # an unknown number of cores: layers are not fused
+        assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
+        return
+    num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
+    num_products = PRODUCTS_PER_LAYER * (NUM_LAYERS - num_links)
+    assert counted[HOPPER_KERNEL] == num_links + num_products
 
 
 def test_every_step_can_be_stored():
-    """None holds a call that `jax.export` would not write."""
     kinds = {
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
     }
     assert len(kinds) == 9 + NUM_LEVELS
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        for recipe in kinds.values():
-            loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
-            assert loaded.platforms == ("cuda",)
+    made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8).items()
+    kinds |= {(FLOAT8, name[0]): recipe for name, recipe in made if recipe.needs_pool}
+    assert all(stored(recipe).platforms == ("cuda",) for recipe in kinds.values())
 
 
 def test_no_sampler_sorts():
@@ -350,9 +324,6 @@ def test_no_sampler_sorts():
         assert not re.findall(r"\b(?:sort|top_?k)\b", step("qwen3-0.6b", *name))
 
 
-FLOAT8 = "float8_e4m3fn"
-
-
 @pytest.mark.parametrize(
     ("shape", "name"),
     covering(
@@ -362,12 +333,9 @@ FLOAT8 = "float8_e4m3fn"
     ),
 )
 def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
-    """But two kernels more a layer before prefill attention: one widens blocks, one attends where
-    that has no room. Every layer takes its scales as they lie."""
-    recipe = all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = lowered(recipe, recipe.jitted_step)
+    text = lowered_for_gpu(all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name])
     narrow, wide = launches(text), launches(step(shape, *name))
+    # Prefill has two more kernels per layer: to widen blocks, and to attend without room for that.
     more = 2 * NUM_LAYERS if name[0] == "prefill" else 0
     assert narrow[KERNEL] == wide[KERNEL] + more
     assert [narrow[kind] for kind in (HOPPER_KERNEL, PRODUCT)] == [
@@ -381,29 +349,7 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 
-def test_every_step_over_a_float8_pool_can_be_stored():
-    made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8)
-    kinds = {name[0]: recipe for name, recipe in made.items() if recipe.needs_pool}
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        for recipe in kinds.values():
-            loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
-            assert loaded.platforms == ("cuda",)
-
-
-def test_prefills_with_equal_tokens_have_the_same_hopper_kernel():
-    """Whatever the sequences: XLA compiles each kernel of that kind alone."""
-
-    def kernels(seqs: int) -> set[str]:
-        recipe = all_recipes("qwen3-0.6b", 1)["prefill", (512, seqs)]
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-            return set(re.findall(r"kernel_hash = (\".+?\"),", lowered(recipe, recipe.jitted_step)))
-
-    assert len(kernels(8)) == 1
-    assert kernels(8) == kernels(256)
-
-
 def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch):
-    """It is lowered once for both, and they launch what they would with their own."""
     seen, attend = [], prefill_hopper._attend
 
     @wraps(attend)
@@ -411,19 +357,25 @@ def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.
         seen.append(arrays)
         return attend(*arrays, **options)
 
+    def kernels(text: str) -> set[str]:
+        return set(re.findall(r"kernel_hash = (\".+?\"),", text))
+
+    # Separate recipes may not share a lowered kernel, but XLA compiles equal kernels once.
+    few, many = (
+        lowered_for_gpu(all_recipes("qwen3-0.6b", 1)["prefill", (512, n)]) for n in (8, 256)
+    )
+    assert len(kernels(few)) == 1
+    assert kernels(few) == kernels(many)
+
     monkeypatch.setattr(prefill_hopper, "_attend", counted)
     made = all_recipes("qwen3-0.6b", NUM_LAYERS)
-    texts = []
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        for seqs in (8, 256):
-            recipe = made["prefill", (512, seqs)]
-            texts.append(lowered(recipe, recipe.jitted_step))
+    texts = [lowered_for_gpu(made["prefill", (512, seqs)]) for seqs in (8, 256)]
     assert len(seen) == 1
     assert [launches(text)[HOPPER_KERNEL] for text in texts] == [NUM_LAYERS] * 2
 
 
 def num_state_arrays(name: tuple) -> int:
-    """The pool's, the block tables; a burst's last tokens and sampling state."""
+    """Count the arrays of the pool and block tables, and a burst's tokens and sampling state."""
     return 2 * NUM_LAYERS + 1 + (4 if name == BURST else 0)
 
 
@@ -433,33 +385,32 @@ def _num_reused(text: str) -> int:
 
 
 def test_programs_without_pool_are_assigned_to_the_same_workers():
-    """Workers begin with it while the pool's size is not known."""
+    """Workers compile these programs first, before the pool's size is known."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
     kinds = {"mask", "sample", "prompt_logprobs", "load_rows", "load_bias"}
     assert {recipe.name[0] for recipe in poolless} == kinds
-    for share in range(8):
-        alone = select_worker_recipes(poolless, share, 8)
-        assert select_worker_recipes(made, share, 8)[: len(alone)] == alone
+    for worker in range(8):
+        alone = select_worker_recipes(poolless, worker, 8)
+        assert select_worker_recipes(made, worker, 8)[: len(alone)] == alone
 
 
 def test_number_of_programs_is_as_recorded():
-    assert len(all_recipes("qwen3-0.6b", 1)) <= NUM_PROGRAMS
+    assert len(all_recipes("qwen3-0.6b", 1)) <= 85
 
 
 def test_each_worker_starts_with_a_program_and_at_most_one_burst():
-    """Shares of the workers that compile for a start; a size of bursts takes longest."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [select_worker_recipes(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
     assert not any(share[0].needs_pool for share in shares)
     for kind, most in (("decode_burst", 1), ("prefill", 2), ("sample", 1)):
-        keys = [{it.name[1][0] for it in share if it.name[0] == kind} for share in shares]
-        assert max(len(own) for own in keys) == most
+        sizes = [{it.name[1][0] for it in share if it.name[0] == kind} for share in shares]
+        assert max(map(len, sizes)) == most
 
 
 def test_steps_with_fused_layers_are_compiled_first():
-    """XLA compiles the kernel of a fused layer while it compiles nothing else."""
+    """XLA compiles nothing else at the same time as a fused layer's kernel."""
     first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
     assert first == ("decode", 8)
     assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

@@ -1,4 +1,4 @@
-"""The runner alone: hand-made plans on a tiny model, in the order that `StepPlan` gives."""
+"""Test the model runner with hand-made plans on a tiny model."""
 
 import itertools
 from collections.abc import Sequence as Sized
@@ -25,9 +25,8 @@ from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 160
+# The log-probability shows errors of attention that do not change the token.
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
-"""With the token's log-probability, which tells more than the token of what was attended to."""
-STRANGE = SamplingParams(temperature=0.125, seed=3)
 CONFIG = RuntimeConfig(
     block_size=BLOCK_SIZE,
     num_blocks=NUM_BLOCKS,
@@ -38,20 +37,9 @@ CONFIG = RuntimeConfig(
     backend=Backend.XLA,
     num_host_blocks=20,
 )
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
+MODEL = {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL |= {"head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +50,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # Loaded, as every engine but the first has them: without a tree nothing can be traced.
+    # The second builder must load the programs: a model without a tree cannot be traced.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
@@ -73,7 +61,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Driver:
-    """Plays the scheduler: makes plans of sequences whose blocks a test has chosen."""
+    """A scheduler whose sequences have the blocks that a test chooses."""
 
     seq_id_counter = itertools.count()
 
@@ -85,19 +73,15 @@ class Driver:
 
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
+        options = {"num_samples": num_samples, "seed": params.seed or 0}
         made = Request.from_prompt(
-            "r",
-            list(prompt),
-            stop,
-            seq_id_counter=self.seq_id_counter,
-            num_samples=num_samples,
-            seed=params.seed or 0,
+            "r", list(prompt), stop, seq_id_counter=self.seq_id_counter, **options
         )
         self.sampling[made] = params
         return made
 
     def run(self, *scheduled: ScheduledSequence, **orders) -> np.ndarray:
-        """Each scheduled sequence's sampled token and its log-probability (0 if not asked)."""
+        """Return each row's sampled token and its log-probability, 0 if not requested."""
         plan = StepPlan(step_id=0, scheduled=scheduled, **orders)
         self.present.update(s.sequence.seq_id for s in scheduled)
         self.present.update(child.seq_id for _, child in plan.row_forks)
@@ -105,10 +89,9 @@ class Driver:
         handle = self.runner.launch(plan, self.sampling.__getitem__)
         self.faults, result = handle.faults, handle.read()
         logprobs = result.logprobs and result.logprobs.logprobs
-        seen = np.zeros((len(scheduled), 2))
-        seen[:, 0] = result.token_ids
-        seen[:, 1] = 0.0 if logprobs is None else logprobs
-        return seen
+        if logprobs is None:
+            logprobs = np.zeros(len(scheduled))
+        return np.stack([result.token_ids, logprobs], axis=1)
 
     def prefill(self, sequence: Sequence, blocks: list[int]) -> np.ndarray:
         """Compute all tokens of a sequence in one step, and append the sampled token."""
@@ -142,7 +125,7 @@ def driver(shared_runner: ModelRunner):
 
 
 def outputs_alone(driver: Driver, params: SamplingParams, prompt: Sized[int], n: int) -> np.ndarray:
-    """Return the tokens that a request computes alone."""
+    """Return the first `n` results of a request that runs alone."""
     (sequence,) = driver.request(params, prompt).sequences
     seen = [driver.prefill(sequence, [30, 31, 32, 33])]
     return np.concatenate(seen + [driver.decode(sequence) for _ in range(n - 1)])
@@ -153,7 +136,7 @@ def check_same(seen, expected) -> None:
 
 
 def copy_of(parent: Sequence, child: Sequence, last_block: int) -> tuple[tuple[int, int], ...]:
-    """Fork: all blocks shared but the last, which is copied."""
+    """Fork the parent: share all blocks but the last, and return the last block's copy."""
     child.token_ids = list(parent.token_ids)
     child.block_table = [*parent.block_table[:-1], last_block]
     return ((parent.block_table[-1], last_block),)
@@ -162,22 +145,8 @@ def copy_of(parent: Sequence, child: Sequence, last_block: int) -> tuple[tuple[i
 PROMPT = list(range(5, 16))
 
 
-def test_a_forked_row_has_its_parents_table(driver: Driver):
-    parent, child, _ = driver.request(GREEDY, PROMPT, 3).sequences
-    driver.prefill(parent, [1, 2])
-    copies = copy_of(parent, child, 9)
-    seen = driver.run(
-        driver.decode_row(parent),
-        ScheduledSequence(child, len(child.token_ids) - 1, 1, True, ((1, 9),)),
-        row_forks=((parent, child),),
-        block_copies=copies,
-    )
-    alone = outputs_alone(driver, GREEDY, PROMPT, 2)
-    check_same(seen, [alone[1]] * 2)
-
-
 def test_plan_can_copy_any_number_of_blocks(driver: Driver):
-    """More than two launches of the program take, each with its own block as the target."""
+    """The copies need more than two launches."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     targets = range(3, 149)
@@ -188,18 +157,22 @@ def test_plan_can_copy_any_number_of_blocks(driver: Driver):
         check_same(driver.run(ScheduledSequence(sequence, 11, 1, True, table)), expected)
 
 
-def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
+@pytest.mark.parametrize("is_separate_plan", [False, True])
+def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_separate_plan: bool):
+    """The second fork is a fork of the first."""
     a, b, c = driver.request(GREEDY, PROMPT, 3).sequences
     driver.prefill(a, [1, 2])
-    copies = copy_of(a, b, 9) + copy_of(a, c, 10)
-    driver.run(row_forks=((a, b), (b, c)), block_copies=copies)
-    alone = outputs_alone(driver, GREEDY, PROMPT, 2)
-    rows_of_step = [ScheduledSequence(s, 11, 1, True, ((1, s.block_table[1]),)) for s in (a, b, c)]
-    check_same(driver.run(*rows_of_step), [alone[1]] * 3)
+    forks = {"block_copies": copy_of(a, b, 9) + copy_of(a, c, 10), "row_forks": ((a, b), (b, c))}
+    if is_separate_plan:
+        driver.run(**forks)
+        forks = {}
+    rows = [ScheduledSequence(s, 11, 1, True, ((1, s.block_table[1]),)) for s in (a, b, c)]
+    seen = driver.run(*rows, **forks)
+    check_same(seen, [outputs_alone(driver, GREEDY, PROMPT, 2)[1]] * 3)
 
 
 def test_results_have_the_order_of_the_plan(driver: Driver):
-    """A chunk, a decode row, another chunk, a longer decode row; and then all of them decoding."""
+    """The first plan mixes prefill chunks and decode rows; the second only decodes."""
     params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
     tables = [1, 2], [3], [8], [5, 6, 7]
@@ -233,44 +206,35 @@ def test_results_have_the_order_of_the_plan(driver: Driver):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.9, seed=2**64 - 1, logprobs=0),
-        SamplingParams(
-            temperature=0.9, seed=-1, presence_penalty=1.5, logit_bias={3: 4.0}, logprobs=0
-        ),
-    ],
+    ("seed", "options"),
+    [(2**64 - 1, {}), (-1, {"presence_penalty": 1.5, "logit_bias": {3: 4.0}})],
 )
-def test_sample_equals_a_request_with_its_seed(driver: Driver, params: SamplingParams):
+def test_sample_equals_a_request_with_its_seed(driver: Driver, seed: int, options: dict):
+    options = options | {"temperature": 0.9, "logprobs": 0}
+    params = SamplingParams(seed=seed, **options)
     first, second = driver.request(params, PROMPT, 2).sequences
-    stem = len(PROMPT) - 1
+    num_shared = len(PROMPT) - 1
     first.block_table = second.block_table = [1, 2]
     first.num_admitted_tokens = second.num_admitted_tokens = len(PROMPT)
-    driver.run(ScheduledSequence(first, 0, stem, False, ((0, 1), (1, 2))))
+    driver.run(ScheduledSequence(first, 0, num_shared, False, ((0, 1), (1, 2))))
     second.block_table = [1, 9]
     seen = driver.run(
-        ScheduledSequence(first, stem, 1, True),
-        ScheduledSequence(second, stem, 1, True, ((1, 9),)),
+        ScheduledSequence(first, num_shared, 1, True),
+        ScheduledSequence(second, num_shared, 1, True, ((1, 9),)),
         row_forks=((first, second),),
         block_copies=((2, 9),),
     )
     for sequence, (token, _) in zip((first, second), seen, strict=True):
         sequence.token_ids.append(int(token))
     of_second = [seen[1], *(driver.decode(first, second)[1] for _ in range(4))]
-    seeded = SamplingParams(
-        temperature=0.9,
-        seed=0,
-        presence_penalty=params.presence_penalty,
-        logit_bias=params.logit_bias,
-        logprobs=0,
-    )
-    check_same(of_second, outputs_alone(driver, seeded, PROMPT, 5))
+    # The second sample's seed is the next one, modulo 2**64.
+    check_same(of_second, outputs_alone(driver, SamplingParams(seed=0, **options), PROMPT, 5))
 
 
 def test_rows_that_join_together_are_loaded_by_one_launch(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    """Biases, as wide as the vocabulary, travel for the row that has them alone."""
+    """Biases are as wide as the vocabulary, so each row with biases has a separate launch."""
     programs, launched = driver.runner.programs, []
 
     def counted(name: str):
@@ -319,7 +283,7 @@ def test_swapped_sequence_continues_with_the_same_tokens(driver: Driver):
         block_copies=((6, 2),),
     )
     other.token_ids.append(int(seen[0, 0]))
-    # It comes back in the other order, during a decode step of the sequence that took its place.
+    # The victim's blocks return in another order, during a decode step of the other sequence.
     expected = outputs_alone(driver, GREEDY, range(20, 40), 3)
     check_same(driver.decode(other, swap_ins=(SwapIn(7, ((0, 12), (1, 11))),)), expected[1])
     victim.block_table = [12, 11]
@@ -344,7 +308,7 @@ def test_plan_with_only_swaps_is_launched(driver: Driver):
     sequence.block_table = [3, 4]
     seen = driver.run(ScheduledSequence(sequence, 11, 1, True, ((0, 3), (1, 4))))
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
-    driver.run(swap_outs=(SwapOut(1, (1,)), SwapOut(2, (1,))))  # both are gone
+    driver.run(swap_outs=(SwapOut(1, (1,)), SwapOut(2, (1,))))  # both ids are free again
     driver.run(dropped_swap_entry_ids=(1, 2))
 
 
@@ -358,7 +322,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         jax.jit(lambda x: x + 2)(1)
-        assert len(compiled) == 1  # the listener hears
+        assert len(compiled) == 1  # the listener is called
         parent, child = driver.request(GREEDY, PROMPT, 2).sequences
         driver.prefill(parent, [1, 2])
         copies = copy_of(parent, child, 9)
@@ -373,7 +337,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
 
 
 def test_preemption_costs_are_measured(driver: Driver):
-    """In the null block, whatever others have computed, and with rows that are given back."""
+    """The measurement changes no block of a sequence, and releases its rows."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     costs = measure_preemption_costs(driver.runner, CONFIG)
@@ -394,39 +358,38 @@ def test_preemption_costs_are_measured(driver: Driver):
 def test_fault_in_sampling_setup_is_reported_for_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
+    faulty_params = SamplingParams(temperature=0.125, seed=3)
+    healthy, faulty = driver.request(GREEDY, [1, 2, 3]), driver.request(faulty_params, [4, 5])
     expected = outputs_alone(driver, GREEDY, [1, 2, 3], 1)
     encode = batch.pack_params
 
     def fails_for_one(params: SamplingParams, seed: int) -> np.ndarray:
-        if params is STRANGE:
+        if params is faulty_params:
             raise KeyError("injected")
         return encode(params, seed)
 
     monkeypatch.setattr(batch, "pack_params", fails_for_one)
     scheduled = []
-    for block, (sequence,) in enumerate((ill.sequences, well.sequences), start=1):
+    for block, (sequence,) in enumerate((faulty.sequences, healthy.sequences), start=1):
         sequence.block_table, num_tokens = [block], len(sequence.token_ids)
         scheduled.append(ScheduledSequence(sequence, 0, num_tokens, True, ((0, block),)))
     check_same(driver.run(*scheduled)[1], expected[0])
     ((request, error),) = driver.faults
-    assert request is ill
+    assert request is faulty
     assert isinstance(error, KeyError)
 
 
 def test_inconsistent_rows_raise_instead_of_failing_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    def lose(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise KeyError("injected")
 
     (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
-    monkeypatch.setattr(batch.RowTable, "assign", lose)
+    monkeypatch.setattr(batch.RowTable, "assign", fail)
+    plan = StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),))
     with pytest.raises(KeyError, match="injected"):
-        driver.runner.launch(
-            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)),
-            driver.sampling.__getitem__,
-        )
+        driver.runner.launch(plan, driver.sampling.__getitem__)
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
@@ -438,10 +401,8 @@ def test_small_buffers_are_reserved_only_on_a_gpu(
         model_runner, "reserve_fragments", lambda devices: made.append(backend) or made
     )
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
-    split, config = (
-        SplitModel.of(make_abstract_model(model, dtype)),
-        replace(CONFIG, backend=backend),
-    )
+    split = SplitModel.of(make_abstract_model(model, dtype))
+    config = replace(CONFIG, backend=backend)
     shapes = DeviceShapes.of(model, config, dtype)
     ModelRunner(split, shapes, config, shared_runner.programs)
     assert len(made) == held

@@ -23,15 +23,12 @@ from jpaged.sampling_params import SamplingParams
 def test_wait_returns_when_the_devices_finish():
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
-    sharding = axis_sharding(mesh, 0)
-    arrays = [jax.device_put(np.arange(8), sharding), jnp.ones(3)]
+    arrays = [jax.device_put(np.arange(8), axis_sharding(mesh, 0)), jnp.ones(3)]
     wait_for_devices(arrays)
     assert all(it.is_ready() for it in arrays)
 
 
 def test_wait_raises_if_a_device_failed():
-    """It is ready, too."""
-
     def fail(x: np.ndarray) -> np.ndarray:
         raise ValueError("the device has failed")
 
@@ -65,7 +62,7 @@ def exchanges(num_devices: int, dtype: Any, device_kind: str = "NVIDIA H200") ->
 
 
 class FakeDriver:
-    """The CUDA driver of a host where only some pairs of GPUs reach each other's memory."""
+    """A CUDA driver that reports some pairs of GPUs as unreachable."""
 
     def __init__(self, unreachable: set[tuple[int, int]], status: int):
         self.unreachable, self.status = unreachable, status
@@ -103,7 +100,7 @@ def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
-    """For a device that hangs would stop the thread in a launch, where nothing ends its wait."""
+    """An unbounded launch would block on a hanging device without a time limit."""
     length = 20 * PROMPT_LOGPROBS_CHUNK
     stop = StopCriteria(max_tokens=1)
     request = Request.from_prompt("a", [*range(length + 1)], stop, seq_id_counter=iter([7]))

@@ -30,8 +30,7 @@ def test_a_sequence_gets_one_row():
 
 def test_batch_level_covers_all_rows():
     table = RowTable(4)
-    greedy = table.assign(1)
-    random = table.assign(2)
+    greedy, random = table.assign(1), table.assign(2)
     table.set_sampling(random, SamplingParams(temperature=0.5), seed=0)
     assert table.level(np.array([greedy])) == SamplerLevel.GREEDY
     assert table.level(np.array([greedy, random])) == SamplerLevel.RANDOM

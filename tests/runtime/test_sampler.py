@@ -81,6 +81,11 @@ def _counts(state):
     return np.asarray(state.token_state) & COUNT_MASK
 
 
+def _adjusted(logits, rows, state, row_ids):
+    adjustments = make_adjustments(rows, state, row_ids)
+    return np.asarray(adjust_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA))
+
+
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
     """Sample `count` tokens from one row of logits, by default with one seed at many positions."""
     params = params or SamplingParams()
@@ -97,31 +102,16 @@ def _logits(count, width=V, seed=0):
     return (np.random.RandomState(seed).randn(count, width) * 3).astype(np.float32)
 
 
-# --- packing ---------------------------------------------------------------------------------
-
-
 def test_packed_sampling_parameters_unpack_unchanged():
-    params = SamplingParams(
-        temperature=0.3,
-        top_p=0.9,
-        top_k=7,
-        min_p=0.125,
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.25,
-        min_tokens=3,
+    fields = {"temperature": 0.3, "top_p": 0.9, "top_k": 7, "min_p": 0.125, "min_tokens": 3}
+    fields |= {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    defaults = dict.fromkeys(fields, 0) | dict.fromkeys(
+        ("temperature", "top_p", "repetition_penalty"), 1.0
     )
+    params = SamplingParams(**fields)
     rows = _rows([params, SamplingParams(top_k=-1)], [2**63 + 5, -1], [17, 0])
     assert pack_params(params, 0).shape == (ROW_WIDTH,) == PADDING_PARAMS.shape
-    wanted = {
-        "temperature": [0.3, 1.0],
-        "top_p": [0.9, 1.0],
-        "top_k": [7, 0],
-        "min_p": [0.125, 0.0],
-        "repetition_penalty": [1.5, 1.0],
-        "presence_penalty": [-0.5, 0.0],
-        "frequency_penalty": [0.25, 0.0],
-        "min_tokens": [3, 0],
+    wanted = {name: [value, defaults[name]] for name, value in fields.items()} | {
         "is_adjusted": [True, False],
         "is_biased": [False, False],
         "is_scored": [False, False],
@@ -168,9 +158,6 @@ def test_required_level_covers_the_parameters(params, level):
     assert required_level(params) == level
 
 
-# --- choosing --------------------------------------------------------------------------------
-
-
 def test_greedy_rows_take_the_first_maximum_next_to_random_rows():
     logits = _logits(8)
     logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
@@ -205,17 +192,11 @@ def test_token_depends_only_on_its_row():
         assert together.tolist() == [alone[i] for i in order]
 
 
-def test_noise_does_not_depend_on_jax_flags():
-    row = _logits(1)[0]
-    expected = _draws(row, 16)
-    for flag in (True, False):
-        with jax.threefry_partitionable(flag):
-            np.testing.assert_array_equal(_draws(row, 16), expected)
-
-
-def test_seeded_tokens_are_pinned():
+@pytest.mark.parametrize("is_partitionable", [True, False])
+def test_seeded_tokens_are_pinned_under_either_jax_flag(is_partitionable):
+    with jax.threefry_partitionable(is_partitionable):
+        drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
     # Literal: a change here changes the output of every seeded request.
-    drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
     assert drawn.tolist() == [954, 683, 291, 136, 329, 88, 628, 750]
 
 
@@ -264,8 +245,6 @@ def test_only_allowed_token_is_always_sampled():
     assert set(_draws(logits, 512)) == {17}
 
 
-# --- the distribution ------------------------------------------------------------------------
-
 _COUNT = 20_000
 
 
@@ -286,18 +265,14 @@ def _softmax(x):
 _LIMIT = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.4}
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        {"positions": range(_COUNT)},
-        {"seeds": range(_COUNT), "positions": [9] * _COUNT},
-        {"seeds": [i << 32 for i in range(_COUNT)], "positions": [9] * _COUNT},
-    ],
-    ids=["positions", "low words", "high words"],
-)
-def test_draws_follow_the_softmax(kinds):
+@pytest.mark.parametrize("varied", ["positions", "low words of seeds", "high words of seeds"])
+def test_draws_follow_the_softmax(varied):
     logits = np.array([2.0, 1.0, 0.0, -1.0, -2.0, 1.5, 0.5, -3.0])
-    drawn = _draws(logits, _COUNT, SamplingParams(temperature=0.8), **kinds)
+    given = {}
+    if varied != "positions":
+        shift = 32 * varied.startswith("high")
+        given = {"seeds": [i << shift for i in range(_COUNT)], "positions": [9] * _COUNT}
+    drawn = _draws(logits, _COUNT, SamplingParams(temperature=0.8), **given)
     probabilities = _softmax(logits / 0.8)
     assert _chi_square(drawn, probabilities) < _LIMIT[7]
     observed = np.bincount(drawn, minlength=8) / _COUNT
@@ -323,29 +298,27 @@ def test_uniform_logits_favour_no_token():
     assert ((halves - 1024) ** 2 / 1024).sum() < _LIMIT[1]
 
 
-# --- rows without a token ----------------------------------------------------------------------
-
-_SICK = {
+_NOT_FINITE = {
     "one NaN": {11: np.nan},
     "a NaN that is not the highest": {11: 100.0, 30: np.nan},
     "infinite": {11: np.inf},
     "two infinite": {0: np.inf, 39: np.inf},
-    "nothing but NaN": dict.fromkeys(range(V), np.nan),
-    "everything forbidden": dict.fromkeys(range(V), -np.inf),
+    "only NaN": dict.fromkeys(range(V), np.nan),
+    "all forbidden": dict.fromkeys(range(V), -np.inf),
     "forbidden or NaN": dict.fromkeys(range(V), -np.inf) | {20: np.nan},
 }
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("sick", _SICK)
-def test_row_without_finite_maximum_has_no_token(sick, level):
+@pytest.mark.parametrize("case", _NOT_FINITE)
+def test_row_without_finite_maximum_has_no_token(case, level):
     logits, state = _logits(8, seed=5), init_sampling_state(9, V)
     rows = _rows(_params_at(level), range(8), range(8))
     expected = _tokens(logits, rows, level, state)
     for row in range(8):
-        ill = logits.copy()
-        ill[row, list(_SICK[sick])] = list(_SICK[sick].values())
-        found = _tokens(ill, rows, level, state)
+        changed = logits.copy()
+        changed[row, list(_NOT_FINITE[case])] = list(_NOT_FINITE[case].values())
+        found = _tokens(changed, rows, level, state)
         assert found[row] == NO_TOKEN
         np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
 
@@ -356,8 +329,7 @@ def test_forbidden_token_of_one_row_is_allowed_in_others():
     logits[:, 4] = -1e38
     for level in LEVELS:
         rows = _rows(_params_at(level), range(8), range(8))
-        found = _tokens(logits, rows, level, init_sampling_state(9, V))
-        assert found.min() >= 0
+        assert _tokens(logits, rows, level, init_sampling_state(9, V)).min() >= 0
 
 
 def test_missing_token_is_not_counted_and_stored_as_zero():
@@ -391,15 +363,12 @@ def test_missing_tokens_are_found_in_the_same_pass(level, num_passes):
     logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
     ids = jnp.arange(8, dtype=jnp.int32)
     compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
-    assert compiled.count(" reduce(") == num_passes  # the choice; before it the maximum
+    assert compiled.count(" reduce(") == num_passes  # RANDOM needs the maximum first
     assert " gather(" not in compiled
 
 
-# --- adjustments and state -------------------------------------------------------------------
-
-
 def _adjust_by_hand(logits, params, prompt, output, eos):
-    """The oracle: one row, one token at a time."""
+    """Return the adjusted logits of one row, computed token by token."""
     x = logits.astype(np.float64).copy()
     for token in range(len(x)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
@@ -443,18 +412,16 @@ def test_adjustments_equal_a_plain_computation():
     for token in output[2:]:
         state = _record(state, row_ids, jnp.full(8, token, jnp.int32), jnp.ones(8, jnp.bool_))
     rows = _rows(_ADJUSTING, range(8), [len(prompt) + len(output)] * 8)
-    adjustments = make_adjustments(rows, state, row_ids)
-    found = adjust_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
-    for row, params, adjusted in zip(logits, _ADJUSTING, np.asarray(found), strict=True):
+    found = _adjusted(logits, rows, state, row_ids)
+    for row, params, adjusted in zip(logits, _ADJUSTING, found, strict=True):
         expected = _adjust_by_hand(row, params, prompt, output, eos)
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_only_counted_tokens_are_recorded():
-    state = init_sampling_state(3, V)
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
-    state = _record(state, row_ids, tokens, jnp.asarray([True, False]))
-    counts = _counts(state)
+    is_counted = jnp.asarray([True, False])
+    counts = _counts(_record(init_sampling_state(3, V), row_ids, tokens, is_counted))
     assert counts[1, V - 1] == 1
     assert counts.sum() == 1
 
@@ -474,7 +441,7 @@ def test_loading_a_row_clears_its_old_state():
 
 
 def test_rows_of_any_length_and_number_are_loaded():
-    """More tokens than one launch takes, prompts that outputs repeat, more rows than one takes."""
+    """Prompts exceed one launch's tokens, rows exceed one launch's rows, outputs repeat prompts."""
     width, rng = 50, np.random.default_rng(0)
     lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]
@@ -496,25 +463,21 @@ def test_rows_of_any_length_and_number_are_loaded():
 
 
 def test_unadjusted_row_ignores_old_state():
-    logits = jnp.asarray(_logits(8))
+    logits = _logits(8)
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
         token_state=jnp.full((9, V), -1, jnp.int32),
     )
     rows, row_ids = _rows(_PARAMS, range(8), range(8)), jnp.arange(8, dtype=jnp.int32)
-    adjustments = make_adjustments(rows, garbage, row_ids)
-    adjusted = adjust_logits(logits, adjustments, backend=Backend.XLA)
-    np.testing.assert_array_equal(np.asarray(adjusted), np.asarray(logits))
+    np.testing.assert_array_equal(_adjusted(logits, rows, garbage, row_ids), logits)
 
 
 def test_row_without_biases_ignores_old_biases():
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
-    adjustments = make_adjustments(_rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
     logits = _logits(2)
-    found = adjust_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
-    np.testing.assert_array_equal(np.asarray(found[0]), logits[0])
-    np.testing.assert_array_equal(np.asarray(found[1]), logits[1] - np.float32(7))
+    found = _adjusted(logits, _rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
+    np.testing.assert_array_equal(found, logits - np.float32([[0], [7]]))
 
 
 def test_reloading_after_preemption_restores_the_counts():
@@ -541,9 +504,6 @@ def test_forbidden_tokens_are_never_drawn():
 def test_adjusting_without_a_state_is_refused():
     with pytest.raises(ValueError, match="state is None at level ADJUSTED"):
         _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
-
-
-# --- log-probabilities -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [SCORED_GREEDY, FULL_LEVEL])

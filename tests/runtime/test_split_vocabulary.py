@@ -36,14 +36,7 @@ COUNTS = (2, 4, 8)
 B, V = 6, 40
 EXCHANGING = SamplerLevel.GREEDY, SamplerLevel.RANDOM
 GATHERING = SamplerLevel.TRUNCATED, SCORED_GREEDY, FULL_LEVEL
-PARAMS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=1.3),
-    SamplingParams(),
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=5.0),
-]
+PARAMS = [SamplingParams(temperature=value) for value in (0.0, 0.7, 1.3, 1.0, 0.0, 5.0)]
 ASKING = [
     SamplingParams(temperature=0.0, logprobs=3),
     SamplingParams(temperature=1.3, top_p=0.8, logprobs=0),
@@ -55,25 +48,24 @@ ASKING = [
 
 
 def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
-    """Run a function of split logits on several devices, and return the results of each device."""
+    """Return `function` on split logits, run on `count` devices; its results have a device axis."""
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     mesh = make_mesh(jax.devices(), count)
-    lie = PartitionSpec(None, MESH_AXIS)
+    vocab_split = PartitionSpec(None, MESH_AXIS)
 
     def each(logits: jax.Array, others: tuple) -> Any:
         found = function(logits, *others)
         return found if logits_out else jax.tree.map(lambda it: it[None], found)
 
-    specs: dict[str, Any] = {"in_specs": (lie, PartitionSpec()), "check_vma": False}
-    specs["out_specs"] = lie if logits_out else PartitionSpec(MESH_AXIS)
+    specs: dict[str, Any] = {"in_specs": (vocab_split, PartitionSpec()), "check_vma": False}
+    specs["out_specs"] = vocab_split if logits_out else PartitionSpec(MESH_AXIS)
     run = jax.jit(jax.shard_map(each, mesh=mesh, **specs))
     return lambda logits, *others: run(logits, others)
 
 
 @cache
 def sampler(count: int, level: SamplerLevel) -> Callable:
-    """Call `sample` on several devices."""
     options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
     if count == 1:
         return jax.jit(partial(sample, **options))
@@ -94,8 +86,7 @@ def rows_of(params: list[SamplingParams]) -> tuple:
 def both(
     logits: np.ndarray, level: SamplerLevel, count: int, params: list[SamplingParams]
 ) -> tuple[SampledTokens, SampledTokens]:
-    """Return the tokens of one device, and the tokens of several devices, which must agree with
-    each other."""
+    """Return the tokens of one device and of `count` devices, which must all be equal."""
     one, shared = (sampler(n, level)(jnp.asarray(logits), *rows_of(params)) for n in (1, count))
     first = jax.tree.map(lambda it: np.asarray(it)[0], shared)
     for leaf, own in zip(jax.tree.leaves(shared), jax.tree.leaves(first), strict=True):
@@ -116,14 +107,14 @@ def test_split_vocabulary_gives_the_tokens_of_one_device(level: SamplerLevel, co
         one, shared = both(random_logits(seed), level, count, params)
         np.testing.assert_array_equal(shared.token_ids, one.token_ids)
         found |= set((one.token_ids * count // V).tolist())
-    assert found == set(range(count))  # each device had some
+    assert found == set(range(count))  # every shard had a sampled token
 
 
 @pytest.mark.parametrize(
     ("level", "count"), covering(EXCHANGING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
 def test_lowest_token_id_wins_a_tie_across_devices(level: SamplerLevel, count: int):
-    """On one device, on neighbours, on the first and the last, and everywhere."""
+    """Test ties within a device, and between adjacent, distant and all devices."""
     own = V // count
     logits = np.zeros((B, V), np.float32)
     tied = [[own + 1, own + 2], [own - 1, own], [3, V - 1], [V - own, V - 1], [V - 1], []]
@@ -146,24 +137,24 @@ def test_padded_vocabulary_gives_the_same_tokens(num_real: int, count: int):
     np.testing.assert_array_equal(shared.token_ids, alone.token_ids)
 
 
-SICK: dict[str, dict[int, float]] = {
+NOT_FINITE: dict[str, dict[int, float]] = {
     "one NaN": {11: np.nan},
     "the last is NaN": {V - 1: np.nan},
     "infinite": {11: np.inf},
     "infinite on two devices": {0: np.inf, V - 1: np.inf},
-    "everything forbidden": dict.fromkeys(range(V), -np.inf),
+    "all forbidden": dict.fromkeys(range(V), -np.inf),
     "forbidden or NaN": dict.fromkeys(range(V), -np.inf) | {20: np.nan},
 }
 
 
 @pytest.mark.parametrize("level", EXCHANGING)
-@pytest.mark.parametrize("sick", SICK)
-def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, level: SamplerLevel):
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, level: SamplerLevel):
     params = PARAMS if level else PARAMS[:1] * B
     expected, _ = both(random_logits(1), level, 2, params)
     for row in range(B):
         logits = random_logits(1)
-        logits[row, list(SICK[sick])] = list(SICK[sick].values())
+        logits[row, list(NOT_FINITE[case])] = list(NOT_FINITE[case].values())
         one, shared = both(logits, level, 2, params)
         assert shared.token_ids[row] == one.token_ids[row] == NO_TOKEN
         np.testing.assert_array_equal(
@@ -175,7 +166,6 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, le
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
 def test_gathered_levels_give_the_scores_of_one_device(level: SamplerLevel, count: int):
-    """To the bit: the devices compute what one does."""
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = both(random_logits(2), level, count, params)
@@ -197,7 +187,7 @@ def test_mask_applies_to_each_vocabulary_shard(count: int):
 
 @pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
 def test_devices_exchange_only_what_a_level_needs(level: SamplerLevel):
-    """Two numbers a row and device, and the highest logit of each row before noise is drawn."""
+    """Greedy and random levels exchange two numbers per row; random needs one all-reduce too."""
 
     def run(logits: jax.Array, *others: Any) -> SampledTokens:
         options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
