@@ -118,7 +118,8 @@ class StepPlan:
             than its limit returns none. Empty without speculative decoding.
         num_tokens: Number of tokens that the step computes.
         is_decode: Whether each row computes one token and needs at most one new block-table entry.
-            True for a verify step, in which a row may need several entries. False if a row joins the batch, even with one token: its whole block table is new.
+            True for a verify step, in which a row may need several entries. False if a row joins
+            the batch, even with one token: its whole block table is new.
     """
 
     step_id: int

@@ -372,7 +372,7 @@ def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_ne
     last_tokens = jnp.full(4, V - 1, jnp.int32)
     options = {"level": FULL_LEVEL, "backend": Backend.XLA, "max_logprobs": 2}
     state = init_sampling_state(4, V)
-    sampled, last_tokens, counted = sample_step(
+    sampled, last_tokens, counted, _ = sample_step(
         jnp.asarray(logits), inputs, last_tokens, state, **options
     )
     assert counted is not None
