@@ -103,10 +103,14 @@ class SpeculativeConfig(Options):
     def from_mapping(cls, fields_by_name: object) -> "SpeculativeConfig":
         """Return the config with the given fields, such as `{"method": "ngram"}`.
 
+        A value that is a config already is returned as it is.
+
         Raises:
             TypeError, ValueError: The value is not a mapping, or a field is unknown or invalid. The
                 message names the field.
         """
+        if isinstance(fields_by_name, cls):
+            return fields_by_name
         if not isinstance(fields_by_name, Mapping):
             raise RequestTypeError(
                 "speculative_config",
@@ -359,7 +363,7 @@ class EngineConfig(Options):
         "model on a GPU, else 1",
         group=_STEPS_GROUP,
     )
-    speculative_config: Mapping[str, Any] | None = option(
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = option(
         None,
         parse=_parse_json,
         metavar="JSON",

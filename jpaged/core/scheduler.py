@@ -571,7 +571,9 @@ class Scheduler:
     def _choose_num_drafts(self, speculation: Speculation, step: PlanBuilder) -> int:
         """Return the number of drafts per row of a step; 0 if the step must be a plain step."""
         num_decoding = sum(
-            row.is_sampled and row.start >= row.sequence.num_admitted_tokens
+            row.is_sampled
+            and row.num_scheduled_tokens == 1
+            and row.start >= row.sequence.num_admitted_tokens
             for row in step.scheduled
         )
         if num_decoding < len(step.scheduled):

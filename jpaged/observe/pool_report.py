@@ -269,9 +269,9 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     """Yield each sequence with each of its blocks that has empty slots, and the number of them.
 
-    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that share a last block have the
-    same number of computed tokens: a fork copies the number of its parent, and a sequence that
-    writes to a shared block gets a copy of the block.
+    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
+    share a last block have the same number of computed tokens: a fork copies the number of its
+    parent, and a sequence that writes to a shared block gets a copy of the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():

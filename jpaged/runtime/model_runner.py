@@ -442,7 +442,11 @@ class ModelRunner:
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
-            sources[self._assign_row(child, sampling)] = sources.get(source, source)
+            row = self._assign_row(child, sampling)
+            sources[row] = sources.get(source, source)
+            if self._drafter is not None and child.num_output_tokens:
+                # After a preemption, the child may have other output tokens than the parent.
+                self._new_tokens[row] = child.token_ids
         pairs = [(source, row) for row, source in sources.items()]
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 

@@ -47,6 +47,7 @@ class SpeculativeDevice(FakeDevice):
 
     def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
         assert len(plan.limits) == len(plan.scheduled)
+        assert not plan.num_drafts or plan.num_tokens == len(plan.scheduled)
         self.limits = {
             row.sequence.seq_id: limit
             for row, limit in zip(plan.scheduled, plan.limits, strict=True)
