@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jpaged.config import SpeculativeConfig
 from jpaged.core.plan import NO_DRAFT
@@ -107,6 +107,14 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
 def padded_num_drafts(num_drafts: int) -> int:
     """Return the smallest number of drafts in `NUM_DRAFTS` that is at least `num_drafts`."""
     return next(number for number in NUM_DRAFTS if number >= num_drafts)
+
+
+def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:
+    """Return whether each draft equals the token that its row samples at the same position.
+
+    `bench/speculative.py` replaces the function to accept drafts at a given rate.
+    """
+    return drafts == token_ids
 
 
 def pack_tokens(

@@ -72,6 +72,7 @@ from jpaged.runtime.drafting import (
     DraftInputs,
     RowTokens,
     append_tokens,
+    are_accepted,
     load_tokens,
     make_drafter,
     resolve_lengths,
@@ -414,7 +415,7 @@ def _sample_drafts(
             for i, column in enumerate(sampled.token_ids.reshape(repeats, batch_size)):
                 at = len(tokens)
                 if at:
-                    is_accepted &= drafts[:, at - 1] == tokens[-1]
+                    is_accepted &= are_accepted(drafts[:, at - 1], tokens[-1])
                     missing = jnp.where(drafts[:, at - 1] >= 0, REJECTED, NO_DRAFT)
                 else:
                     missing = jnp.full_like(column, NO_DRAFT)
