@@ -193,6 +193,39 @@ def paged_prefill_attention(
     return _launch_decode(q, kv, block_tables, decode_lens, options, backend, into=out)
 
 
+def paged_verify_attention(
+    q: Float[Array, "B Q N H"],
+    kv: LayerKV,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, "B"],
+    *,
+    scale: float,
+    backend: Backend,
+    soft_cap: float | None = None,
+    sliding_window: int | None = None,
+    scales: KVScales | None = None,
+) -> Float[Array, "B Q N H"]:
+    """Compute causal attention of the last Q tokens of each sequence.
+
+    Query j of a sequence is at position `seq_len - Q + j`.
+
+    Args:
+        q: Queries of the last tokens, with the dtypes that `paged_decode_attention` takes.
+        kv: One layer's pool [P, S, K, H], which already holds the tokens.
+        block_tables: Block ids of each sequence, in order.
+        seq_lens: Number of tokens of each sequence, including all Q. 0 marks a padding row.
+        scale, backend, soft_cap, sliding_window, scales: See `paged_decode_attention`.
+
+    Returns:
+        Attention outputs [B, Q, N, H] in the dtype of q. Padding rows are zeros.
+    """
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    rows = q.reshape(-1, *q.shape[2:])
+    check_attention(rows, kv, block_tables, seq_lens, backend, **options)
+    options["scales"] = checks.resolve_pool_scales(kv, scales)
+    return xla.paged_verify_attention(q, kv, block_tables, seq_lens, **options)
+
+
 def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
