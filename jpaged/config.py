@@ -1,6 +1,8 @@
 """`EngineConfig`: the options of an engine, checked when the config is created."""
 
+import argparse
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -57,6 +59,93 @@ _TOKENS_REQUIREMENT = (
 _BURST_REQUIREMENT = (
     f"an integer, at most {MAX_SCHEDULER_STEPS}; a new request may wait for twice as many steps"
 )
+
+
+SPECULATIVE_METHODS = ("ngram",)
+MAX_SPECULATIVE_TOKENS = 7
+"""Maximum number of drafts per sequence in a step."""
+
+MAX_PROMPT_LOOKUP = 16
+"""Maximum number of tokens that the "ngram" method looks up."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig(Options):
+    """Options of speculative decoding, with the names and meanings of vLLM's `speculative_config`.
+
+    Attributes:
+        method: "ngram" looks up the last tokens of a sequence earlier in the sequence (prompt
+            lookup), and proposes the tokens that followed.
+        num_speculative_tokens: Maximum number of drafts per sequence in a step, 1 to 7. A step is
+            as fast with fewer drafts only if the number is at most 1 or 3.
+        prompt_lookup_max: Maximum number of tokens to look up.
+        prompt_lookup_min: Minimum number of tokens to look up.
+
+    Raises:
+        TypeError, ValueError: A value is invalid. The message names the field.
+    """
+
+    method: str = choice("ngram", SPECULATIVE_METHODS)
+    num_speculative_tokens: int = integer(
+        3,
+        low=1,
+        high=MAX_SPECULATIVE_TOKENS,
+        requirement=f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}",
+    )
+    prompt_lookup_max: int = integer(
+        4, low=1, high=MAX_PROMPT_LOOKUP, requirement=f"an integer from 1 to {MAX_PROMPT_LOOKUP}"
+    )
+    prompt_lookup_min: int = integer(
+        1, low=1, high=MAX_PROMPT_LOOKUP, requirement=f"an integer from 1 to {MAX_PROMPT_LOOKUP}"
+    )
+
+    @classmethod
+    def from_mapping(cls, fields_by_name: object) -> "SpeculativeConfig":
+        """Return the config with the given fields, such as `{"method": "ngram"}`.
+
+        A value that is a config already is returned as it is.
+
+        Raises:
+            TypeError, ValueError: The value is not a mapping, or a field is unknown or invalid. The
+                message names the field.
+        """
+        if isinstance(fields_by_name, cls):
+            return fields_by_name
+        if not isinstance(fields_by_name, Mapping):
+            raise RequestTypeError(
+                "speculative_config",
+                'must be a dict such as {"method": "ngram", "num_speculative_tokens": 3}',
+                value=repr(fields_by_name),
+            )
+        known = [f.name for f in fields(cls)]
+        for name in fields_by_name:
+            if name not in known:
+                raise RequestError(
+                    f"speculative_config.{name}",
+                    "is not supported",
+                    remedy=f"use {', '.join(known)}",
+                )
+        try:
+            return cls(**fields_by_name)
+        except RequestError as error:
+            names = {name: f"speculative_config.{name}" for name in known}
+            raise error.with_renamed_fields(names) from None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise RequestError(
+                "prompt_lookup_min",
+                f"is above prompt_lookup_max={self.prompt_lookup_max}; lower the value",
+                value=f"{self.prompt_lookup_min}",
+            )
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
 class LoopMode(StrEnum):
@@ -124,6 +213,9 @@ class EngineConfig(Options):
             log-probabilities. `Engine.generate` also uses bursts for more sequences and while
             requests wait, because no new request can arrive. 1 disables bursts. None is 4 on a GPU
             if the weights are at most 5 GB per device, and 1 otherwise.
+        speculative_config: Fields of `SpeculativeConfig`, as a dict. Steps then verify drafts of
+            the next tokens where that is faster, which changes no token. None: no speculative
+            decoding.
         compilation_cache_dir: Folder in which compiled programs are stored, so that later startups
             are fast; None stores nothing. Everyone who can write to the folder can run code in this
             process. The folder is also JAX's persistent compilation cache, unless JAX's
@@ -271,6 +363,14 @@ class EngineConfig(Options):
         "model on a GPU, else 1",
         group=_STEPS_GROUP,
     )
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = option(
+        None,
+        parse=_parse_json,
+        metavar="JSON",
+        help='speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 3}; '
+        "unset: none",
+        group=_STEPS_GROUP,
+    )
     compilation_cache_dir: str | Path | None = option(
         DEFAULT_COMPILATION_CACHE,
         metavar="FOLDER",
@@ -294,6 +394,7 @@ class EngineConfig(Options):
                 "num_blocks or kv_cache_memory_bytes, not both"
             )
         self._check_swap_space()
+        _ = self.speculation  # check the fields
 
     def _check_swap_space(self) -> None:
         """Raise RequestError if `swap_space` exceeds the machine's memory, or is 0 in swap mode."""
@@ -345,6 +446,13 @@ class EngineConfig(Options):
     def loop_mode(self) -> LoopMode:
         """Loop that the engine runs: overlapped or synchronous."""
         return LoopMode.OVERLAPPED if self.async_scheduling else LoopMode.SYNCHRONOUS
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Checked options of speculative decoding; None without speculative decoding."""
+        if self.speculative_config is None:
+            return None
+        return SpeculativeConfig.from_mapping(self.speculative_config)
 
     def host_blocks(self, bytes_per_block: int) -> int:
         """Return the number of blocks that fit in `swap_space`; 0 if requests are never swapped."""

@@ -16,6 +16,7 @@ from pallas_kernels.all_reduce import (
 from pallas_kernels.attention import (
     paged_decode_attention,
     paged_prefill_attention,
+    paged_verify_attention,
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
@@ -101,6 +102,7 @@ __all__ = [
     "pack_fp8_pairs",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "paged_verify_attention",
     "quantize_rows",
     "rms_norm",
     "rope_decode_attention",

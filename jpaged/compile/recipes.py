@@ -12,6 +12,7 @@ from jax import export
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.sharding import global_shape_struct, tree_mesh, wrap_in_shard_map
+from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.programs import DeviceShapes, ProgramName, SplitModel, int32_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -200,7 +201,7 @@ def _sharded_shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-for _kind in (KVState, LayerKV, SampleInputs, SampledTokens, SamplingState):
+for _kind in (KVState, LayerKV, RowTokens, SampleInputs, SampledTokens, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
 
 

@@ -341,6 +341,7 @@ def resolve_limits(
         backend=backend,
         few_programs=defaults.few_programs,
         num_scheduler_steps=burst,
+        speculation=config.speculation,
     )
 
 

@@ -48,6 +48,9 @@ class GroupFit(NamedTuple):
 class BlockManager:
     """Gives each sequence exactly the blocks that its computed tokens fill.
 
+    With speculative decoding, a sequence may hold more blocks: `reserve` adds blocks for drafts,
+    and `trim` frees the blocks that no step in flight may write.
+
     Token `i` of a sequence lies in slot `i % block_size` of block `block_table[i // block_size]`.
     New tokens start at `sequence.num_computed_tokens`, which the caller advances after `append`.
 
@@ -56,7 +59,12 @@ class BlockManager:
         block_size: Number of slots (tokens) per block.
         prefix_cache: Index of full blocks for sequences that begin with the same tokens. None: no
             prefixes are cached.
+
+    Attributes:
+        has_reservations: Whether sequences may hold more blocks than their computed tokens fill.
     """
+
+    has_reservations = False
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None = None):
         if block_size < 1:
@@ -131,6 +139,8 @@ class BlockManager:
         start, block_size = sequence.num_computed_tokens, self.block_size
         table = sequence.block_table
         grown = -(-(start + num_tokens) // block_size) - len(table)
+        if grown < 0:  # a sequence with reserved blocks shares no partly filled block
+            return 0
         if start % block_size and self.pool.blocks[table[-1]].ref_cnt > 1:
             return grown + 1
         return grown
@@ -138,11 +148,10 @@ class BlockManager:
     def has_free_slot(self, sequence: Sequence) -> bool:
         """Return whether the sequence can append one token without a new block.
 
-        True if the last block is partly filled and no other sequence holds this block.
+        True if the sequence has a block for the token and no other sequence holds this block.
         """
-        if sequence.num_computed_tokens % self.block_size == 0:
-            return False
-        return self.pool.blocks[sequence.block_table[-1]].ref_cnt == 1
+        index, table = sequence.num_computed_tokens // self.block_size, sequence.block_table
+        return index < len(table) and self.pool.blocks[table[index]].ref_cnt == 1
 
     def total_new_blocks(self, work: list[tuple[Sequence, int]]) -> int:
         """Return the number of blocks that several `append` calls would allocate together.
@@ -158,8 +167,9 @@ class BlockManager:
         num_blocks, writers = 0, Counter[int]()
         for sequence, num_tokens in work:
             start, table = sequence.num_computed_tokens, sequence.block_table
-            num_blocks += self.num_blocks_for(start + num_tokens) - len(table)
-            if start % self.block_size:
+            grown = self.num_blocks_for(start + num_tokens) - len(table)
+            num_blocks += max(grown, 0)
+            if start % self.block_size and grown >= 0:
                 writers[table[-1]] += 1
         blocks = self.pool.blocks
         copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
@@ -191,6 +201,22 @@ class BlockManager:
         table[first:] = fresh
         return BlockChanges(tuple(enumerate(fresh, first)), copies)
 
+    def reserve(self, sequence: Sequence, num_tokens: int, max_new_blocks: int) -> BlockChanges:
+        """Give the sequence blocks for `num_tokens` tokens in all, but few new blocks.
+
+        Args:
+            sequence: Sequence that shares no partly filled block.
+            num_tokens: Number of tokens, including computed tokens.
+            max_new_blocks: Maximum number of new blocks, at most `num_free_blocks`.
+        """
+        table = sequence.block_table
+        num_blocks = min(self.num_blocks_for(num_tokens) - len(table), max_new_blocks)
+        if num_blocks <= 0:
+            return NO_CHANGES
+        first, fresh = len(table), self.pool.allocate(num_blocks)
+        table += fresh
+        return BlockChanges(tuple(enumerate(fresh, first)))
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks of `parent`, including a partly filled last block.
 
@@ -205,13 +231,15 @@ class BlockManager:
         child.last_cache_entry_id = parent.last_cache_entry_id
 
     def trim(self, sequence: Sequence) -> None:
-        """Free the blocks after the sequence's last computed token.
+        """Free the blocks after the last token that steps in flight may compute.
 
-        A sequence has such blocks when its part of a step was withdrawn after `append`.
+        A sequence has such blocks when its part of a step was withdrawn after `append`, or when
+        drafts were rejected.
         """
-        table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
+        table = sequence.block_table
+        needed = self.num_blocks_for(sequence.num_computed_tokens + sequence.num_pending_drafts)
         if len(table) > needed:
-            self.pool.free(reversed(table[needed:]))
+            self.pool.free_empty(reversed(table[needed:]))
             # Assign a new list: `pool_changes.py` detects removed blocks by the list's identity.
             sequence.block_table = table[:needed]
 
@@ -221,6 +249,8 @@ class BlockManager:
         The pool evicts cached blocks in this order. A cached block is useless without the blocks
         before it, so the last block must go first.
         """
+        if self.has_reservations:
+            self.trim(sequence)
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
         sequence.num_registered_blocks, sequence.last_cache_entry_id = 0, ROOT_ENTRY_ID
@@ -343,11 +373,15 @@ class BlockManager:
 
     def _check_table(self, sequence: Sequence) -> None:
         table = sequence.block_table
-        needed = self.num_blocks_for(sequence.num_computed_tokens)
+        needed, num_held = self.num_blocks_for(sequence.num_computed_tokens), len(table)
         if sequence.host_block_table:
             require(not table, f"swapped-out sequence {sequence.seq_id} holds blocks {table}")
-            needed -= len(sequence.host_block_table)
-        is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
+            num_held = len(sequence.host_block_table)
+        has_enough = num_held == needed
+        if self.has_reservations:
+            # A step in flight returns no token if the steps before it have filled all slots.
+            has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
+        is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(
             is_sound, f"sequence {sequence.seq_id} needs {needed} distinct blocks, holds {table}"
         )

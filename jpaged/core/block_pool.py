@@ -174,6 +174,17 @@ class BlockPool:
                 self.num_cached_blocks += block.cache_entry is not None
                 self.num_blocks_freed += 1
 
+    def free_empty(self, block_ids: Iterable[int]) -> None:
+        """Drop a reference to each block, and put unreferenced blocks first in the free queue.
+
+        The blocks contain no tokens, so they are the first to allocate again: cached blocks stay
+        cached longer.
+        """
+        for block_id in block_ids:
+            self.free((block_id,))
+            if block_id in self.free_block_queue:
+                self.free_block_queue.move_to_end(block_id, last=False)
+
     def _get_usable_block(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):
             raise IntegrityError(

@@ -19,7 +19,13 @@ class SchedulingGoal(Enum):
 
 
 NO_TOKEN = -1
-"""Sampled token id of a row whose logits have no finite maximum."""
+"""Sampled token id of a row whose logits have no finite maximum. It ends the request."""
+
+REJECTED, NO_DRAFT = -2, -3
+"""Token ids of positions of a step that return no token: the draft before the position was
+rejected, or there was no draft. A row whose first position is `NO_DRAFT` returns no token at all in
+this step.
+"""
 
 make_tuple = tuple.__new__
 """Create a named tuple from its class and all its fields.
@@ -63,7 +69,8 @@ class ScheduledSequence(NamedTuple):
 
     Attributes:
         sequence: The sequence.
-        start: Position of the first computed token.
+        start: Position of the first computed token. While steps that verify drafts are in flight,
+            only the device knows the position; `start` counts one token per step in flight.
         num_scheduled_tokens: Number of computed tokens.
         is_sampled: Whether the step samples the sequence's next token. False if the step does not
             reach the last token of the sequence.
@@ -105,9 +112,14 @@ class StepPlan:
         swap_outs: Blocks to copy to host memory.
         swap_ins: Blocks to copy to the device.
         failed: Requests that ended because planning failed for them, and the errors.
+        num_drafts: Maximum number of drafts that the step verifies per row; 0 for a plain step.
+        limits: With speculative decoding, the number of tokens for which each scheduled sequence
+            has slots. The device writes no token beyond the limit, and a sequence with more tokens
+            than its limit returns none. Empty without speculative decoding.
         num_tokens: Number of tokens that the step computes.
         is_decode: Whether each row computes one token and needs at most one new block-table entry.
-            False if a row joins the batch, even with one token: its whole block table is new.
+            True for a verify step, in which a row may need several entries. False if a row joins
+            the batch, even with one token: its whole block table is new.
     """
 
     step_id: int
@@ -120,6 +132,8 @@ class StepPlan:
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
     failed: tuple[tuple[Request, Exception], ...] = ()
+    num_drafts: int = 0
+    limits: tuple[int, ...] = ()
     num_tokens: int = field(init=False)
     is_decode: bool = field(init=False)
 
@@ -128,7 +142,7 @@ class StepPlan:
         scheduled = self.scheduled
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
-        object.__setattr__(self, "is_decode", decode)
+        object.__setattr__(self, "is_decode", decode or self.num_drafts > 0)
 
     @property
     def num_new_tokens(self) -> int:

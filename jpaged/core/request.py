@@ -105,8 +105,12 @@ class Sequence:
         index: Index among the request's samples; 0 for beams.
         seed: Seed of the sampling noise.
         finish_reason: Reason why the sequence ended; None before that.
-        num_computed_tokens: Number of tokens whose KV is computed, including steps in flight.
-        num_pending_tokens: Number of tokens that steps in flight sample.
+        num_computed_tokens: Number of tokens whose KV is computed, including steps in flight. With
+            speculative decoding, one token counts per step in flight. The number is corrected when
+            the step is read.
+        num_pending_tokens: Number of tokens that steps in flight sample, without accepted drafts.
+        num_pending_drafts: Maximum number of drafts that steps in flight may accept. 0 without
+            speculative decoding.
         num_in_flight_steps: Number of steps in flight that compute the sequence.
         num_admitted_tokens: Number of tokens in `token_ids` when the sequence last joined the
             batch. Steps that start at a later position are decode steps.
@@ -134,6 +138,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_pending_drafts: int = 0
     num_in_flight_steps: int = 0
     num_admitted_tokens: int = 0
     has_row: bool = False
@@ -182,6 +187,8 @@ class Request:
         num_common_prefix_tokens: Number of leading tokens that the first live sequence computes for
             all, before the others fork from it. 0 if there is nothing to fork.
         swap_entry: Blocks in host memory while the request is swapped out.
+        takes_drafts: Whether steps with the request may verify drafts. False for a beam search and
+            for a request with a grammar.
         live_sequences: Sequences that have not ended.
     """
 
@@ -197,10 +204,12 @@ class Request:
     max_num_tokens: int = 0
     num_common_prefix_tokens: int = 0
     swap_entry: SwapEntry | None = None
+    takes_drafts: bool = field(init=False)
     live_sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self):
         self.live_sequences = list(self.sequences)
+        self.takes_drafts = self.beam is None
         for sequence in self.sequences:
             sequence.request = self
 

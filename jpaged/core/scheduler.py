@@ -25,6 +25,7 @@ from jpaged.core.groups import (
     set_common_prefix,
 )
 from jpaged.core.plan import (
+    NO_TOKEN,
     EmittedToken,
     PlanBuilder,
     ScheduledSequence,
@@ -43,6 +44,7 @@ from jpaged.core.request import (
     Sequence,
 )
 from jpaged.core.sequence_table import RequestQueue, SequenceTable, check_queues
+from jpaged.core.speculation import Speculation
 from jpaged.core.swap import PreemptionPolicy, SwapSpace
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -55,6 +57,11 @@ class Scheduler:
     and becomes the first waiting request of its priority. No waiting request overtakes another.
     Among requests of one priority, the running requests arrived before the waiting ones.
 
+    With speculative decoding, a step returns up to `1 + num_drafts` tokens per sequence, or none.
+    The scheduler plans with the lowest possible number of tokens until it has read the steps. The
+    device knows the actual number, and stops a sequence at its limit (`StepPlan.limits`). The
+    scheduler reserves blocks for drafts only while no request waits for blocks.
+
     Attributes:
         config: Limits of the scheduler.
         block_manager: Block tables and the pool of blocks.
@@ -62,6 +69,7 @@ class Scheduler:
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
         sequences: Sequences of unfinished requests, and ended sequences that are not freed yet.
+        speculation: When to verify drafts; None without speculative decoding.
     """
 
     def __init__(
@@ -69,9 +77,11 @@ class Scheduler:
         config: SchedulerConfig,
         block_manager: BlockManager,
         preemption_policy: PreemptionPolicy | None = None,
+        speculation: Speculation | None = None,
     ):
-        self.config = config
+        self.config, self.speculation = config, speculation
         self.block_manager = block_manager
+        block_manager.has_reservations = speculation is not None
         self.swap_space = SwapSpace(preemption_policy or PreemptionPolicy(), block_manager)
         self.running = RequestQueue()
         self.waiting = RequestQueue(has_fast_front=True)
@@ -203,6 +213,10 @@ class Scheduler:
             self._fail_unplanned(step)
         if not (step.scheduled or self.swap_space.has_swap_ins or self._failed):
             return None
+        num_drafts, limits = 0, ()
+        if self.speculation is not None and step.scheduled:
+            num_drafts = self._choose_num_drafts(self.speculation, step)
+            limits = self._reserve_slots(step, num_drafts)
         released_seq_ids, row_forks = self.sequences.pop_row_changes()
         plan = StepPlan(
             self._num_planned,
@@ -213,6 +227,8 @@ class Scheduler:
             row_forks,
             *self.swap_space.pop_swap_changes(),
             tuple(self._failed),
+            num_drafts,
+            limits,
         )
         self._preempted.clear()
         self._failed.clear()
@@ -235,8 +251,7 @@ class Scheduler:
         scheduled = list(plan.scheduled)
         for i in rows:
             sequence = scheduled[i].sequence
-            sequence.num_computed_tokens -= 1
-            sequence.num_pending_tokens -= 1
+            _settle(sequence, num_tokens=0)
             self.block_manager.trim(sequence)
             scheduled[i] = scheduled[i]._replace(num_scheduled_tokens=0, is_sampled=False)
         return replace(plan, scheduled=tuple(scheduled))
@@ -249,13 +264,18 @@ class Scheduler:
     ) -> StepUpdate:
         """Append the sampled tokens of a finished step, and end completed sequences.
 
+        Of a verify step, only the first token of each sequence is appended. The caller then passes
+        the other positions to `append_accepted`, and may end sequences in between.
+
         An error of one request, or a missing token (`NO_TOKEN`), ends only that request.
         `StepUpdate.failed` lists such requests.
 
         Args:
             plan: The oldest plan that is not read yet.
             sampled_token_ids: int [rows]; sampled token of each sequence in `plan.scheduled`.
-                Ignored for rows that do not sample and for sequences that have ended.
+                Ignored for rows that do not sample and for sequences that have ended. Of a verify
+                step, int [rows, 1 + plan.num_drafts]: the tokens of a row, followed by `REJECTED`
+                or `NO_DRAFT`. A row that begins with `NO_DRAFT` returns no token.
             candidates: Next-token candidates, one row per scheduled sequence. Required if the step
                 sampled for a beam search.
 
@@ -268,12 +288,17 @@ class Scheduler:
                 f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
                 "next to update"
             )
-        if sampled_token_ids.shape != (len(plan.scheduled),):
+        shape = (len(plan.scheduled), *([1 + plan.num_drafts] if plan.num_drafts else []))
+        if sampled_token_ids.shape != shape:
             raise ValueError(
                 f"sampled_token_ids must have one token for each of {len(plan.scheduled)} "
-                f"scheduled sequences, got shape {sampled_token_ids.shape}"
+                f"scheduled sequences and each of {plan.num_drafts} drafts, got shape "
+                f"{sampled_token_ids.shape}"
             )
         self._num_updated += 1
+        if plan.limits:
+            self._settle_rows(plan, sampled_token_ids)
+            sampled_token_ids = sampled_token_ids.reshape(len(plan.scheduled), -1)[:, 0]
         emitted: list[EmittedToken] = []
         beam_rows: list[tuple[Sequence, int]] = []
         manager, sequences = self.block_manager, self.sequences
@@ -287,7 +312,12 @@ class Scheduler:
             request = sequence.request
             sequence.num_in_flight_steps -= 1
             if is_sampled:
-                sequence.num_pending_tokens -= 1
+                if plan.limits:
+                    # The step sampled after the last token that was read, unless it had no slot.
+                    start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
+                    num_tokens = int(is_sampled)
+                else:
+                    sequence.num_pending_tokens -= 1
             try:
                 if (
                     is_caching
@@ -312,13 +342,55 @@ class Scheduler:
             self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
+    def append_accepted(self, plan: StepPlan, token_ids: np.ndarray) -> StepUpdate:
+        """Append the tokens of one draft position of the verify step that `update` has read last.
+
+        Args:
+            plan: Plan of the verify step.
+            token_ids: int [rows]; a column of the array that `update` received. The columns must
+                be passed in order.
+
+        Raises:
+            IntegrityError: An error of a request left an inconsistent state.
+        """
+        emitted: list[EmittedToken] = []
+        for row, token_id in zip(plan.scheduled, token_ids.tolist(), strict=True):
+            sequence = row.sequence
+            if token_id < NO_TOKEN or sequence.finish_reason is not None:
+                continue
+            try:
+                if token_id == NO_TOKEN:
+                    raise NoTokenError(sequence.num_output_tokens)
+                self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
+                if sequence.num_computed_tokens:  # not preempted since the step was planned
+                    sequence.num_computed_tokens += 1
+                emitted.append(self._append_token(sequence.request, sequence, token_id))
+            except Exception as error:
+                self._fail_request(sequence.request, error)
+        failed, self._failed = self._failed, []
+        if not all(isinstance(error, NoTokenError) for _, error in failed):
+            self.check_integrity()
+        return StepUpdate(emitted, [], failed)
+
+    def _settle_rows(self, plan: StepPlan, token_ids: np.ndarray) -> None:
+        """Count the tokens that the rows of a step returned, drafts excluded."""
+        token_ids = token_ids.reshape(len(plan.scheduled), -1)
+        has_token = (token_ids[:, 0] >= NO_TOKEN).tolist()
+        for row, num_tokens in zip(plan.scheduled, has_token, strict=True):
+            if row.is_sampled:
+                _settle(row.sequence, num_tokens)
+                row.sequence.num_pending_drafts -= plan.num_drafts
+        if plan.num_drafts and self.speculation is not None:
+            self.speculation.record(token_ids)
+
     def check_integrity(self) -> None:
         """Check that queues, sequences, swap entries and blocks are consistent.
 
         Raises:
             IntegrityError: An inconsistency was found.
         """
-        check_queues(self.config.max_num_seqs, self.running, self.waiting)
+        speculates = self.speculation is not None
+        check_queues(self.config.max_num_seqs, self.running, self.waiting, speculates=speculates)
         self.sequences.check_integrity(self.unfinished_requests, self.num_in_flight_steps)
         self.swap_space.check_integrity(self.unfinished_requests)
         self.block_manager.check_integrity(self.sequences.by_id.values())
@@ -453,6 +525,8 @@ class Scheduler:
             Whether `request` can continue in this step.
         """
         manager = self.block_manager
+        if num_blocks > manager.num_free_blocks:
+            self._trim_reservations()
         while not step.is_waiting_for_blocks and num_blocks > manager.num_free_blocks:
             num_returning = len(manager.exclusive_blocks(self.sequences.draining.values()))
             if num_blocks <= manager.num_free_blocks + num_returning:
@@ -472,6 +546,8 @@ class Scheduler:
         needs no more steps.
         """
         request = self.running.last
+        for sequence in request.live_sequences if self.speculation is not None else ():
+            self.block_manager.trim(sequence)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live_sequences)
         is_swapped = not is_complete and self.swap_space.should_swap(request)
         self.running.remove(request)
@@ -489,6 +565,61 @@ class Scheduler:
         if not is_complete:
             self._preempted.append(request.request_id)
         return request
+
+    # ---- planning of drafts
+
+    def _choose_num_drafts(self, speculation: Speculation, step: PlanBuilder) -> int:
+        """Return the number of drafts per row of a step; 0 if the step must be a plain step."""
+        num_decoding = sum(
+            row.is_sampled
+            and row.num_scheduled_tokens == 1
+            and row.start >= row.sequence.num_admitted_tokens
+            for row in step.scheduled
+        )
+        if num_decoding < len(step.scheduled):
+            speculation.num_mixed_steps += num_decoding > 0
+            return 0
+        if not all(row.sequence.request.takes_drafts for row in step.scheduled):
+            return 0
+        return speculation.choose_num_drafts(num_decoding)
+
+    def _reserve_slots(self, step: PlanBuilder, num_drafts: int) -> tuple[int, ...]:
+        """Reserve blocks for the drafts of a step, and return the limit of each row.
+
+        The blocks that every row needs are allocated already. No other block is allocated if a
+        request waits for blocks, or if the running sequences might then lack blocks in the next
+        step. Drafts without a slot are dropped by the device.
+        """
+        manager, limits = self.block_manager, []
+        num_spare = manager.num_free_blocks - self.running.num_rows
+        if step.has_preempted or step.is_waiting_for_blocks or self._waits_for_blocks:
+            num_spare = 0
+        for i, row in enumerate(step.scheduled):
+            sequence = row.sequence
+            max_slots = sequence.request.max_num_tokens - 1
+            if row.is_sampled and sequence.request.beam is None:
+                wanted = sequence.num_computed_tokens + sequence.num_pending_drafts + num_drafts
+                found = manager.reserve(sequence, min(wanted, max_slots), max(num_spare, 0))
+                num_spare -= len(found.updates)
+                sequence.num_pending_drafts += num_drafts
+                if found.updates:
+                    updates = row.block_updates + found.updates
+                    step.scheduled[i] = row._replace(block_updates=updates)
+            limits.append(min(len(sequence.block_table) * manager.block_size, max_slots))
+        return tuple(limits)
+
+    @property
+    def _waits_for_blocks(self) -> bool:
+        """Whether the first waiting request has enough free batch rows, so that it lacks blocks."""
+        return bool(self.waiting) and self._admission.num_free_rows >= self.waiting.first.num_rows
+
+    def _trim_reservations(self) -> bool:
+        """Free all blocks that no step in flight may write. Return whether any block was freed."""
+        before = self.block_manager.num_free_blocks
+        if self.speculation is not None:
+            for sequence in self.sequences.by_id.values():
+                self.block_manager.trim(sequence)
+        return self.block_manager.num_free_blocks > before
 
     # ---- planning of waiting requests
 
@@ -539,6 +670,8 @@ class Scheduler:
         set_common_prefix(request)
         # A request that was just preempted may have sampled tokens that the host has not read.
         fit = self._admission.find_fit(request) if request.is_fully_read else None
+        if fit is None and request.is_fully_read and self._waits_for_blocks:
+            fit = self._admission.find_fit(request) if self._trim_reservations() else None
         if fit is None:
             return False
         if request.status is RequestStatus.SWAPPED:
@@ -645,7 +778,20 @@ class Scheduler:
 
         Call this before `register_full_blocks`, to keep their blocks out of the prefix cache.
         """
-        for index in np.flatnonzero(sampled_token_ids < 0).tolist():
+        for index in np.flatnonzero(sampled_token_ids == NO_TOKEN).tolist():
             sequence, _, _, is_sampled, _ = plan.scheduled[index]
             if is_sampled and sequence.finish_reason is None:
                 self._fail_request(sequence.request, NoTokenError(sequence.num_output_tokens))
+
+
+def _settle(sequence: Sequence, num_tokens: int) -> None:
+    """Replace the one token that a step was expected to sample by the token that it returned.
+
+    Args:
+        sequence: Sequence that the step computed.
+        num_tokens: 1, or 0 if the step returned no token. A later step then computes the last
+            token of the sequence again.
+    """
+    sequence.num_pending_tokens -= 1
+    if sequence.num_computed_tokens:  # not preempted since the step was planned
+        sequence.num_computed_tokens += num_tokens - 1

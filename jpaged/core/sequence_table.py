@@ -212,13 +212,17 @@ class SequenceTable:
             )
 
 
-def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue) -> None:
+def check_queues(
+    max_num_seqs: int, running: RequestQueue, waiting: RequestQueue, *, speculates: bool = False
+) -> None:
     """Check both queues, their order and the state of their requests.
 
     Args:
         max_num_seqs: Maximum number of running sequences.
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
+        speculates: Whether steps in flight may return no token, because earlier steps accepted
+            drafts.
 
     Raises:
         IntegrityError: A queue or a request is inconsistent.
@@ -235,12 +239,12 @@ def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue
             "and waits for it",
         )
     for request in running:
-        _check_running(request)
+        _check_running(request, speculates)
     for request in waiting:
         _check_waiting(request)
 
 
-def _check_running(request: Request) -> None:
+def _check_running(request: Request, speculates: bool) -> None:
     name = f"running request {request.request_id!r}"
     require(request.status is RequestStatus.RUNNING, f"{name} is {request.status}")
     require(bool(request.live_sequences), f"{name} has no sequence")
@@ -250,7 +254,8 @@ def _check_running(request: Request) -> None:
         has_more = computed < known or request.beam is not None
         require(computed <= known and has_more, f"{name} has computed {computed} of {known} tokens")
         require(
-            known <= request.max_num_tokens, f"{name} has more than {request.max_num_tokens} tokens"
+            (len(sequence.token_ids) if speculates else known) <= request.max_num_tokens,
+            f"{name} has more than {request.max_num_tokens} tokens",
         )
         require(not sequence.host_block_table, f"{name} is still in a swap entry")
 

@@ -148,8 +148,11 @@ class SwapSpace:
 
         Blocks for the tokens that are not computed yet are included. Without them, the group would
         be preempted again immediately. Blocks that the prefix cache holds are shared, not copied.
+        Blocks for drafts that were rejected after the group was swapped out are not copied back.
         """
         manager = self._manager
+        for sequence in request.live_sequences:
+            del sequence.host_block_table[manager.num_blocks_for(sequence.num_computed_tokens) :]
         hits = [manager.find_prefix(s, s.num_computed_tokens) for s in request.live_sequences]
         found = {block.block_id: block for blocks in hits for block in blocks}
         num_needed = sum(block.ref_cnt == 0 for block in found.values())

@@ -238,6 +238,8 @@ class EngineLoop:
             others_wait = goal is SchedulingGoal.LATENCY and self.scheduler.waiting
             if others_wait or self._is_constrained(plan) or not self._runner.fits_burst(plan, goal):
                 break
+            if plan.num_drafts != plans[0].num_drafts:
+                break
         return plans
 
     def _is_constrained(self, plan: StepPlan) -> bool:
@@ -256,8 +258,10 @@ class EngineLoop:
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
         # `_schedule` has checked every plan but the last: a plan that does not fit ends the list.
-        if len(unconstrained) == runner.burst_steps > 1 and runner.fits_burst(
-            unconstrained[-1], goal
+        if (
+            len(unconstrained) == runner.burst_steps > 1
+            and runner.fits_burst(unconstrained[-1], goal)
+            and unconstrained[-1].num_drafts == unconstrained[0].num_drafts
         ):
             handles = runner.launch_burst(unconstrained, self._request_params)
         else:
@@ -356,9 +360,32 @@ class EngineLoop:
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
             )
+            if handle.plan.num_drafts:
+                advanced |= self._append_accepted(handle.plan, result, update.failed)
             if update.advanced_beam_requests:
                 advanced |= self._notify_searches(update.advanced_beam_requests)
             return self._update_requests(advanced | failed, update.failed)
+
+    def _append_accepted(
+        self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
+    ) -> dict[RequestState, None]:
+        """Append the tokens after each draft of a verify step, and return the notified requests.
+
+        A stop string may end a sequence before its other tokens are appended.
+
+        Args:
+            plan: Plan of the verify step, whose first tokens are appended.
+            result: Result of the step.
+            failed: List to which requests are added that failed.
+        """
+        notified: dict[RequestState, None] = {}
+        scores = result.draft_logprobs or (None,) * plan.num_drafts
+        for token_ids, logprobs in zip(result.token_ids.T[1:], scores, strict=True):
+            update = self.scheduler.append_accepted(plan, token_ids)
+            self.counts["num_generated_tokens"] += len(update.emitted_tokens)
+            notified |= self._notify_requests(update.emitted_tokens, plan, logprobs, ())
+            failed += update.failed
+        return notified
 
     def _update_requests(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]

@@ -295,6 +295,8 @@ class RequestState:
         self.undelivered_samples = list(self.samples)
         self._reads_every_token = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
+        if self.constraint is not None:  # the mask of a token depends on the token before it
+            self.request.takes_drafts = False
 
     @property
     def request_id(self) -> str:

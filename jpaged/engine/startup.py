@@ -19,6 +19,7 @@ from jpaged.config import EMBEDDED_MODEL, FP8_KV_CACHE_DTYPES, EngineConfig
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.speculation import Speculation
 from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.errors import RequestError, format_count
@@ -29,11 +30,13 @@ from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
+from jpaged.runtime.drafting import padded_num_drafts
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.preemption_timing import measure_preemption_costs
 from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
+from jpaged.runtime.verify_costs import verify_costs
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import select_backend, supports_fp8, supports_kernels
@@ -158,6 +161,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             ),
             BlockManager(runtime.num_blocks, runtime.block_size, cache),
             _choose_preemption(config, runtime, runner, log),
+            _make_speculation(runtime),
         ),
         runner=runner,
     )
@@ -262,6 +266,13 @@ def _choose_preemption(
     with log.phase("measuring the cost of preemption"):
         costs = measure_preemption_costs(runner, runtime)
     return PreemptionPolicy(mode, runtime.num_host_blocks, costs)
+
+
+def _make_speculation(runtime: RuntimeConfig) -> Speculation | None:
+    if runtime.speculation is None:
+        return None
+    num_drafts = padded_num_drafts(runtime.speculation.num_speculative_tokens)
+    return Speculation(num_drafts, verify_costs(runtime, num_drafts))
 
 
 def describe_memory(

@@ -24,6 +24,7 @@ from pallas_kernels import (
     LayerKV,
     paged_decode_attention,
     paged_prefill_attention,
+    paged_verify_attention,
     rope_decode_attention,
     rope_write_kv,
     sum_partials,
@@ -49,6 +50,8 @@ class AttentionInputs:
         peer_header: Peer-memory header for all-reduces (see `sharding.PendingAllReduce`). None: XLA
             does all-reduces. In each layer, attention uses exchange buffer 0 and the feed-forward
             uses exchange buffer 1.
+        num_queries: Number of tokens per sequence (Q) in a step that verifies drafts, whose tokens
+            are flattened (T == B * Q); 1 in other steps. Static.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -58,15 +61,18 @@ class AttentionInputs:
     backend: Backend
     call_shared: Callable | None = None
     peer_header: Int32[Array, "W"] | None = None
+    num_queries: int = 1
 
     _ARRAY_FIELDS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peer_header")
+
+    _STATIC_FIELDS = ("backend", "call_shared", "num_queries")
 
     def tree_flatten_with_keys(self):
         """Return the array fields as (key, array) pairs, and the static fields."""
         keyed = [
             (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._ARRAY_FIELDS
         ]
-        return keyed, (self.backend, self.call_shared)
+        return keyed, (self.backend, self.call_shared, self.num_queries)
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
@@ -74,7 +80,7 @@ class AttentionInputs:
 
         Skip `__init__`: JAX may pass placeholders, which runtime type checks would reject.
         """
-        self, names = object.__new__(cls), (*cls._ARRAY_FIELDS, "backend", "call_shared")
+        self, names = object.__new__(cls), (*cls._ARRAY_FIELDS, *cls._STATIC_FIELDS)
         vars(self).update(zip(names, (*arrays, *static), strict=True))
         return self
 
@@ -188,14 +194,19 @@ class Attention(nnx.Module):
             "backend": attention.backend,
         }
         tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
-        if angles is not None and starts is None:
+        num_queries = attention.num_queries
+        if angles is not None and starts is None and num_queries == 1:
             norms = self.head_norms()
             return rope_decode_attention(
                 qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
             )
         q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
         rows = q.astype(kv.attention_dtype(q.dtype))
-        if starts is None:
+        if num_queries > 1:
+            queries = rows.reshape(-1, num_queries, *rows.shape[1:])
+            out = paged_verify_attention(queries, kv, tables, lens, **options)
+            out = out.reshape(rows.shape)
+        elif starts is None:
             out = paged_decode_attention(rows, kv, tables, lens, **options)
         else:
             call_shared = attention.call_shared

@@ -243,7 +243,22 @@ def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, An
         num_pinned_blocks=manager.pins.num_blocks,
         num_host_blocks=swap_space.policy.num_host_blocks,
         num_used_host_blocks=swap_space.num_used_host_blocks,
+        **_count_drafts(scheduler),
     )
+
+
+def _count_drafts(scheduler: "Scheduler") -> dict[str, int]:
+    """Return the fields of `EngineStats` about speculative decoding."""
+    speculation = scheduler.speculation
+    if speculation is None:
+        return {}
+    return {
+        "num_drafts": speculation.num_verified_rows,
+        "num_draft_tokens": speculation.num_draft_tokens,
+        "num_accepted_tokens": speculation.num_accepted_tokens,
+        "num_verify_steps": speculation.num_verify_steps,
+        "num_mixed_steps": speculation.num_mixed_steps,
+    }
 
 
 def num_waste_slots(scheduler: "Scheduler") -> int:
@@ -251,31 +266,35 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
     return sum(_count_empty_slots(scheduler).values())
 
 
-def _iter_last_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
-    """Yield each sequence with blocks, the id of its last block, and the empty slots in that block.
+def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
+    """Yield each sequence with each of its blocks that has empty slots, and the number of them.
 
-    Only the last block of a sequence has empty slots. Sequences that share a last block have the
-    same number of computed tokens: a fork copies the number of its parent, and a sequence that
-    writes to a shared block gets a copy of the block.
+    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
+    share a last block have the same number of computed tokens: a fork copies the number of its
+    parent, and a sequence that writes to a shared block gets a copy of the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():
-        if sequence.block_table:
-            yield sequence, sequence.block_table[-1], -sequence.num_computed_tokens % size
+        num_computed, table = sequence.num_computed_tokens, sequence.block_table
+        for index in range(num_computed // size, len(table)):
+            yield sequence, table[index], min((index + 1) * size - num_computed, size)
 
 
 def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
-    return {block_id: empty for _, block_id, empty in _iter_last_blocks(scheduler)}
+    return {block_id: empty for _, block_id, empty in _iter_partial_blocks(scheduler)}
 
 
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
     """Return the number of empty slots that at least one sequence may still fill."""
     reserved = Counter[int]()
-    for sequence, block_id, empty in _iter_last_blocks(scheduler):
+    num_before: dict[int, int] = {}  # empty slots in earlier blocks, by the id of the sequence
+    for sequence, block_id, empty in _iter_partial_blocks(scheduler):
         if sequence.finish_reason is None:
             # The last token of a sequence is never an input of a step, so it has no KV.
             num_future_tokens = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
-            reserved[block_id] = max(reserved[block_id], min(empty, num_future_tokens))
+            num_future_tokens -= num_before.get(sequence.seq_id, 0)
+            num_before[sequence.seq_id] = num_before.get(sequence.seq_id, 0) + empty
+            reserved[block_id] = max(reserved[block_id], min(empty, max(num_future_tokens, 0)))
     return reserved.total()
 
 

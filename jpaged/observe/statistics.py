@@ -49,6 +49,12 @@ class EngineStats:
             bound in `STEP_SIZES`, and a last count for larger steps. Steps without tokens do not
             count.
         num_finished: Number of requests that ended so far, for any reason.
+        num_drafts: Number of times that a step verified drafts of a sequence.
+        num_draft_tokens: Number of drafts that steps verified.
+        num_accepted_tokens: Number of drafts that were accepted.
+        num_verify_steps: Number of steps that verified drafts.
+        num_mixed_steps: Number of steps whose decode rows had no drafts because other rows
+            computed prompts. Counted only with speculative decoding.
     """
 
     STEP_SIZES: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -79,6 +85,11 @@ class EngineStats:
     num_step_tokens: int = 0
     num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
     num_finished: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_verify_steps: int = 0
+    num_mixed_steps: int = 0
 
     @property
     def num_used_blocks(self) -> int:
@@ -89,6 +100,11 @@ class EngineStats:
     def kv_cache_usage(self) -> float:
         """Fraction of the blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Fraction of the verified drafts that were accepted, 0 to 1."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def waste(self) -> float:

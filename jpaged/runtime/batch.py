@@ -5,11 +5,14 @@ jitted steps unpack the array by `unpack_decode` and `unpack_prefill`, whose sli
 Floats are stored as their bits. Padding entries use the padding row.
 
     decode  [B, 6 + W]   one row per sequence: `DecodeColumn`, then W sampling parameters
-    prefill [T + B * (6 + W + M)]   flat: T tokens, then B rows of `PrefillColumn` (2 columns are
+            With speculative decoding [B, 7 + W + 2 n]: then the row's limit, and n more new
+            block-table entries as pairs (index, block id)
+    prefill [T + B * (6 + W + M)]   flat: T tokens, then B rows of `PrefillColumn` (1 column is
             unused) and W sampling parameters, then B block tables of M entries
 
 A token of -1 (`TOKEN_ON_DEVICE`) stands for the token that the row sampled last. The host does not
-know that token yet.
+know that token yet. With speculative decoding, the host does not know the number of tokens either,
+and packs a length of -1 (`LENGTH_ON_DEVICE`) with this token.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ from jpaged.runtime.sampler import (
 )
 from jpaged.sampling_params import SamplingParams
 
-TOKEN_ON_DEVICE = -1
+TOKEN_ON_DEVICE = LENGTH_ON_DEVICE = -1
 
 
 class DecodeColumn:
@@ -42,11 +45,13 @@ class DecodeColumn:
 class PrefillColumn:
     """Columns of the packed rows of a prefill step, in the order of `PrefillBatch`."""
 
-    ROW, QUERY_LEN, SEQ_LEN, IS_OUTPUT = range(4)
+    ROW, QUERY_LEN, SEQ_LEN, IS_OUTPUT, LIMIT = range(5)
 
 
 _NUM_HEADER_COLUMNS = 6
-_SAMPLING_COLUMNS = slice(_NUM_HEADER_COLUMNS, None)
+_SAMPLING_COLUMNS = slice(_NUM_HEADER_COLUMNS, _NUM_HEADER_COLUMNS + ROW_WIDTH)
+_LIMIT_COLUMN = _NUM_HEADER_COLUMNS + ROW_WIDTH
+_MORE_UPDATES_COLUMNS = slice(_LIMIT_COLUMN + 1, None)
 
 
 class DecodeBatch(NamedTuple):
@@ -99,36 +104,53 @@ def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray | tuple[()],
+    limits: Sequence[int] = (),
     *,
     sampling_table: np.ndarray,
     num_rows: int,
     max_blocks: int,
+    speculates: bool = False,
+    max_block_updates: int = 1,
 ) -> np.ndarray:
     """Pack the inputs of a decode step.
 
     Args:
-        scheduled: The plan's sequences, each with one token and at most one new block.
+        scheduled: The plan's sequences, each with one token and at most `max_block_updates` new
+            blocks.
         rows: Device row of each sequence, int [len(scheduled)].
+        limits: With speculative decoding, `StepPlan.limits`.
         sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
             the padding row.
         num_rows: Number of rows to pad to: the number of rows of the step's logits.
         max_blocks: Number of entries in a block table (M). As a block index, this number means "no
             new block".
+        speculates: Whether the engine has speculative decoding.
+        max_block_updates: Maximum number of new blocks of a sequence.
 
     Returns:
-        int32 [num_rows, 6 + W].
+        int32 [num_rows, 6 + W], or [num_rows, 5 + W + 2 max_block_updates] with speculative
+        decoding.
     """
-    packed = np.zeros((num_rows, _NUM_HEADER_COLUMNS + ROW_WIDTH), np.int32)
+    num_more = 2 * max_block_updates - 1 if speculates else 0
+    packed = np.zeros((num_rows, _NUM_HEADER_COLUMNS + ROW_WIDTH + num_more), np.int32)
     packed[:, DecodeColumn.ROW] = len(sampling_table) - 1  # the padding row
     packed[:, DecodeColumn.BLOCK_INDEX] = max_blocks
     n = len(scheduled)
+    if speculates:
+        packed[:, _MORE_UPDATES_COLUMNS][:, ::2] = max_blocks
+        packed[:n, _LIMIT_COLUMN] = limits
     tokens, seq_lens, is_output = [TOKEN_ON_DEVICE] * n, [0] * n, [False] * n
     for i, (sequence, start, _, is_sampled, block_updates) in enumerate(scheduled):
         seq_lens[i], is_output[i] = start + 1, is_sampled
         if start < len(sequence.token_ids):
             tokens[i] = sequence.token_ids[start]
+        elif speculates:
+            seq_lens[i] = LENGTH_ON_DEVICE
         if block_updates:
             packed[i, DecodeColumn.BLOCK_INDEX], packed[i, DecodeColumn.BLOCK_ID] = block_updates[0]
+            for at, update in enumerate(block_updates[1:]):
+                column = _LIMIT_COLUMN + 1 + 2 * at
+                packed[i, column : column + 2] = update
     packed[:n, DecodeColumn.TOKEN] = tokens
     packed[:n, DecodeColumn.ROW] = rows
     packed[:n, DecodeColumn.SEQ_LEN] = seq_lens
@@ -140,24 +162,30 @@ def pack_decode(
 def pack_burst(
     scheduled: Sequence[tuple[ScheduledSequence, ...]],
     rows: Sequence[np.ndarray],
+    limits: Sequence[Sequence[int]] = (),
     *,
     num_steps: int,
     sampling_table: np.ndarray,
     num_rows: int,
     max_blocks: int,
+    speculates: bool = False,
+    max_block_updates: int = 1,
 ) -> np.ndarray:
     """Pack the inputs of a burst: each step as by `pack_decode`, then padding up to `num_steps`
     steps.
 
     Returns:
-        int32 [num_steps, num_rows, 6 + W].
+        int32 [num_steps, num_rows, C], with the columns of `pack_decode`.
     """
     options: dict[str, Any] = {
         "sampling_table": sampling_table,
         "num_rows": num_rows,
         "max_blocks": max_blocks,
+        "speculates": speculates,
+        "max_block_updates": max_block_updates,
     }
-    packed = [pack_decode(*step, **options) for step in zip(scheduled, rows, strict=True)]
+    steps = zip(scheduled, rows, limits or [()] * len(rows), strict=True)
+    packed = [pack_decode(*step, **options) for step in steps]
     padding = [pack_decode((), (), **options)] * (num_steps - len(packed))
     return np.stack(packed + padding)
 
@@ -168,25 +196,47 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
     return DecodeBatch._make([*columns, is_output != 0, packed[:, _SAMPLING_COLUMNS]])
 
 
+def unpack_limits(packed: Int32[Array, "B C"]) -> Int32[Array, "B"]:
+    """Return the limit of each row of a packed decode step, on the device."""
+    return packed[:, _LIMIT_COLUMN]
+
+
+def unpack_block_updates(
+    packed: Int32[Array, "B C"],
+) -> tuple[Int32[Array, "B updates"], Int32[Array, "B updates"]]:
+    """Return the indices and the block ids of all new block-table entries, on the device."""
+    more = packed[:, _MORE_UPDATES_COLUMNS]
+    first = DecodeColumn.BLOCK_INDEX, DecodeColumn.BLOCK_ID
+    indices, block_ids = (
+        jnp.concatenate([packed[:, column][:, None], more[:, i::2]], axis=1)
+        for i, column in enumerate(first)
+    )
+    return indices, block_ids
+
+
 def pack_prefill(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray | tuple[()],
+    limits: Sequence[int] = (),
     *,
     sampling_table: np.ndarray,
     num_tokens: int,
     batch_size: int,
     max_blocks: int,
+    speculates: bool = False,
 ) -> np.ndarray:
     """Pack the inputs of a prefill step.
 
     Args:
         scheduled: The plan's sequences, in the order in which the step computes them.
         rows: Device row of each sequence, int [len(scheduled)].
+        limits: With speculative decoding, the limit of each sequence.
         sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
             the padding row.
         num_tokens: Number of tokens to pad to.
         batch_size: Number of sequences to pad to.
         max_blocks: Number of entries in a block table (M).
+        speculates: Whether the engine has speculative decoding.
 
     Returns:
         int32 [num_tokens + batch_size * (6 + W + max_blocks)].
@@ -202,10 +252,13 @@ def pack_prefill(
         tokens[at : at + n] = known if known else TOKEN_ON_DEVICE
         per_seq[i, PrefillColumn.ROW] = rows[i]
         per_seq[i, PrefillColumn.QUERY_LEN] = n
-        per_seq[i, PrefillColumn.SEQ_LEN] = item.start + n
+        is_known = known or not speculates
+        per_seq[i, PrefillColumn.SEQ_LEN] = item.start + n if is_known else LENGTH_ON_DEVICE
         per_seq[i, PrefillColumn.IS_OUTPUT] = item.is_sampled
         tables[i, : len(sequence.block_table)] = sequence.block_table
         at += n
+    if speculates:
+        per_seq[: len(scheduled), PrefillColumn.LIMIT] = limits
     per_seq[:, _SAMPLING_COLUMNS] = sampling_table[per_seq[:, PrefillColumn.ROW]]
     return packed
 
@@ -217,6 +270,13 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
     return PrefillBatch._make(
         [tokens, *columns, is_output != 0, per_seq[:, _SAMPLING_COLUMNS], tables]
     )
+
+
+def unpack_prefill_limits(
+    packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int
+) -> Int32[Array, "B"]:
+    """Return the limit of each sequence of a packed prefill step, on the device."""
+    return _split_prefill(packed, num_tokens, batch_size)[1][:, PrefillColumn.LIMIT]
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:

@@ -20,6 +20,10 @@ SMALL_BATCH_SEQS = 32
 """Maximum number of sequences for which a small model's step ends before the host has launched the
 next step."""
 
+MAX_VERIFY_SEQS = 64
+"""Maximum number of sequences in a verify step. With more sequences, a plain step keeps the device
+busy, and drafts cost nearly as much time as tokens."""
+
 MAX_BURST_ROWS = 1024
 """Maximum product of sequences and steps in a burst of more than `SMALL_BATCH_SEQS` sequences. If
 the burst's steps are launched one by one, all these rows of logits exist at the same time."""
@@ -41,11 +45,14 @@ class Buckets:
         decode_batch_sizes: Batch sizes of decode steps.
         prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
         burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
+        verify_batch_sizes: Batch sizes of steps that verify drafts, a subset of
+            `decode_batch_sizes`; empty without speculative decoding.
     """
 
     decode_batch_sizes: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
     burst_batch_sizes: tuple[int, ...] = ()
+    verify_batch_sizes: tuple[int, ...] = ()
 
     def has_burst(self, num_seqs: int, goal: SchedulingGoal) -> bool:
         """Return whether steps of `num_seqs` sequences should be launched as a burst.
@@ -112,6 +119,7 @@ def make_buckets(
     *,
     few_programs: bool = False,
     burst_steps: int = 1,
+    num_drafts: int = 0,
 ) -> Buckets:
     """Return the buckets for the limits of an engine.
 
@@ -120,13 +128,34 @@ def make_buckets(
         max_num_batched_tokens: Maximum number of tokens in a step, at least `max_num_seqs`.
         few_programs: Whether to compile fewer shapes and pad more.
         burst_steps: Number of steps in a burst; 1 for no bursts.
+        num_drafts: Maximum number of drafts per sequence in a step; 0 without speculative decoding.
     """
     decode_batch_sizes = _bucket_sizes(max_num_seqs, MIN_SEQS, _next_decode_bucket)
     next_size = (lambda size: 8 * size) if few_programs else _next_token_bucket
     tokens = _bucket_sizes(max_num_batched_tokens, MIN_TOKENS, next_size)
     prefill_shapes = tuple(_prefill_shapes(tokens, decode_batch_sizes[0], decode_batch_sizes[-1]))
     return Buckets(
-        decode_batch_sizes, prefill_shapes, _burst_sizes(decode_batch_sizes, burst_steps)
+        decode_batch_sizes,
+        prefill_shapes,
+        _burst_sizes(decode_batch_sizes, burst_steps),
+        _verify_sizes(decode_batch_sizes, max_num_batched_tokens // (1 + num_drafts))
+        if num_drafts
+        else (),
+    )
+
+
+def _verify_sizes(decode_batch_sizes: tuple[int, ...], max_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes of verify steps: few, because each size adds several programs.
+
+    The smallest size is always included.
+    """
+    first, *others = decode_batch_sizes
+    max_seqs = min(max_seqs, MAX_VERIFY_SEQS)
+    fitting = [seqs for seqs in others if seqs <= max_seqs]
+    return first, *(
+        seqs
+        for seqs in fitting
+        if seqs in (SMALL_BATCH_SEQS, MAX_VERIFY_SEQS) or seqs == fitting[-1]
     )
 
 

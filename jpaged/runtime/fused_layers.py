@@ -37,7 +37,10 @@ def run_layers_fused(
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
-    num_rows = jnp.max(jnp.where(attention.seq_lens > 0, rows, jnp.int32(0)))
+    lens = attention.seq_lens
+    if attention.num_queries > 1:
+        lens = lens.repeat(attention.num_queries)
+    num_rows = jnp.max(jnp.where(lens > 0, rows, jnp.int32(0)))
     normed = layers[0].attention_norm(hidden)
     qkv, update, new_pool = layers[0].attention.qkv(normed, attention.backend), None, []
     for index, (layer, kv, layer_angles) in enumerate(zip(layers, pool, angles, strict=True)):

@@ -20,7 +20,8 @@ from jpaged.core.plan import ScheduledSequence, SchedulingGoal, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import reserve_fragments
 from jpaged.runtime.batch import RowTable
-from jpaged.runtime.buckets import round_up
+from jpaged.runtime.buckets import SMALL_BATCH_SEQS, round_up
+from jpaged.runtime.drafting import make_drafter, pack_tokens
 from jpaged.runtime.peer_memory import PeerMemory, wait_for_devices
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
@@ -29,6 +30,7 @@ from jpaged.runtime.programs import (
     Programs,
     SplitModel,
     sampler_levels,
+    verify_levels,
 )
 from jpaged.runtime.results import (
     MAX_LAUNCHES_AHEAD,
@@ -127,6 +129,8 @@ class ModelRunner:
         self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
         self._num_small_launches = 0  # reset for each plan
         self._new_marks: dict[int, RowMarks] = {}  # marks to load, by device row
+        self._drafter = None if config.speculation is None else make_drafter(config.speculation)
+        self._new_tokens: dict[int, list[int]] = {}  # tokens to load, by device row
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
@@ -172,6 +176,12 @@ class ModelRunner:
             sampling: Function that returns the sampling parameters of a request. The seeds are in
                 the request's sequences.
         """
+        if plan.num_drafts:
+            incoming_chunks = self._launch_moves(plan, sampling)
+            [handle] = self._launch_verification([plan])
+            if incoming_chunks is not None:
+                self._swap_entries.finish_swap_ins(self._launch, incoming_chunks)
+            return handle
         return self.launch_sampling(self.launch_layers(plan, sampling))
 
     def launch_layers(self, plan: StepPlan, sampling: SamplingLookup) -> UnsampledStep:
@@ -180,18 +190,7 @@ class ModelRunner:
         Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
         steps may be read.
         """
-        self._num_small_launches = 0
-        self._update_rows(plan, sampling)
-        for swap_entry_id in plan.dropped_swap_entry_ids:
-            self._swap_entries.drop(swap_entry_id)
-        for order in plan.swap_outs:
-            self._swap_entries.swap_out(self._launch, order)
-        if plan.block_copies:
-            self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        # Start the swap-in transfers before launching the step, so that they run concurrently.
-        incoming_chunks = (
-            self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
-        )
+        incoming_chunks = self._launch_moves(plan, sampling)
         if not plan.scheduled:
             return UnsampledStep(
                 plan, (), 0, _NO_ROW_INDICES, SamplerLevel.GREEDY, incoming_chunks=incoming_chunks
@@ -208,7 +207,10 @@ class ModelRunner:
             )
         rows = self._rows.rows(scheduled)
         level, prompt_scores = self._rows.level(rows), {}
-        packed = self._packers[step.name, key](scheduled, rows)
+        limits = plan.limits
+        if limits and step.row_order is not None:
+            limits = [limits[i] for i in row_order.tolist()]
+        packed = self._packers[step.name, key](scheduled, rows, *([limits] if limits else []))
         found = self._launch(step.name, key, packed=packed)
         logits, inputs, hidden = found["logits"], found["inputs"], found.get("hidden")
         if hidden is not None:
@@ -226,6 +228,23 @@ class ModelRunner:
             prompt_scores,
             incoming_chunks,
         )
+
+    def _launch_moves(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
+        """Launch everything of a plan that comes before its step.
+
+        Returns:
+            The transfers of the plan's swap-ins, which run while the step runs; None without any.
+        """
+        self._num_small_launches = 0
+        self._update_rows(plan, sampling)
+        for swap_entry_id in plan.dropped_swap_entry_ids:
+            self._swap_entries.drop(swap_entry_id)
+        for order in plan.swap_outs:
+            self._swap_entries.swap_out(self._launch, order)
+        if plan.block_copies:
+            self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
+        # Start the swap-in transfers before launching the step, so that they run concurrently.
+        return self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
         """Launch the second part of `launch`: mask the logits, sample, and write swapped-in blocks.
@@ -268,6 +287,9 @@ class ModelRunner:
         if not self._buckets.has_burst(len(plan.scheduled), goal):
             return False
         level = self._rows.level(self._rows.rows(plan.scheduled))
+        if plan.num_drafts:
+            is_small = len(plan.scheduled) <= SMALL_BATCH_SEQS
+            return is_small and self._verify_level(level) is not FULL_LEVEL
         if not any(it.covers(level) for it in BURST_LEVELS):
             return False
         scored = SamplerLevel.LOGPROBS in level
@@ -276,8 +298,12 @@ class ModelRunner:
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingLookup) -> list[StepHandle]:
         """Launch several plans as one program, and return one handle per plan.
 
-        `fits_burst` must be true for every plan.
+        `fits_burst` must be true for every plan. All plans must verify drafts, or none.
         """
+        if plans[0].num_drafts:
+            for plan in plans:
+                self._update_rows(plan, sampling)
+            return self._launch_verification(plans)
         rows, level = [], SamplerLevel.GREEDY
         size = round_up(self._buckets.burst_batch_sizes, max(len(plan.scheduled) for plan in plans))
         for plan in plans:
@@ -285,12 +311,39 @@ class ModelRunner:
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
         name = "decode_burst", (size, next(it for it in BURST_LEVELS if it.covers(level)))
-        packed = self._packers[name]([plan.scheduled for plan in plans], rows)
+        packed = self._packers[name](*_burst_inputs(plans, rows))
         sampled = _start_copy_to_host(self._launch(*name, packed=packed)["sampled"], level)
         return [
             StepHandle(plan, sampled, {}, np.arange(len(plan_rows)), (i,), **self._handle_options)
             for i, (plan, plan_rows) in enumerate(zip(plans, rows, strict=True))
         ]
+
+    def _launch_verification(self, plans: list[StepPlan]) -> list[StepHandle]:
+        """Launch one verify step, or a burst of verify steps, and return one handle per plan."""
+        rows = [self._rows.rows(plan.scheduled) for plan in plans]
+        level = self._verify_level(self._rows.level(np.concatenate(rows)))
+        sizes = self._buckets.verify_batch_sizes
+        size = round_up(sizes, max(len(plan.scheduled) for plan in plans))
+        name = "verify", (size, len(plans), level, self._drafter)
+        packed = self._packers[name](*_burst_inputs(plans, rows))
+        sampled = _start_copy_to_host(self._launch(*name, packed=packed)["sampled"], level)
+        faults, self._faults = tuple(self._faults), []
+        return [
+            StepHandle(
+                plan,
+                sampled,
+                {},
+                np.arange(len(plan_rows)),
+                (i,),
+                faults=() if i else faults,
+                **self._handle_options,
+            )
+            for i, (plan, plan_rows) in enumerate(zip(plans, rows, strict=True))
+        ]
+
+    def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
+        """Return the compiled level of verify steps for rows that need `level`."""
+        return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:
         """Wait until all launched steps and swap transfers have finished."""
@@ -369,7 +422,15 @@ class ModelRunner:
         if not plan.is_decode:  # no sequence joins the batch in a decode plan
             for item in plan.scheduled:
                 if item.sequence.seq_id not in self._rows:
-                    self._assign_row(item.sequence, sampling)
+                    row = self._assign_row(item.sequence, sampling)
+                    if self._drafter is not None:
+                        self._new_tokens[row] = item.sequence.token_ids
+        if self._new_tokens:
+            tokens, self._new_tokens = self._new_tokens, {}
+            for entries in pack_tokens(
+                tokens, self._config.padding_row, self._config.max_model_len
+            ):
+                self._launch_small("load_tokens", entries=entries)
         if self._new_marks:
             marks, self._new_marks = self._new_marks, {}
             for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
@@ -381,7 +442,11 @@ class ModelRunner:
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
-            sources[self._assign_row(child, sampling)] = sources.get(source, source)
+            row = self._assign_row(child, sampling)
+            sources[row] = sources.get(source, source)
+            if self._drafter is not None and child.num_output_tokens:
+                # After a preemption, the child may have other output tokens than the parent.
+                self._new_tokens[row] = child.token_ids
         pairs = [(source, row) for row, source in sources.items()]
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 
@@ -408,6 +473,12 @@ class ModelRunner:
         if bias is not None:
             self._launch_small("load_bias", row=np.int32(row), bias=bias)
         return row
+
+
+def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:
+    """Return the arguments of `pack_burst`. Only plans of speculative decoding have limits."""
+    inputs = [plan.scheduled for plan in plans], rows
+    return (*inputs, [plan.limits for plan in plans]) if plans[0].limits else inputs
 
 
 def _start_copy_to_host(sampled: SampledTokens, level: SamplerLevel) -> Any:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
+from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
 from jpaged.runtime.peer_memory import peer_header_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -32,6 +33,14 @@ BLOCK_COPIES_CHUNK = 64
 
 BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
 """Sampling levels of bursts. A burst runs at the first level that covers all its rows."""
+
+
+VERIFY_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED, FULL_LEVEL)
+"""Sampling levels of verify steps. A step runs at the first level that covers all its rows."""
+
+MAX_VERIFY_LOGITS_ROWS = 256
+"""Maximum number of rows of logits that a verify step computes at once, unless one position of the
+batch has more."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ class DeviceShapes:
     """
     is_vocab_sharded: bool = False
     """Whether each device has the logits of only its shard of the vocabulary."""
+    row_tokens: RowTokens | None = None
+    """Tokens of each device row; None without speculative decoding."""
 
     @staticmethod
     def of(
@@ -130,6 +141,9 @@ class DeviceShapes:
             if mesh is None or not config.has_peer_memory
             else peer_header_shape(mesh),
             is_vocab_sharded=model.num_embedding_rows < model.vocab_size,
+            row_tokens=None
+            if config.speculation is None
+            else replicate(RowTokens(int32_shape(rows), int32_shape(rows, config.max_model_len))),
         )
 
     @property
@@ -141,11 +155,8 @@ class DeviceShapes:
             "last_tokens": self.last_tokens,
             "sampling": self.sampling,
         }
-        return (
-            persistent_arrays
-            if self.peer_header is None
-            else {**persistent_arrays, "peer_header": self.peer_header}
-        )
+        optional = {"peer_header": self.peer_header, "row_tokens": self.row_tokens}
+        return persistent_arrays | {name: it for name, it in optional.items() if it is not None}
 
     def logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         """Return the shape of the logits that a forward program leaves on the device."""
@@ -186,6 +197,13 @@ def sampler_levels(
         return levels
     first = SamplerLevel.GREEDY, SamplerLevel.RANDOM
     return *first, *(level for level in levels if level not in first)
+
+
+def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
+    """Return the sampling levels of verify steps to compile."""
+    if config.few_programs:
+        return VERIFY_LEVELS[0], VERIFY_LEVELS[-1]
+    return VERIFY_LEVELS
 
 
 ProgramName = tuple[str, Any]

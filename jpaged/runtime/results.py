@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.plan import NO_TOKEN, ScheduledSequence, StepPlan
 from jpaged.core.request import BeamCandidates, Request
 from jpaged.runtime.peer_memory import wait_for_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
@@ -76,16 +76,19 @@ class StepResult:
     """Results of a finished step.
 
     Attributes:
-        token_ids: Sampled token of each scheduled sequence, int32 [len(plan.scheduled)].
+        token_ids: Sampled token of each scheduled sequence, int32 [len(plan.scheduled)]. Of a
+            verify step, int32 [len(plan.scheduled), 1 + plan.num_drafts]; see `Scheduler.update`.
         logprobs: Scores of the sampled tokens, one row per scheduled sequence; None if no request
             in the step asked for log-probabilities.
         prompt_logprobs: Scores of prompt tokens by sequence id, for requests that asked for them. A
             step scores the prompt token after each position that it computes.
+        draft_logprobs: As `logprobs`, for the tokens after each draft of a verify step.
     """
 
     token_ids: np.ndarray
     logprobs: TokenScores | None
     prompt_logprobs: dict[int, TokenScores]
+    draft_logprobs: tuple[TokenScores, ...] = ()
 
     @property
     def candidates(self) -> BeamCandidates | None:
@@ -150,16 +153,21 @@ class StepHandle:
         if self.is_tensor_parallel:
             wait_for_devices(self.sampled)
         tokens, scores = np.asarray(self.sampled)[self.burst_index][self.row_indices], None
-        if tokens.ndim == 2:  # the scores [B, W]
+        draft_scores: tuple[TokenScores, ...] = ()
+        if self.plan.num_drafts and tokens.ndim == 3:  # the scores [B, 1 + num_drafts, W]
+            columns = np.ascontiguousarray(tokens.transpose(1, 0, 2))
+            scores, *others = map(TokenScores, columns)
+            tokens, draft_scores = tokens[:, :, TOKEN_COLUMN], tuple(others)
+        elif not self.plan.num_drafts and tokens.ndim == 2:  # the scores [B, W]
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
-        if self.check_devices is not None and (tokens < 0).any():
+        if self.check_devices is not None and (tokens == NO_TOKEN).any():
             self.check_devices()
         prompts = {
             seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
             for seq_id, (count, chunks) in self.prompt_logprobs.items()
         }
-        return StepResult(tokens, scores, prompts)
+        return StepResult(tokens, scores, prompts, draft_scores)
 
 
 def score_prompts(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from jpaged.config import SpeculativeConfig
 from jpaged.runtime.buckets import Buckets, make_buckets
 from pallas_kernels import Backend
 
@@ -24,6 +25,7 @@ class RuntimeConfig:
         few_programs: Whether to compile fewer shapes and pad more, for devices that compile slowly.
         num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
         has_peer_memory: Whether tensor-parallel devices all-reduce through each other's memory.
+        speculation: Options of speculative decoding; None without speculative decoding.
     """
 
     block_size: int
@@ -37,6 +39,7 @@ class RuntimeConfig:
     few_programs: bool = False
     num_scheduler_steps: int = 1
     has_peer_memory: bool = False
+    speculation: SpeculativeConfig | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -63,5 +66,8 @@ class RuntimeConfig:
         """Shapes of the steps."""
         limits = self.max_num_seqs, self.max_num_batched_tokens
         return make_buckets(
-            *limits, few_programs=self.few_programs, burst_steps=self.num_scheduler_steps
+            *limits,
+            few_programs=self.few_programs,
+            burst_steps=self.num_scheduler_steps,
+            num_drafts=0 if self.speculation is None else self.speculation.num_speculative_tokens,
         )

@@ -12,6 +12,7 @@ An argument means the same in every step:
     state           the KV pool and the block tables
     last_tokens     the token that each device row sampled last
     sampling        the rows' tokens and biases; None at a level without `ADJUSTED`
+    row_tokens      the rows' lengths and tokens; None without speculative decoding
     packed          the batch, as `jpaged.runtime.batch` packs it
     logits, inputs  results of the forward program; `logits` covers the device's shard of the
                     vocabulary if `is_vocab_sharded`
@@ -27,6 +28,11 @@ Some arguments are static:
     max_logprobs      number of most probable tokens that a level with `LOGPROBS` returns
     call_shared       calls functions that several programs have (`jpaged.compile.recipes`)
     is_vocab_sharded  whether devices split the vocabulary
+    drafter           proposes the drafts of a verify step (`jpaged.runtime.drafting`)
+
+With speculative decoding, a step may accept drafts, so the host does not know the length of a row
+until it has read the step. The device holds the lengths, and each row has a limit: the number of
+tokens for which it has slots. A row whose length exceeds its limit computes and samples nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +47,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from jpaged.models.sharding import all_gather, shard_start
@@ -54,19 +60,34 @@ from jpaged.runtime.batch import (
     pack_prefill,
     prefill_key,
     query_start_loc,
+    unpack_block_updates,
     unpack_decode,
+    unpack_limits,
     unpack_prefill,
+    unpack_prefill_limits,
 )
-from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.buckets import SMALL_BATCH_SEQS, Buckets
+from jpaged.runtime.drafting import (
+    Drafter,
+    DraftInputs,
+    RowTokens,
+    append_tokens,
+    are_accepted,
+    load_tokens,
+    make_drafter,
+    resolve_lengths,
+)
 from jpaged.runtime.fused_layers import run_layers_fused
 from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
+    MAX_VERIFY_LOGITS_ROWS,
     PROMPT_LOGPROBS_CHUNK,
     DeviceShapes,
     int32_shape,
     sampler_levels,
+    verify_levels,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
@@ -84,7 +105,7 @@ from jpaged.runtime.sampler import (
     unpack_params,
 )
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
-from pallas_kernels import Backend, copy_blocks, token_scores
+from pallas_kernels import TOKEN_COLUMN, Backend, copy_blocks, token_scores
 
 
 class SampleInputs(NamedTuple):
@@ -94,7 +115,8 @@ class SampleInputs(NamedTuple):
         rows: Device row of each row of logits; R-1 for padding.
         is_output: Whether the sampled token belongs to the output.
         packed_params: Sampling parameters, as packed by `pack_params`.
-        positions: Index, in its sequence, of the token to sample.
+        positions: Index, in its sequence, of the token to sample; -1 for a row without a free slot,
+            which samples nothing.
     """
 
     rows: Int32[Array, "B"]
@@ -108,6 +130,7 @@ def decode_step(
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "G C"],
+    row_tokens: RowTokens | None = None,
     *,
     batch_size: int,
     backend: Backend,
@@ -122,17 +145,24 @@ def decode_step(
         The logits after each sequence's token, the inputs of `sample_step`, and the new state.
     """
     padded = unpack_decode(packed)
+    if row_tokens is not None:
+        lengths = row_tokens.lengths[padded.rows]
+        lengths = resolve_lengths(padded.seq_lens, unpack_limits(packed), lengths)
+        padded = padded._replace(seq_lens=lengths)
     batch = DecodeBatch._make(column[:batch_size] for column in padded)
     tables = state.block_tables.at[batch.rows, batch.block_indices].set(
         batch.block_ids, mode="drop"
     )
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
-    batch_tables = tables[batch.rows]
+    batch_tables, seq_lens = tables[batch.rows], batch.seq_lens
+    if row_tokens is not None:  # a row without a free slot writes to the null block
+        batch_tables = jnp.where(seq_lens[:, None] < 0, 0, batch_tables)
+        seq_lens = jnp.maximum(seq_lens, 0)
     seq_index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
         block_tables=batch_tables,
-        seq_lens=batch.seq_lens,
+        seq_lens=seq_lens,
         slot_mapping=_compute_slot_mapping(
             batch_tables, seq_index, positions, state.pool[0].k.shape[1]
         ),
@@ -151,6 +181,7 @@ def prefill_step(
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "X"],
+    row_tokens: RowTokens | None = None,
     *,
     num_tokens: int,
     batch_size: int,
@@ -168,14 +199,19 @@ def prefill_step(
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
-    seq_index, positions, real = _token_positions(batch.seq_lens, starts, num_tokens)
+    seq_lens, block_tables, sample_positions = batch.seq_lens, batch.block_tables, batch.seq_lens
+    if row_tokens is not None:
+        limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
+        sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
+        # A row without a free slot computes its token at the start of the null block.
+        block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
+        seq_lens = jnp.abs(sample_positions)
+    seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows[seq_index]])
-    slots = _compute_slot_mapping(
-        batch.block_tables, seq_index, positions, state.pool[0].k.shape[1]
-    )
+    slots = _compute_slot_mapping(block_tables, seq_index, positions, state.pool[0].k.shape[1])
     attention = AttentionInputs(
-        block_tables=batch.block_tables,
-        seq_lens=batch.seq_lens,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
         slot_mapping=jnp.where(real, slots, 0),
         query_start_loc=starts,
         backend=backend,
@@ -185,7 +221,7 @@ def prefill_step(
     hidden, pool = model(tokens, positions, state.pool, attention)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
-    inputs = SampleInputs(batch.rows, batch.is_output, batch.sampling, batch.seq_lens)
+    inputs = SampleInputs(batch.rows, batch.is_output, batch.sampling, sample_positions)
     return logits, hidden, inputs, KVState(pool, tables)
 
 
@@ -195,6 +231,7 @@ def decode_burst_step(
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "U B C"],
     sampling: SamplingState | None = None,
+    row_tokens: RowTokens | None = None,
     *,
     level: SamplerLevel,
     backend: Backend,
@@ -202,7 +239,7 @@ def decode_burst_step(
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
     peer_header: Int32[Array, "W"] | None = None,
-) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState]:
+) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState, RowTokens | None]:
     """Compute several decode steps in one launch, and sample after each step.
 
     `packed` has one batch per step, in order. Each step reads the tokens that the step before
@@ -215,21 +252,181 @@ def decode_burst_step(
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
 
     def run(carry, batch):
-        last, row_state, kv = carry
+        last, row_state, kv, row_tokens = carry
         logits, inputs, kv = decode_step(
             model,
             kv,
             last,
             batch,
+            row_tokens,
             batch_size=batch.shape[0],
             backend=backend,
             peer_header=peer_header,
         )
-        sampled, last, row_state = sample_step(logits, inputs, last, row_state, **options)
-        return (last, row_state, kv), sampled
+        sampled, last, row_state, row_tokens = sample_step(
+            logits, inputs, last, row_state, row_tokens, **options
+        )
+        return (last, row_state, kv, row_tokens), sampled
 
-    (last_tokens, sampling, state), sampled = lax.scan(run, (last_tokens, sampling, state), packed)
-    return sampled, last_tokens, sampling, state
+    carry, sampled = lax.scan(run, (last_tokens, sampling, state, row_tokens), packed)
+    return sampled, *carry
+
+
+def verify_step(
+    model: Decoder,
+    state: KVState,
+    last_tokens: Int32[Array, "R"],
+    row_tokens: RowTokens,
+    packed: Int32[Array, "U B C"],
+    sampling: SamplingState | None = None,
+    *,
+    drafter: Drafter,
+    level: SamplerLevel,
+    backend: Backend,
+    max_logprobs: int,
+    call_shared: Callable | None = None,
+    is_vocab_sharded: bool = False,
+    peer_header: Int32[Array, "W"] | None = None,
+) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState, RowTokens]:
+    """Compute one or several decode steps that verify drafts, in one launch.
+
+    Each step proposes drafts, computes the last token and the drafts of each row (Q tokens), and
+    samples after each of them. A draft is accepted if it equals the token that the row samples
+    there and all drafts before it are accepted. The tokens therefore do not depend on the drafts.
+
+    Returns:
+        The sampled tokens [U, B, Q] and scores [U, B, Q, W], the last tokens, and the new states.
+        `REJECTED` and `NO_DRAFT` follow the last token of a row.
+    """
+    options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
+    options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
+
+    def run(carry, batch):
+        last, row_state, kv, row_tokens = carry
+        lengths, drafts = _propose_drafts(drafter, batch, row_tokens)
+        hidden, kv = _compute_drafts(
+            model, kv, last, batch, lengths, drafts, backend=backend, peer_header=peer_header
+        )
+        sampled, row_state = _sample_drafts(
+            model, hidden, unpack_decode(batch), lengths, drafts, row_state, options
+        )
+        rows, tokens = unpack_decode(batch).rows, sampled.token_ids
+        num_tokens = (tokens >= NO_TOKEN).sum(axis=1, dtype=jnp.int32)
+        newest = jnp.take_along_axis(tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+        last_rows = jnp.where(num_tokens > 0, rows, last.shape[0] - 1)
+        last = last.at[last_rows].set(jnp.maximum(newest, 0))
+        row_tokens = append_tokens(row_tokens, rows, lengths, tokens)
+        return (last, row_state, kv, row_tokens), sampled
+
+    carry, sampled = lax.scan(run, (last_tokens, sampling, state, row_tokens), packed)
+    return sampled, *carry
+
+
+def _propose_drafts(
+    drafter: Drafter, packed: Int32[Array, "B C"], row_tokens: RowTokens
+) -> tuple[Int32[Array, "B"], Int32[Array, "B k"]]:
+    """Return the length of each row of a batch, and its drafts.
+
+    `NO_DRAFT` stands for a draft that the drafter did not propose, or that has no slot. See
+    `resolve_lengths` for the lengths.
+    """
+    batch, limits = unpack_decode(packed), unpack_limits(packed)
+    lengths = resolve_lengths(batch.seq_lens, limits, row_tokens.lengths[batch.rows])
+    drafts = drafter(DraftInputs(row_tokens.history[batch.rows], jnp.maximum(lengths, 0)))
+    positions = lengths[:, None] + jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
+    has_slot = (lengths[:, None] > 0) & (positions < limits[:, None])
+    return lengths, jnp.where(has_slot, drafts, NO_DRAFT)
+
+
+def _compute_drafts(
+    model: Decoder,
+    state: KVState,
+    last_tokens: Int32[Array, "R"],
+    packed: Int32[Array, "B C"],
+    lengths: Int32[Array, "B"],
+    drafts: Int32[Array, "B k"],
+    *,
+    backend: Backend,
+    peer_header: Int32[Array, "W"] | None,
+) -> tuple[Float[Array, "Q B D"], KVState]:
+    """Compute the last token and the drafts of each row.
+
+    Tokens without a slot are written to the null block. Their hidden states are meaningless.
+    """
+    batch, (indices, block_ids) = unpack_decode(packed), unpack_block_updates(packed)
+    batch_size, num_drafts = drafts.shape
+    num_queries, block_size = 1 + num_drafts, state.pool[0].k.shape[1]
+    tables = state.block_tables.at[batch.rows[:, None], indices].set(block_ids, mode="drop")
+    last = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
+    tokens = jnp.concatenate([last[:, None], jnp.maximum(drafts, 0)], axis=1)
+    has_slot = jnp.concatenate([(lengths > 0)[:, None], drafts >= 0], axis=1)
+    positions = jnp.maximum(lengths - 1, 0)[:, None]
+    positions += jnp.arange(num_queries, dtype=jnp.int32)[None]
+    # Tokens without a slot may lie after the end of the table: null blocks keep keys in range.
+    batch_tables = jnp.pad(tables[batch.rows], ((0, 0), (0, -(-num_drafts // block_size))))
+    batch_tables = jnp.where((lengths > 0)[:, None], batch_tables, 0)
+    seq_index = jnp.arange(batch_size, dtype=jnp.int32).repeat(num_queries)
+    flat_positions = positions.reshape(-1)
+    slots = _compute_slot_mapping(batch_tables, seq_index, flat_positions, block_size)
+    attention = AttentionInputs(
+        block_tables=batch_tables,
+        seq_lens=jnp.where(lengths > 0, lengths + num_drafts, 0),
+        slot_mapping=jnp.where(has_slot.reshape(-1), slots, 0),
+        query_start_loc=None,
+        backend=backend,
+        peer_header=peer_header,
+        num_queries=num_queries,
+    )
+    hidden, pool = model(
+        tokens.reshape(-1), flat_positions, state.pool, attention, run_layers_fused
+    )
+    hidden = hidden.reshape(batch_size, num_queries, -1).transpose(1, 0, 2)
+    return hidden, KVState(pool, tables)
+
+
+def _sample_drafts(
+    model: Decoder,
+    hidden: Float[Array, "Q B D"],
+    batch: DecodeBatch,
+    lengths: Int32[Array, "B"],
+    drafts: Int32[Array, "B k"],
+    sampling: SamplingState | None,
+    options: dict[str, Any],
+) -> tuple[SampledTokens, SamplingState | None]:
+    """Sample after each token of a verify step, up to the first rejected draft of each row.
+
+    The head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits at once. With adjusted logits,
+    the positions are sampled one after another, because each depends on the tokens before it.
+    """
+    num_queries, batch_size, width = hidden.shape
+    per_head = max(1, MAX_VERIFY_LOGITS_ROWS // batch_size)
+    adjusts = SamplerLevel.ADJUSTED in options["level"]
+    tokens, scores, is_accepted = [], [], lengths > 0
+    for first in range(0, num_queries, per_head):
+        logits = model.logits(hidden[first : first + per_head].reshape(-1, width))
+        size = batch_size if adjusts else logits.shape[0]
+        for start in range(0, logits.shape[0], size):
+            repeats = size // batch_size
+            offset = first + start // batch_size + jnp.arange(repeats, dtype=jnp.int32)
+            positions = (jnp.maximum(lengths, 0)[None] + offset[:, None]).reshape(-1)
+            rows = unpack_params(jnp.tile(batch.sampling, (repeats, 1)), positions)
+            row_ids = jnp.tile(batch.rows, repeats)
+            sampled = sample(logits[start : start + size], rows, sampling, row_ids, **options)
+            for i, column in enumerate(sampled.token_ids.reshape(repeats, batch_size)):
+                at = len(tokens)
+                if at:
+                    is_accepted &= are_accepted(drafts[:, at - 1], tokens[-1])
+                    missing = jnp.where(drafts[:, at - 1] >= 0, REJECTED, NO_DRAFT)
+                else:
+                    missing = jnp.full_like(column, NO_DRAFT)
+                tokens.append(jnp.where(is_accepted, column, missing))
+                if adjusts and sampling is not None:
+                    sampling = record_tokens(sampling, batch.rows, tokens[-1], batch.is_output)
+                if sampled.scores is not None:
+                    part = sampled.scores[i * batch_size : (i + 1) * batch_size]
+                    scores.append(part.at[:, TOKEN_COLUMN].set(tokens[-1]))
+    found = SampledTokens(jnp.stack(tokens, axis=1), jnp.stack(scores, axis=1) if scores else None)
+    return found, sampling
 
 
 def mask_step(
@@ -254,14 +451,15 @@ def sample_step(
     inputs: SampleInputs,
     last_tokens: Int32[Array, "R"],
     sampling: SamplingState | None = None,
+    row_tokens: RowTokens | None = None,
     *,
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
-) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None]:
-    """Sample one token per row, and store the tokens in `last_tokens`.
+) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, RowTokens | None]:
+    """Sample one token per row, and store the tokens in `last_tokens` and `row_tokens`.
 
     `NO_TOKEN` is stored as 0, because the next step looks up the stored token's embedding.
     """
@@ -269,10 +467,20 @@ def sample_step(
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
     sampled = sample(logits, rows, sampling, inputs.rows, **options)
+    device_rows = inputs.rows
+    if row_tokens is not None:
+        has_slot = inputs.positions >= 0
+        device_rows = jnp.where(has_slot, inputs.rows, last_tokens.shape[0] - 1)
+        token_ids, scores = jnp.where(has_slot, sampled.token_ids, NO_DRAFT), sampled.scores
+        if scores is not None:
+            scores = scores.at[:, TOKEN_COLUMN].set(token_ids)
+        sampled = SampledTokens(token_ids, scores)
+        new = jnp.where(inputs.is_output, jnp.maximum(token_ids, NO_TOKEN), NO_DRAFT)
+        row_tokens = append_tokens(row_tokens, inputs.rows, inputs.positions, new[:, None])
     if sampling is not None:
         sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.is_output)
     known = jnp.maximum(sampled.token_ids, 0)
-    return sampled, last_tokens.at[inputs.rows].set(known), sampling
+    return sampled, last_tokens.at[device_rows].set(known), sampling, row_tokens
 
 
 def prompt_logprobs_step(
@@ -306,14 +514,20 @@ def copy_blocks_step(
 
 
 def fork_rows_step(
-    state: KVState, parents: Int32[Array, "C"], children: Int32[Array, "C"]
-) -> KVState:
-    """Copy the block table of row `parents[i]` to row `children[i]`, for each `i`.
+    state: KVState,
+    parents: Int32[Array, "C"],
+    children: Int32[Array, "C"],
+    row_tokens: RowTokens | None = None,
+) -> tuple[KVState, RowTokens | None]:
+    """Copy the block table and the tokens of row `parents[i]` to row `children[i]`, for each `i`.
 
     The step reads all rows before it writes any. Padding pairs are (padding row, padding row).
     """
     tables = state.block_tables
-    return state._replace(block_tables=tables.at[children].set(tables[parents]))
+    state = state._replace(block_tables=tables.at[children].set(tables[parents]))
+    if row_tokens is not None:
+        row_tokens = RowTokens(*(it.at[children].set(it[parents]) for it in row_tokens))
+    return state, row_tokens
 
 
 def _compute_slot_mapping(
@@ -359,6 +573,7 @@ INPUT_SHAPES: Mapping[str, Callable[[RuntimeConfig, DeviceShapes, ProgramSizes],
     "marks": lambda config, shapes, sizes: int32_shape(2 * ROWS_PER_LOAD + 3 * TOKENS_PER_LOAD),
     "row": lambda config, shapes, sizes: int32_shape(),
     "bias": lambda config, shapes, sizes: jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32),
+    "entries": lambda config, shapes, sizes: int32_shape(3, TOKENS_PER_LOAD),
     "source": lambda config, shapes, sizes: int32_shape(BLOCK_COPIES_CHUNK),
     "target": lambda config, shapes, sizes: int32_shape(BLOCK_COPIES_CHUNK),
     "parents": lambda config, shapes, sizes: int32_shape(config.num_rows),
@@ -417,6 +632,11 @@ class StepProgram:
         one token per sequence as `num_tokens`.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
+        if "drafter" in sizes:
+            num_drafts = sizes["drafter"].num_drafts
+            sizes["num_tokens"] = sizes["batch_size"] * (1 + num_drafts)
+            sizes["num_rows"] = sizes["batch_size"]
+            sizes["max_block_updates"] = 1 + -(-num_drafts // config.block_size)
         if "batch_size" in sizes:
             sizes.setdefault("num_rows", config.buckets.num_logits_rows(sizes["batch_size"]))
             sizes.setdefault("num_tokens", sizes["batch_size"])
@@ -463,6 +683,7 @@ class PlanProgram(StepProgram):
             "sampling_table": sampling_table,
             "max_blocks": config.max_blocks_per_seq,
             "num_steps": config.num_scheduler_steps,
+            "speculates": config.speculation is not None,
             **self.sizes(config, key),
         }
         wanted = signature(self.pack).parameters
@@ -485,6 +706,28 @@ def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, 
         size for size in _decode_keys(config, shapes) if size in config.buckets.burst_batch_sizes
     ]
     return [(size, level) for size in sizes for level in BURST_LEVELS]
+
+
+def _verify_keys(
+    config: RuntimeConfig, shapes: DeviceShapes
+) -> list[tuple[int, int, SamplerLevel, Drafter]]:
+    """Return the keys of verify steps: one step for each batch size, and bursts of small ones."""
+    if config.speculation is None:
+        return []
+    drafter, keys = make_drafter(config.speculation), []
+    for size in reversed(config.buckets.verify_batch_sizes):
+        keys += [(size, 1, level, drafter) for level in verify_levels(config)]
+        if config.num_scheduler_steps > 1 and size <= SMALL_BATCH_SEQS:
+            keys += [
+                (size, config.num_scheduler_steps, level, drafter)
+                for level in verify_levels(config)
+                if level is not FULL_LEVEL
+            ]
+    return keys
+
+
+def _load_tokens_keys(config: RuntimeConfig, _: DeviceShapes) -> tuple[None, ...]:
+    return () if config.speculation is None else (None,)
 
 
 def _prefill_keys(config: RuntimeConfig, _: DeviceShapes) -> list[tuple[int, int]]:
@@ -525,9 +768,18 @@ PROGRAMS: Mapping[str, StepProgram] = {
         PlanProgram(
             "decode_burst",
             decode_burst_step,
-            ("sampled", "last_tokens", "sampling", "state"),
+            ("sampled", "last_tokens", "sampling", "state", "row_tokens"),
             ("batch_size", "level"),
             _burst_keys,
+            compile_seconds=(8.0, 0.0),
+            pack=pack_burst,
+        ),
+        PlanProgram(
+            "verify",
+            verify_step,
+            ("sampled", "last_tokens", "sampling", "state", "row_tokens"),
+            ("batch_size", "num_steps", "level", "drafter"),
+            _verify_keys,
             compile_seconds=(8.0, 0.0),
             pack=pack_burst,
         ),
@@ -554,15 +806,16 @@ PROGRAMS: Mapping[str, StepProgram] = {
         StepProgram(
             "sample",
             sample_step,
-            ("sampled", "last_tokens", "sampling"),
+            ("sampled", "last_tokens", "sampling", "row_tokens"),
             ("num_rows", "level"),
             _sample_keys,
             compile_seconds=(1.0, 0.0),
         ),
         StepProgram("load_rows", load_rows, ("sampling",)),
         StepProgram("load_bias", load_bias, ("sampling",)),
+        StepProgram("load_tokens", load_tokens, ("row_tokens",), keys=_load_tokens_keys),
         StepProgram("copy_blocks", copy_blocks_step, ("state",)),
-        StepProgram("fork_rows", fork_rows_step, ("state",)),
+        StepProgram("fork_rows", fork_rows_step, ("state", "row_tokens")),
         StepProgram("gather_blocks", gather_blocks_step, ("blocks",), ("num_blocks",), _swap_keys),
         StepProgram(
             "scatter_blocks", scatter_blocks_step, ("state", "done"), ("num_blocks",), _swap_keys

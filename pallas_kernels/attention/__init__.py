@@ -1,9 +1,10 @@
-"""Attention over the paged KV pool: decode (one query per sequence) and prefill (ragged batch).
+"""Attention over the paged KV pool: decode, verification of drafts, and prefill (ragged batch).
 
 The public ops check their arguments and choose an implementation for the backend:
 
     paged_decode_attention     xla.py, or decode_triton.py
     rope_decode_attention      likewise, with rotary embedding and the KV write in the same op
+    paged_verify_attention     xla.py, or decode_triton.py with several queries per sequence
     paged_prefill_attention    xla.py; on a GPU prefill_hopper.py where its conditions hold (over an
                                FP8 pool after widen_triton.py), otherwise prefill_triton.py. Leading
                                one-token sequences of larger batches go through decode_triton.py.
@@ -29,6 +30,9 @@ from pallas_kernels.attention.tiles import split_decode_rows
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
 from pallas_kernels.types import Backend, HeadNorms, KVScales, LayerKV
+
+MAX_VERIFY_QUERIES = 8
+"""Maximum number of queries per sequence (Q) of `paged_verify_attention`."""
 
 
 def paged_decode_attention(
@@ -193,6 +197,55 @@ def paged_prefill_attention(
     return _launch_decode(q, kv, block_tables, decode_lens, options, backend, into=out)
 
 
+def paged_verify_attention(
+    q: Float[Array, "B Q N H"],
+    kv: LayerKV,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, "B"],
+    *,
+    scale: float,
+    backend: Backend,
+    soft_cap: float | None = None,
+    sliding_window: int | None = None,
+    scales: KVScales | None = None,
+) -> Float[Array, "B Q N H"]:
+    """Compute causal attention of the last Q tokens of each sequence.
+
+    Query j of a sequence is at position `seq_len - Q + j`. Each key is read once for all queries.
+
+    Args:
+        q: Queries of the last tokens, with the dtypes that `paged_decode_attention` takes. Q is a
+            power of two, at most `MAX_VERIFY_QUERIES`.
+        kv: One layer's pool [P, S, K, H], which already holds the tokens. Slots that no sequence
+            owns may hold anything, including NaN.
+        block_tables: Block ids of each sequence, in order.
+        seq_lens: Number of tokens of each sequence, including all Q: at least Q, or 0 for a padding
+            row.
+        scale, backend, soft_cap, sliding_window, scales: See `paged_decode_attention`.
+
+    Returns:
+        Attention outputs [B, Q, N, H] in the dtype of q. Padding rows are zeros.
+
+    Raises:
+        ValueError: Shapes do not fit each other, a size or number is out of range, or scales are
+            given for a pool that is not in FP8.
+        TypeError: A dtype is not supported or differs from the pool's.
+    """
+    backend = Backend(backend)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    check_verify(q, block_tables)
+    rows = q.reshape(-1, *q.shape[2:])
+    check_attention(rows, kv, block_tables, seq_lens, backend, **options)
+    options["scales"] = checks.resolve_pool_scales(kv, scales)
+    if backend is Backend.XLA or not q.size:
+        return xla.paged_verify_attention(q, kv, block_tables, seq_lens, **options)
+    config = _decode_config(kv, block_tables, backend)
+    interpret = backend is Backend.INTERPRET
+    return decode_triton.paged_verify_attention(
+        q, kv, block_tables, seq_lens, **options, config=config, interpret=interpret
+    )
+
+
 def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
@@ -276,6 +329,21 @@ def check_decode(q, block_tables):
         raise ValueError(
             f"q has {q.shape[0]} rows for {block_tables.shape[0]} block tables: pass one row per "
             "sequence, or use paged_prefill_attention for more"
+        )
+
+
+def check_verify(q, block_tables):
+    """Raise ValueError unless q [B, Q, N, H] has a supported Q and one row per block table."""
+    if q.ndim != 4 or q.shape[0] != block_tables.shape[0]:
+        raise ValueError(
+            f"q has shape {q.shape}: pass [B, Q, N, H] with B={block_tables.shape[0]}, one row for "
+            "each row of block_tables"
+        )
+    num_queries = q.shape[1]
+    if not 1 <= num_queries <= MAX_VERIFY_QUERIES or num_queries & (num_queries - 1):
+        raise ValueError(
+            f"q has {num_queries} queries per sequence: pass a power of two, at most "
+            f"{MAX_VERIFY_QUERIES}"
         )
 
 

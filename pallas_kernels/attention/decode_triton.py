@@ -1,4 +1,4 @@
-"""Paged decode attention in Pallas Triton, in one launch: one query token per sequence.
+"""Paged decode attention in Pallas Triton, in one launch: one or a few last tokens per sequence.
 
 Grid (KV head, work item). A work item is one split of one sequence's keys. Its program computes:
 
@@ -29,6 +29,11 @@ this input once for all launches of a program.
 
 With `into`, q's first rows belong to the sequences, in order. The kernel writes the outputs of
 sequences that have keys into `into`, in place, and leaves all other rows of `into` unchanged.
+
+With Q queries per sequence (`DecodeSpec.num_queries`), the query heads of a KV head are those of
+all Q tokens, token by token. The program reads each key tile once for all of them. Query j is at
+position `seq_len - Q + j` and sees the keys up to its own position. While the group of heads has
+fewer than 16 rows, further queries cost no tensor-core work.
 
 KV heads are the first axis of the grid, so that concurrent programs read neighbouring columns of
 the same pool rows. Split-KV: Flash-Decoding (Dao et al. 2023). Online softmax: arXiv:1805.02867.
@@ -61,6 +66,7 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     Attributes:
         config: Launch parameters.
+        num_queries: Number of queries per sequence (Q). `num_heads` counts the heads of all.
         in_place: Whether the kernel writes its output rows into the argument `into`.
         num_partials: Number of split-K partials of the fused projection; 0 if the queries are an
             argument.
@@ -69,6 +75,7 @@ class DecodeSpec(tile_ops.AttentionSpec):
     """
 
     config: DecodeConfig
+    num_queries: int = 1
     in_place: bool = False
     num_partials: int = 0
     eps: float | None = None
@@ -113,6 +120,22 @@ def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=N
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
     out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
     return out.reshape(q.shape)
+
+
+def paged_verify_attention(q, kv, block_tables, seq_lens, *, scales=None, **options):
+    """Run the public op `paged_verify_attention` in Pallas Triton.
+
+    `options` are fields of `DecodeSpec`.
+    """
+    batch, num_queries, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    # The kernel takes the heads of a KV head one after the other: those of all queries.
+    by_kv_head = q.reshape(batch, num_queries, num_kv_heads, -1, head_size).swapaxes(1, 2)
+    rows = by_kv_head.reshape(-1, head_size)
+    options |= {"num_queries": num_queries}
+    spec = DecodeSpec.for_pool(num_queries * num_heads, kv, block_tables, **options)
+    out, *_ = _launch(spec, (rows,), kv, block_tables, seq_lens, rows, scales)
+    return out.reshape(by_kv_head.shape).swapaxes(1, 2).reshape(q.shape)
 
 
 def rope_decode_attention(
@@ -259,7 +282,8 @@ def _visible_tiles(seq_lens, spec):
     end = (seq_lens + (tile - 1 - spec.num_new_tokens)) // tile
     if spec.sliding_window is None:
         return jnp.zeros_like(end), end
-    return jnp.maximum(seq_lens - spec.sliding_window, 0) // tile, end
+    first_key = seq_lens - (spec.sliding_window + spec.num_queries - 1)
+    return jnp.maximum(first_key, 0) // tile, end
 
 
 def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
@@ -284,11 +308,18 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     def fold(tile, carry, q):
         positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
         live = positions < num_keys
-        visible = live
-        if spec.sliding_window is not None:
-            visible &= positions >= seq_len - spec.sliding_window
 
         def mask():
+            if spec.num_queries > 1:
+                query = lax.div(group_head, jnp.int32(spec.group // spec.num_queries))
+                last_key = (seq_len - spec.num_queries + query)[:, None]
+                visible = positions[None, :] <= last_key
+                if spec.sliding_window is not None:
+                    visible &= positions[None, :] > last_key - spec.sliding_window
+                return visible
+            visible = live
+            if spec.sliding_window is not None:
+                visible &= positions >= seq_len - spec.sliding_window
             return jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
 
         refs = k_ref, v_ref, tables_ref

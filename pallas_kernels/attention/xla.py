@@ -52,6 +52,32 @@ def paged_decode_attention(
     return out.reshape(q.shape).astype(q.dtype)
 
 
+def paged_verify_attention(
+    q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window, scales=None
+):
+    """Run the public op `paged_verify_attention` in plain XLA."""
+    if not q.size:
+        return q
+    batch, num_queries, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    group = num_heads // num_kv_heads
+    rows = q.reshape(batch, num_queries, num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
+    positions = (seq_lens - num_queries)[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None]
+    out = _attend(
+        rows.reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32) * jnp.float32(scale),
+        kv,
+        block_tables,
+        first_key=_window_start(jnp.maximum(positions[:, 0], 0), sliding_window),
+        row_positions=jnp.tile(positions, (1, group)),
+        num_keys=seq_lens,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
+        scales=scales,
+    )
+    out = out.reshape(batch, num_kv_heads, group, num_queries, head_size).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
 ):

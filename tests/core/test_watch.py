@@ -114,6 +114,7 @@ def test_watch_reports_a_trimmed_table_that_grows_again():
     [sequence] = driver.scheduler.sequences.by_id.values()
     sequence.num_computed_tokens = 3  # as if the step had not been made
     manager.trim(sequence)
+    manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
     sequence.num_computed_tokens = 12
     replica.look()

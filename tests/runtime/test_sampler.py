@@ -344,7 +344,7 @@ def test_missing_token_is_not_counted_and_stored_as_zero():
     last_tokens = jnp.full(4, V - 1, jnp.int32)
     options = {"level": FULL_LEVEL, "backend": Backend.XLA, "max_logprobs": 2}
     state = init_sampling_state(4, V)
-    sampled, last_tokens, counted = sample_step(
+    sampled, last_tokens, counted, _ = sample_step(
         jnp.asarray(logits), inputs, last_tokens, state, **options
     )
     assert counted is not None

@@ -53,6 +53,15 @@ _GAUGES = {
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache.", "prefix_cache_queries"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "vllm:spec_decode_num_drafts": (
+        "Number of times that drafts of a sequence were verified.",
+        "num_drafts",
+    ),
+    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens": (
+        "Drafts that were accepted.",
+        "num_accepted_tokens",
+    ),
     "vllm:num_preemptions": ("Number of preemptions of requests.", "num_preemptions"),
     "jpaged:block_copies": ("Blocks copied on write.", "num_block_copies"),
     "jpaged:swapped_out_blocks": ("Blocks swapped out to host memory.", "num_swapped_out_blocks"),

@@ -52,6 +52,11 @@ const CHARTS = [
     statsValue: prefixHitRate,
   },
   {
+    title: "Accepted drafts",
+    hint: "fraction of the drafts of speculative decoding that were accepted",
+    statsValue: acceptanceRate,
+  },
+  {
     title: "Preemptions",
     hint: "total number of preemptions",
     total: "num_preemptions",
@@ -71,6 +76,12 @@ function prefixHitRate(now, before) {
   const queries = now.prefix_cache_queries - before.prefix_cache_queries;
   if (queries) return (now.prefix_cache_hits - before.prefix_cache_hits) / queries;
   return ratio(now.prefix_cache_hits, now.prefix_cache_queries);
+}
+
+function acceptanceRate(now, before) {
+  const drafts = now.num_draft_tokens - before.num_draft_tokens;
+  if (drafts) return (now.num_accepted_tokens - before.num_accepted_tokens) / drafts;
+  return ratio(now.num_accepted_tokens, now.num_draft_tokens);
 }
 
 function createSvg(name, attributes) {

@@ -88,13 +88,13 @@ export class Pool {
     }
   }
 
-  /** Recounts the filled slots of last blocks; returns the blocks whose count changed. */
+  /** Recounts the slots of blocks that are not full; returns the blocks whose count changed. */
   updatePartial() {
     const before = this.partial;
     this.partial = new Map();
     for (const { blocks, computed } of this.sequences.values()) {
-      const filled = computed % this.blockSize;
-      if (filled && blocks.length) this.partial.set(blocks.at(-1), filled);
+      const numFull = Math.floor(computed / this.blockSize);
+      blocks.slice(numFull).forEach((block, i) => this.partial.set(block, i ? 0 : computed % this.blockSize));
     }
     const ids = [...before.keys(), ...this.partial.keys()];
     return ids.filter((id) => before.get(id) !== this.partial.get(id));

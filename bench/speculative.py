@@ -1,0 +1,174 @@
+"""Measure speculative decoding at given acceptance rates (`python -m bench.speculative`).
+
+A drafter of the benchmark alone proposes tokens, which are accepted by a hash of the sequence and
+the position. The weights are random, so the times do not depend on the tokens. The first token of
+each prompt is its acceptance rate in percent.
+
+For each number of rows and drafts, the rows of the result are
+
+    cost       time of a verify step / time of a plain step (as the engine runs it, with bursts)
+    speed-up   time per token of plain steps / time per token with drafts, always verified
+    chosen     fraction of the decode steps that verified drafts when the scheduler chooses
+
+`jpaged/runtime/verify_costs.py` has the costs that the scheduler uses.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from bench.common import ALL_SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
+from bench.records import print_table, record
+from jpaged import Engine, SamplingParams
+from jpaged.core.plan import NO_DRAFT
+from jpaged.runtime import model_runner, steps
+from jpaged.runtime.drafting import DraftInputs, padded_num_drafts
+
+ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
+PROMPT_LEN = 128
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class HashDrafter:
+    """Drafter whose even drafts are accepted, and whose odd drafts are rejected."""
+
+    num_drafts: int
+
+    def __call__(self, inputs: DraftInputs) -> Int32[Array, "B k"]:
+        percent, seed = inputs.history[:, :1], inputs.history[:, 1:2]
+        position = inputs.lengths[:, None] + jnp.arange(self.num_drafts, dtype=jnp.int32)[None]
+        mixed = (position * 40503 + seed * 9973).astype(jnp.uint32) * jnp.uint32(2654435761)
+        is_accepted = (mixed >> 16).astype(jnp.int32) % 100 < percent
+        drafts = jnp.where(is_accepted, 2, 1)
+        return jnp.where(inputs.lengths[:, None] > 1, drafts, NO_DRAFT)
+
+
+def accept_even(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:
+    return (drafts >= 0) & (drafts % 2 == 0) & (token_ids >= 0)
+
+
+@contextmanager
+def hash_drafts() -> Iterator[None]:
+    """Let engines that are created meanwhile draft by hash."""
+
+    def make(config) -> HashDrafter:
+        return HashDrafter(padded_num_drafts(config.num_speculative_tokens))
+
+    with (
+        patch.object(steps, "make_drafter", make),
+        patch.object(model_runner, "make_drafter", make),
+        patch.object(steps, "are_accepted", accept_even),
+    ):
+        yield
+
+
+class AlwaysVerify:
+    """Context in which an engine verifies drafts in every step that can."""
+
+    def __init__(self, engine: Engine):
+        self._speculation = engine._loop.scheduler.speculation
+
+    def __enter__(self) -> None:
+        speculation = self._speculation
+        if speculation is not None:
+            self._costs = speculation._costs
+            speculation._costs = tuple((rows, 0.0) for rows, _ in self._costs)
+
+    def __exit__(self, *_: object) -> None:
+        if self._speculation is not None:
+            self._speculation._costs = self._costs
+
+
+def time_tokens(engine: Engine, rows: int, percent: int, num_tokens: int, repeats: int) -> float:
+    """Return the milliseconds per token of each row, without the prefill."""
+    seeds = itertools.count()
+
+    def run(max_tokens: int) -> float:
+        prompts = random_prompts([PROMPT_LEN] * rows, engine.vocab_size, next(seeds))
+        for prompt in prompts:
+            prompt[0] = percent
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    run(num_tokens)
+    first = statistics.median(run(1) for _ in range(repeats))
+    whole = statistics.median(run(num_tokens) for _ in range(repeats))
+    return 1e3 * (whole - first) / (num_tokens - 1)
+
+
+def new_engine(shape: str, **options) -> Engine:
+    """Return an engine of a shape, or of the embedded model."""
+    return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
+
+
+def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[dict]:
+    """Yield the rows of the result for one model shape and number of drafts."""
+    options = {"max_num_seqs": max(args.rows), "max_model_len": PROMPT_LEN + args.tokens}
+    plain = new_engine(shape, **options)
+    plain_ms = {rows: time_tokens(plain, rows, 0, args.tokens, args.repeats) for rows in args.rows}
+    del plain
+    with hash_drafts():
+        engine = new_engine(
+            shape,
+            speculative_config={"num_speculative_tokens": num_drafts},
+            num_compile_workers=0,
+            **options,
+        )
+    for rows in args.rows:
+        for percent in args.acceptance:
+            with AlwaysVerify(engine):
+                drafted_ms = time_tokens(engine, rows, percent, args.tokens, args.repeats)
+            before = engine.stats()
+            chosen_ms = time_tokens(engine, rows, percent, args.tokens, args.repeats)
+            after = engine.stats()
+            num_verified = after.num_verify_steps - before.num_verify_steps
+            yield {
+                "shape": shape,
+                "rows": rows,
+                "drafts": num_drafts,
+                "acceptance": percent / 100,
+                "plain_ms": round(plain_ms[rows], 3),
+                "drafted_ms": round(drafted_ms, 3),
+                "chosen_ms": round(chosen_ms, 3),
+                "speed_up": round(plain_ms[rows] / drafted_ms, 2),
+                "chosen_speed_up": round(plain_ms[rows] / chosen_ms, 2),
+                "chosen": round(num_verified / (after.num_steps - before.num_steps), 2),
+                **({"cost": round(drafted_ms / plain_ms[rows], 2)} if percent == 0 else {}),
+            }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--shape", nargs="+", choices=[*ALL_SHAPES, EMBEDDED], default=["qwen3-0.6b"]
+    )
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--drafts", nargs="+", type=int, default=[3])
+    parser.add_argument("--acceptance", nargs="+", type=int, default=list(ACCEPTANCE))
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parse_arguments(parser, argv)
+    found = [
+        row
+        for shape in args.shape
+        for num_drafts in args.drafts
+        for row in measure(shape, num_drafts, args)
+    ]
+    print_table(found)
+    record("speculative", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Drafters and the tokens of each device row, for speculative decoding.
+
+A drafter is a pure function on the device: it proposes the next tokens of each row from the state
+of the rows. `verify_step` calls the drafter, and accepts the drafts that the model samples.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jpaged.config import SpeculativeConfig
+from jpaged.core.plan import NO_DRAFT
+from jpaged.runtime.sampler import TOKENS_PER_LOAD
+
+NUM_DRAFTS = (1, 3, 7)
+"""Numbers of drafts per row that verify steps are compiled for. With the last token, a row then has
+a power of two of queries."""
+
+
+class RowTokens(NamedTuple):
+    """Tokens of each device row, which only engines with speculative decoding hold.
+
+    The host reads accepted drafts one step late, so it does not know how long a row is. Row R-1 is
+    the padding row.
+    """
+
+    lengths: Int32[Array, "R"]
+    """Number of tokens of each row, prompt and output."""
+    history: Int32[Array, "R C"]
+    """Tokens of each row in order. Entries from the row's length on are undefined."""
+
+
+class DraftInputs(NamedTuple):
+    """State of the rows of a batch, from which a drafter proposes tokens."""
+
+    history: Int32[Array, "B C"]
+    """Tokens of each row in order, including the token that was sampled last."""
+    lengths: Int32[Array, "B"]
+    """Number of tokens of each row; 0 for padding."""
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Drafter that looks up the last tokens of a row earlier in the same row (prompt lookup).
+
+    The drafter finds the longest suffix of at most `max_ngram` and at least `min_ngram` tokens that
+    also occurs earlier. Among equally long matches, the latest one wins. The drafts are the tokens
+    that follow the match. Where these tokens reach the end of the row, the drafts repeat from the
+    token after the match.
+
+    Attributes:
+        num_drafts: Number of drafts that a verify step has room for, one of `NUM_DRAFTS`.
+        max_drafts: Maximum number of drafts to propose.
+        min_ngram: Minimum number of tokens of a match.
+        max_ngram: Maximum number of tokens of a match.
+    """
+
+    num_drafts: int
+    max_drafts: int
+    min_ngram: int
+    max_ngram: int
+
+    def __call__(self, inputs: DraftInputs) -> Int32[Array, "B k"]:
+        """Return the drafts of each row. `NO_DRAFT` follows the last draft."""
+        history, lengths = inputs
+        width = history.shape[1]
+        position = jnp.arange(width, dtype=jnp.int32)[None]
+        lengths = lengths[:, None]
+        # Number of equal tokens before and at each position and before the end of the row.
+        num_equal, is_equal = jnp.zeros_like(history), position < lengths - 1
+        for back in range(self.max_ngram):
+            at = jnp.maximum(lengths - 1 - back, 0)
+            last = jnp.take_along_axis(history, at, axis=1)
+            earlier = jnp.pad(history, ((0, 0), (back, 0)))[:, :width]
+            is_equal &= (earlier == last) & (position >= back) & (lengths > back)
+            num_equal += is_equal.astype(jnp.int32)
+        # One maximum finds the longest match, and the latest position among equal matches.
+        is_match = num_equal >= self.min_ngram
+        best = jnp.max(jnp.where(is_match, num_equal * width + position, -1), axis=1, keepdims=True)
+        first = best % width + 1
+        period = jnp.maximum(lengths - first, 1)
+        offset = jnp.arange(self.num_drafts, dtype=jnp.int32)[None]
+        found = jnp.take_along_axis(
+            history, jnp.minimum(first + offset % period, width - 1), axis=1
+        )
+        is_draft = (best >= 0) & (offset < self.max_drafts)
+        return jnp.where(is_draft, found, NO_DRAFT)
+
+
+Drafter = NgramDrafter
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """Return the drafter that the options of an engine choose."""
+    return NgramDrafter(
+        num_drafts=padded_num_drafts(config.num_speculative_tokens),
+        max_drafts=config.num_speculative_tokens,
+        min_ngram=config.prompt_lookup_min,
+        max_ngram=config.prompt_lookup_max,
+    )
+
+
+def padded_num_drafts(num_drafts: int) -> int:
+    """Return the smallest number of drafts in `NUM_DRAFTS` that is at least `num_drafts`."""
+    return next(number for number in NUM_DRAFTS if number >= num_drafts)
+
+
+def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:
+    """Return whether each draft equals the token that its row samples at the same position.
+
+    `bench/speculative.py` replaces the function to accept drafts at a given rate.
+    """
+    return drafts == token_ids
+
+
+def pack_tokens(
+    rows: Mapping[int, Sequence[int]], padding_row: int, max_model_len: int
+) -> Iterator[np.ndarray]:
+    """Yield the arrays, int32 [3, E], for the calls of `load_tokens` that set the tokens of rows.
+
+    Args:
+        rows: Tokens by device row.
+        padding_row: Row of padding entries.
+        max_model_len: Position of padding entries, which is out of bounds.
+    """
+    sizes = [len(tokens) for tokens in rows.values()]
+    owners = np.repeat(np.array([*rows], np.int32), sizes)
+    positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    tokens = np.concatenate([np.array(tokens, np.int32) for tokens in rows.values()])
+    for start in range(0, len(owners), TOKENS_PER_LOAD):
+        chunk = slice(start, start + TOKENS_PER_LOAD)
+        entries = np.zeros((3, TOKENS_PER_LOAD), np.int32)
+        entries[0], entries[1] = padding_row, max_model_len
+        entries[:, : len(owners[chunk])] = owners[chunk], positions[chunk], tokens[chunk]
+        yield entries
+
+
+def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowTokens:
+    """Set tokens of device rows for sequences that join the batch.
+
+    The steps of a sequence set the length of its row.
+
+    Args:
+        row_tokens: Tokens of all rows. Donate them to update them in place.
+        entries: Array from `pack_tokens`: E rows, positions and tokens.
+    """
+    rows, positions, tokens = entries
+    history = row_tokens.history.at[rows, positions].set(tokens, mode="drop")
+    return row_tokens._replace(history=history)
+
+
+def resolve_lengths(
+    seq_lens: Int32[Array, "B"], limits: Int32[Array, "B"], lengths: Int32[Array, "B"]
+) -> Int32[Array, "B"]:
+    """Return the number of tokens of each row of a batch; -1 for a row without a free slot.
+
+    Args:
+        seq_lens: Lengths as the host packs them; -1 for the device's length, 0 for padding.
+        limits: Number of tokens for which each row has slots.
+        lengths: The device's lengths of the rows.
+    """
+    actual = jnp.where(seq_lens < 0, lengths, seq_lens)
+    return jnp.where(actual <= limits, actual, -1)
+
+
+def append_tokens(
+    row_tokens: RowTokens,
+    rows: Int32[Array, "B"],
+    lengths: Int32[Array, "B"],
+    token_ids: Int32[Array, "B Q"],
+) -> RowTokens:
+    """Append the tokens of a step to device rows.
+
+    Args:
+        row_tokens: Tokens of all rows.
+        rows: Device row of each row of the batch.
+        lengths: Number of tokens of each row before the step; a row with -1 stays as it is.
+        token_ids: Tokens to append. Negative values, which come last, are ignored.
+    """
+    padding_row, width = row_tokens.lengths.shape[0] - 1, row_tokens.history.shape[1]
+    rows = jnp.where(lengths >= 0, rows, padding_row)
+    is_token = (token_ids >= 0) & (lengths >= 0)[:, None]
+    new_lengths = jnp.maximum(lengths, 0) + is_token.sum(axis=1, dtype=jnp.int32)
+    offset = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(is_token, lengths[:, None] + offset, width)
+    return RowTokens(
+        row_tokens.lengths.at[rows].set(new_lengths),
+        row_tokens.history.at[rows[:, None], positions].set(token_ids, mode="drop"),
+    )

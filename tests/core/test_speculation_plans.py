@@ -1,0 +1,200 @@
+"""The scheduler with speculative decoding, with literal blocks and tokens."""
+
+import numpy as np
+import pytest
+from core_driver import make_request, make_scheduler
+from core_plans import queue_of, shape, tables, the, updates
+from core_speculation import RandomSpeculation, SpeculativeDriver
+
+from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, StepPlan
+from jpaged.core.request import FinishReason, NoTokenError
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.speculation import MIN_PLAIN_STEPS, NUM_TRIAL_STEPS, Speculation
+
+
+def speculative_scheduler(num_drafts: int = 3, rate: float = 1.0, **options) -> Scheduler:
+    scheduler = make_scheduler(**options)
+    scheduler.speculation = RandomSpeculation(num_drafts, rate=rate)
+    scheduler.block_manager.has_reservations = True
+    return scheduler
+
+
+def decoding(scheduler: Scheduler, name: str = "1", length: int = 3, **options) -> StepPlan:
+    """Add a request, let it compute its prompt and sample token 9, and plan its next step."""
+    scheduler.add(make_request(name, length, **options))
+    plan = the(scheduler.schedule())
+    scheduler.update(plan, np.array([9]))
+    return the(scheduler.schedule())
+
+
+def read(scheduler: Scheduler, plan: StepPlan, *rows: list[int]) -> list[int]:
+    """Update with the tokens of each row, and return the emitted tokens."""
+    tokens = np.array(rows)
+    emitted = scheduler.update(plan, tokens).emitted_tokens
+    for column in tokens.T[1:]:
+        emitted += scheduler.append_accepted(plan, column).emitted_tokens
+    scheduler.check_integrity()
+    return [token.token_id for token in emitted]
+
+
+def test_verify_step_reserves_slots_for_all_drafts():
+    scheduler = speculative_scheduler(max_model_len=40)
+    plan = decoding(scheduler, max_tokens=20)
+    assert shape(plan) == [(1, 3, 1, True)]
+    # The last token is in slot 3, and the drafts in the slots 4 to 6 of a second block.
+    assert (plan.num_drafts, plan.limits, updates(plan)) == (3, (8,), [((1, 2),)])
+    [sequence] = scheduler.running["1"].sequences
+    assert sequence.block_table == [1, 2]
+    # The next step may write as many tokens after all that this step may return.
+    plan = the(scheduler.schedule())
+    assert (shape(plan), plan.limits, updates(plan)) == ([(1, 4, 1, True)], (12,), [((2, 3),)])
+
+
+def test_update_appends_several_tokens():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    assert read(scheduler, plan, [1, 2, 3, REJECTED]) == [1, 2, 3]
+    [sequence] = scheduler.running["1"].sequences
+    assert sequence.output_token_ids == [9, 1, 2, 3]
+    assert (sequence.num_computed_tokens, sequence.num_pending_drafts) == (6, 0)
+    assert shape(scheduler.schedule()) == [(1, 6, 1, True)]
+
+
+def test_row_without_token_is_computed_again():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    assert read(scheduler, plan, [NO_DRAFT] * 4) == []
+    assert shape(scheduler.schedule()) == [(1, 3, 1, True)]
+
+
+def test_missing_token_after_a_draft_ends_the_request():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    tokens = np.array([[1, NO_TOKEN, NO_DRAFT, NO_DRAFT]])
+    assert not scheduler.update(plan, tokens).failed
+    [(request, error)] = scheduler.append_accepted(plan, tokens[:, 1]).failed
+    assert (request.request_id, str(error)) == ("1", str(NoTokenError(2)))
+
+
+@pytest.mark.parametrize(
+    ("stop", "outputs", "reason"),
+    [
+        ({"stop_token_ids": frozenset([2])}, [9, 1, 2], FinishReason.STOP),
+        ({"stop_token_ids": frozenset([2]), "min_tokens": 4}, [9, 1, 2, 3, 2], FinishReason.STOP),
+        ({}, [9, 1, 2, 3, 2], None),
+    ],
+)
+def test_stop_token_cuts_the_accepted_drafts(
+    stop: dict, outputs: list[int], reason: FinishReason | None
+):
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20, **stop)
+    sequence = plan.scheduled[0].sequence
+    read(scheduler, plan, [1, 2, 3, 2])
+    assert (sequence.output_token_ids, sequence.finish_reason) == (outputs, reason)
+
+
+def test_caller_may_end_a_sequence_between_two_tokens():
+    """A stop string ends the sequence, and the tokens after it are dropped."""
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    tokens, sequence = np.array([[1, 2, 3, 4]]), plan.scheduled[0].sequence
+    scheduler.update(plan, tokens)
+    scheduler.append_accepted(plan, tokens[:, 1])
+    scheduler.finish_sequence(sequence, FinishReason.STOP)
+    assert not scheduler.append_accepted(plan, tokens[:, 2]).emitted_tokens
+    assert sequence.output_token_ids == [9, 1, 2]
+    scheduler.check_integrity()
+
+
+def test_limit_counts_no_slot_after_the_last_token():
+    """The last of `max_tokens` tokens needs no slot, and the device samples none after it."""
+    scheduler = speculative_scheduler(num_drafts=7)
+    plan = decoding(scheduler, max_tokens=5)
+    assert plan.limits == (3 + 5 - 1,)
+    read(scheduler, plan, [1, 2, 3, 4, REJECTED, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+    assert not scheduler.has_unfinished_requests
+
+
+def test_rejected_drafts_leave_the_reservation_to_the_row():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    read(scheduler, plan, [1, REJECTED, REJECTED, REJECTED])
+    plan = the(scheduler.schedule())
+    assert (updates(plan), plan.limits) == ([()], (8,))
+
+
+def test_waiting_request_takes_reserved_blocks_first():
+    """Empty blocks return to the head of the queue, and no further block is reserved."""
+    scheduler = speculative_scheduler(num_blocks=7, max_model_len=20)
+    first = decoding(scheduler, length=8, max_tokens=8)
+    assert (updates(first), queue_of(scheduler.block_manager)) == ([((2, 3),)], [4, 5, 6])
+    second = the(scheduler.schedule())  # the drafts of both steps may fill a fourth block
+    assert (updates(second), queue_of(scheduler.block_manager)) == ([((3, 4),)], [5, 6])
+    read(scheduler, first, [1, REJECTED, REJECTED, REJECTED])
+    read(scheduler, second, [1, REJECTED, REJECTED, REJECTED])
+    scheduler.add(make_request("2", 12, max_tokens=2))
+    plan = the(scheduler.schedule())
+    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 is empty.
+    assert shape(plan)[0] == (1, 10, 1, True)
+    assert scheduler.running["1"].sequences[0].block_table == [1, 2, 3]
+    assert not scheduler.waiting or queue_of(scheduler.block_manager)[0] == 4
+
+
+def test_drafts_never_preempt():
+    """Two rows that need all blocks verify drafts only in the slots that they have."""
+    driver = SpeculativeDriver(
+        speculative_scheduler(num_blocks=6, max_model_len=20), lag=1, acceptance=1.0
+    )
+    driver.add(make_request("1", 4, max_tokens=6))
+    driver.add(make_request("2", 5, max_tokens=4))
+    driver.run()
+    assert not any(plan.preempted_request_ids for plan in driver.plans)
+    assert driver.device.num_accepted > 0
+
+
+def test_beams_and_grammars_take_plain_steps():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    assert plan.num_drafts == 3
+    read(scheduler, plan, [1, REJECTED, REJECTED, REJECTED])
+    scheduler.running["1"].takes_drafts = False
+    assert the(scheduler.schedule()).num_drafts == 0
+
+
+def test_decode_rows_take_no_drafts_next_to_a_prompt():
+    scheduler = speculative_scheduler()
+    plan = decoding(scheduler, max_tokens=20)
+    scheduler.add(make_request("2", 4))
+    mixed = the(scheduler.schedule())
+    assert (len(mixed.scheduled), mixed.num_drafts, mixed.is_decode) == (2, 0, False)
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.num_mixed_steps == 1
+    read(scheduler, plan, [1, 2, REJECTED, REJECTED])
+    scheduler.update(mixed, np.array([3, 4]))
+    assert tables(type("Driver", (), {"requests": scheduler.running}), "1") == [[1, 2]]
+    scheduler.check_integrity()
+
+
+def verify(policy: Speculation, num_accepted: int, num_rows: int = 4) -> None:
+    row = [1] * (1 + num_accepted) + [REJECTED] * (3 - num_accepted)
+    policy.record(np.array([row] * num_rows))
+
+
+def test_policy_stops_drafting_where_no_draft_is_accepted():
+    policy = Speculation(3, [(8, 1.2)])
+    for _ in range(NUM_TRIAL_STEPS):
+        assert policy.choose_num_drafts(4) == 3
+        verify(policy, 0)
+    choices = [policy.choose_num_drafts(4) for _ in range(MIN_PLAIN_STEPS + 1)]
+    assert choices == [0] * MIN_PLAIN_STEPS + [3]  # it tries again
+
+
+def test_policy_drafts_while_the_accepted_drafts_pay_for_the_cost():
+    policy = Speculation(3, [(8, 1.2), (64, 2.5)])
+    for _ in range(100):
+        assert policy.choose_num_drafts(8) == 3
+        verify(policy, 1)
+    assert policy.choose_num_drafts(9) == 0  # 2 tokens per row cost more than 2 plain steps
+    assert policy.choose_num_drafts(65) == 0
+    assert (policy.num_draft_tokens, policy.num_accepted_tokens) == (1200, 400)

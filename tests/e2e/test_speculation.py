@@ -1,0 +1,210 @@
+"""Speculative decoding changes no token, whatever requests ask for and whatever happens to them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_options import LOOPS, Engines
+from test_under_pressure import answers, params
+
+from jpaged import Engine, SamplingParams, StructuredOutputs
+from jpaged.config import SpeculativeConfig
+from jpaged.core.plan import StepPlan
+from jpaged.core.speculation import Speculation
+from tests.covering import covering
+from tools.tiny.world import sample_examples
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
+PROMPTS = [e.prompt for e in sample_examples(11, 200) if len(e.prompt + e.completion) < 60][:16]
+REPEATING = [
+    "Copy: apple, pear, plum, apple, pear, plum, apple, pear,",
+    "1 2 3 4 1 2 3 4 1 2 3 4 1 2",
+    "the cat sat on the mat. the cat sat on the mat. the cat",
+]
+
+
+@pytest.fixture(autouse=True)
+def _always_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify drafts in every step that can."""
+    choose = Speculation.choose_num_drafts
+
+    def choose_always(self: Speculation, num_rows: int) -> int:
+        self._costs, self._num_read_steps = ((10**6, 0.0),), 0
+        return choose(self, num_rows)
+
+    monkeypatch.setattr(Speculation, "choose_num_drafts", choose_always)
+
+
+def check_same(speculative: Engine, plain: Engine, prompts: list[Any], kinds: list) -> None:
+    want = [answers(output) for output in plain.generate(prompts, kinds)]
+    accepted = speculative.stats().num_accepted_tokens
+    assert [answers(output) for output in speculative.generate(prompts, kinds)] == want
+    assert speculative.stats().num_accepted_tokens > accepted
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"temperature": 0.5, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "bias": {"temperature": 0.0, "logit_bias": {5: 2.0}, "min_tokens": 8},
+    "samples": {"temperature": 0.9, "n": 3},
+    "best": {"temperature": 0.9, "n": 1, "best_of": 2},
+    "stop": {"temperature": 0.0, "stop": ["e", "1"]},
+    "stop included": {"temperature": 1.0, "stop": ["a"], "include_stop_str_in_output": True},
+    "long": {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("feature", "loop", "num_drafts"),
+    covering(FEATURES, LOOPS, [1, 3, 7], strength=1),
+)
+def test_tokens_are_the_same_with_speculation(
+    engines: Engines, shallow_folder: Path, feature: str, loop: str, num_drafts: int
+):
+    options = {"speculative_config": replace(NGRAM, num_speculative_tokens=num_drafts)}
+    speculative = engines(shallow_folder, **options, **LOOPS[loop])
+    plain = engines(shallow_folder)
+    given = {"max_tokens": 50, **FEATURES[feature]}
+    kinds = [SamplingParams(seed=i, **given) for i in range(len(REPEATING))]
+    check_same(speculative, plain, REPEATING, kinds)
+    check_same(speculative, plain, PROMPTS, [SamplingParams(seed=1, **given)] * len(PROMPTS))
+
+
+def test_scores_belong_to_the_accepted_tokens(engines: Engines):
+    """Speculation may round the scores differently, because a step computes more rows."""
+    speculative, plain = engines(speculative_config=NGRAM), engines()
+    kind = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, stop="4 1", ignore_eos=True)
+    found, want = (it.generate(REPEATING, kind) for it in (speculative, plain))
+    for one, other in zip(found, want, strict=True):
+        assert answers(one) == answers(other)
+        scores, expected = one.outputs[0].logprobs, other.outputs[0].logprobs
+        assert scores is not None
+        assert expected is not None
+        assert [[*row] for row in scores] == [[*row] for row in expected]
+        for row, wanted in zip(scores, expected, strict=True):
+            for token, entry in row.items():
+                assert entry.logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
+        total = one.outputs[0].cumulative_logprob
+        assert total == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "loop", "block_size"),
+    [
+        ("swap", "bursts", 4),
+        ("recompute", "overlapped", 16),
+        pytest.param("swap", "overlapped", 16, marks=pytest.mark.full),
+        pytest.param("recompute", "bursts", 8, marks=pytest.mark.full),
+        pytest.param("auto", "synchronous", 1, marks=pytest.mark.full),
+    ],
+)
+def test_requests_that_come_and_go_change_no_answer(
+    engines: Engines, shallow_folder: Path, mode: str, loop: str, block_size: int
+):
+    """In a tight pool, with priorities, aborts, beams, samples and prefixes."""
+    max_model_len = 128
+    speculative = engines(
+        shallow_folder,
+        block_size=block_size,
+        num_blocks=25 * 16 // block_size,
+        max_model_len=max_model_len,
+        scheduling_policy="priority",
+        preemption_mode=mode,
+        speculative_config=NGRAM,
+        **LOOPS[loop],
+    )
+    plain = engines(shallow_folder, async_scheduling=False, max_model_len=max_model_len)
+    prompts = [*PROMPTS, *REPEATING]
+    kinds = [params(i) for i in range(len(prompts))]
+    want = [answers(output) for output in plain.generate(prompts, kinds)]
+    rng, to_come, ended, aborted = random.Random(0), [*range(len(prompts))], {}, set()
+    before = speculative.stats()
+    while to_come or speculative.has_unfinished_requests:
+        if to_come and rng.random() < 0.4:
+            index = to_come.pop()
+            speculative.add_request(
+                prompts[index], kinds[index], request_id=str(index), priority=rng.randrange(3)
+            )
+        ended |= {int(o.request_id): answers(o) for o in speculative.step() if o.finished}
+        speculative.check_integrity()
+        running = [i for i in range(len(prompts)) if i not in (*to_come, *ended, *aborted)]
+        if running and rng.random() < 0.03:
+            aborted.add(index := rng.choice(running))
+            speculative.abort(str(index))
+    after = speculative.stats()
+    assert ended == {i: want[i] for i in range(len(prompts)) if i not in aborted}
+    assert after.num_accepted_tokens > before.num_accepted_tokens
+    assert after.num_preemptions > before.num_preemptions
+
+
+def test_constrained_rows_take_plain_steps(engines: Engines):
+    """Other rows of the batch verify drafts again when the constrained request has ended."""
+    speculative, plain = engines(speculative_config=NGRAM), engines()
+    spec = StructuredOutputs(regex="(ab)+c")
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=spec),
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3),
+    ]
+    launched: list[StepPlan] = []
+
+    def note(plans: Sequence[StepPlan]) -> None:
+        launched.extend(plans)
+
+    with speculative.record_steps(note):
+        check_same(speculative, plain, REPEATING, kinds)
+    constrained = {
+        plan.num_drafts
+        for plan in launched
+        if any(not row.sequence.request.takes_drafts for row in plan.scheduled)
+    }
+    assert constrained == {0}
+
+
+def test_prefixes_with_accepted_tokens_are_cached(engines: Engines):
+    """The next turn of a conversation finds all full blocks of the answer."""
+    speculative, plain = engines(speculative_config=NGRAM), engines()
+    kind = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    cached = []
+    for engine in (speculative, plain):
+        engine.reset_prefix_cache()
+        first = engine.generate(REPEATING[1], kind)[0]
+        turn = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8, 9]
+        second = engine.generate({"prompt_token_ids": turn}, kind)[0]
+        cached.append((second.num_cached_tokens, answers(second)))
+    assert cached[0] == cached[1]
+    assert cached[0][0] > 0
+
+
+@pytest.mark.gpu2
+def test_several_devices_accept_the_same_drafts(engines: Engines, shallow_folder: Path):
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "speculative_config": NGRAM}
+    speculative, plain = engines(shallow_folder, **options), engines(shallow_folder)
+    kinds = [SamplingParams(temperature=i, seed=i, max_tokens=40) for i in (0, 1)]
+    for kind in kinds:
+        check_same(speculative, plain, REPEATING, [kind] * len(REPEATING))
+
+
+def test_repeated_context_gives_more_tokens_per_step(engines: Engines):
+    """In chats that ask the same question again, and thus repeat the answer."""
+    speculative, plain = engines(speculative_config=NGRAM), engines()
+    short = [e for e in sample_examples(11, 200) if 15 < len(e.completion) < 60]
+    counting = [e for e in short if e.prompt.startswith(("Count", "Put"))][:4]
+    assert counting
+    before, kind = speculative.stats(), SamplingParams(temperature=0.0, max_tokens=80)
+    for example in counting:
+        question = {"role": "user", "content": example.prompt}
+        answer = {"role": "assistant", "content": example.completion.strip()}
+        chat = [question, answer, question]
+        want = answers(plain.chat(chat, kind)[0])
+        assert answers(speculative.chat(chat, kind)[0]) == want
+    after = speculative.stats()
+    num_steps = after.num_verify_steps - before.num_verify_steps
+    num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(counting)
+    assert num_tokens / num_steps >= 1.7
+    assert 0 < after.acceptance_rate <= 1
