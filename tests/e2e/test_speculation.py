@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import LOOPS, Engines
-from test_under_pressure import answers, params
+from e2e_options import LOOPS, Engines, answers
+from test_under_pressure import params
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.config import SpeculativeConfig
@@ -39,9 +39,9 @@ def _always_verify(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_same(speculative: Engine, plain: Engine, prompts: list[Any], kinds: list) -> None:
-    want = [answers(output) for output in plain.generate(prompts, kinds)]
+    want = answers(plain.generate(prompts, kinds))
     accepted = speculative.stats().num_accepted_tokens
-    assert [answers(output) for output in speculative.generate(prompts, kinds)] == want
+    assert answers(speculative.generate(prompts, kinds)) == want
     assert speculative.stats().num_accepted_tokens > accepted
 
 
@@ -81,7 +81,7 @@ def test_scores_belong_to_the_accepted_tokens(engines: Engines):
     kind = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, stop="4 1", ignore_eos=True)
     found, want = (it.generate(REPEATING, kind) for it in (speculative, plain))
     for one, other in zip(found, want, strict=True):
-        assert answers(one) == answers(other)
+        assert answers([one]) == answers([other])
         scores, expected = one.outputs[0].logprobs, other.outputs[0].logprobs
         assert scores is not None
         assert expected is not None
@@ -121,7 +121,7 @@ def test_requests_that_come_and_go_change_no_answer(
     plain = engines(shallow_folder, async_scheduling=False, max_model_len=max_model_len)
     prompts = [*PROMPTS, *REPEATING]
     kinds = [params(i) for i in range(len(prompts))]
-    want = [answers(output) for output in plain.generate(prompts, kinds)]
+    want = answers(plain.generate(prompts, kinds))
     rng, to_come, ended, aborted = random.Random(0), [*range(len(prompts))], {}, set()
     before = speculative.stats()
     while to_come or speculative.has_unfinished_requests:
@@ -130,7 +130,7 @@ def test_requests_that_come_and_go_change_no_answer(
             speculative.add_request(
                 prompts[index], kinds[index], request_id=str(index), priority=rng.randrange(3)
             )
-        ended |= {int(o.request_id): answers(o) for o in speculative.step() if o.finished}
+        ended |= {int(o.request_id): answers([o])[0] for o in speculative.step() if o.finished}
         speculative.check_integrity()
         running = [i for i in range(len(prompts)) if i not in (*to_come, *ended, *aborted)]
         if running and rng.random() < 0.03:
@@ -176,7 +176,7 @@ def test_prefixes_with_accepted_tokens_are_cached(engines: Engines):
         first = engine.generate(REPEATING[1], kind)[0]
         turn = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8, 9]
         second = engine.generate({"prompt_token_ids": turn}, kind)[0]
-        cached.append((second.num_cached_tokens, answers(second)))
+        cached.append((second.num_cached_tokens, answers([second])))
     assert cached[0] == cached[1]
     assert cached[0][0] > 0
 
@@ -201,8 +201,8 @@ def test_repeated_context_gives_more_tokens_per_step(engines: Engines):
         question = {"role": "user", "content": example.prompt}
         answer = {"role": "assistant", "content": example.completion.strip()}
         chat = [question, answer, question]
-        want = answers(plain.chat(chat, kind)[0])
-        assert answers(speculative.chat(chat, kind)[0]) == want
+        want = answers(plain.chat(chat, kind))
+        assert answers(speculative.chat(chat, kind)) == want
     after = speculative.stats()
     num_steps = after.num_verify_steps - before.num_verify_steps
     num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(counting)

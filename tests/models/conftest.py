@@ -1,5 +1,4 @@
-"""Most of these tests compare with `transformers` on torch and are left out where that is missing
-(continuous integration's environment with the newest JAX)."""
+"""Skip the tests that compare with `transformers` where torch is not installed."""
 
 from importlib.util import find_spec
 

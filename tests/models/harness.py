@@ -1,4 +1,4 @@
-"""The least that can run a paged model: blocks by hand, two step shapes, every logit kept."""
+"""A minimal runner for paged models that returns every logit."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,14 +20,14 @@ MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH
 
 @partial(jax.jit, static_argnames="graphdef", donate_argnames="pool")
 def paged_step(graphdef, state, token_ids, positions, pool, attention):
-    """Logits of every token of the step, and the pool."""
+    """Return the logits of every token of the step, and the pool."""
     model = nnx.merge(graphdef, state)
     hidden, pool = model(token_ids, positions, pool, attention)
     return model.logits(hidden), pool
 
 
 def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
-    """A pool of NaN: a read of a slot that was never written shows."""
+    """Return a pool of NaN, so that reading an unwritten slot gives NaN."""
     config = model.config
     shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
 
@@ -52,7 +52,7 @@ class PagedSequence:
 
 
 class Harness:
-    """Runs sequences of one model in steps of two shapes, so that each model compiles twice."""
+    """A runner of one model with two step shapes, so that each model compiles twice."""
 
     def __init__(self, model: Decoder, *, pool_dtype=jnp.float32, seed: int = 0):
         self.graphdef, self.state = nnx.split(model)
@@ -61,30 +61,30 @@ class Harness:
         self.free = list(np.random.RandomState(seed).permutation(np.arange(1, NUM_BLOCKS)))
 
     def release(self, sequence: PagedSequence) -> None:
-        """Takes the sequence's blocks back and poisons them."""
+        """Free the sequence's blocks and fill them with NaN."""
         freed, sequence.blocks, sequence.computed = sequence.blocks, [], 0
         index = jnp.asarray(freed, jnp.int32)
         self.pool = jax.tree.map(lambda x: x.at[index].set(self.poison), self.pool)
         self.free = freed + self.free
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> list[np.ndarray]:
-        """Computes the next `n` tokens of each sequence; their logits [n, V]."""
+        """Compute the next `n` tokens of each sequence, and return their logits [n, V]."""
         decode = all(n == 1 for _, n in work)
-        rows = NUM_SEQS if decode else NUM_TOKENS
+        num_rows = NUM_SEQS if decode else NUM_TOKENS
         counts = [n for _, n in work]
         assert 1 <= len(work) <= NUM_SEQS
-        assert sum(counts) <= rows
-        token_ids, positions, slots = (np.zeros(rows, np.int32) for _ in range(3))
+        assert sum(counts) <= num_rows
+        token_ids, positions, slots = (np.zeros(num_rows, np.int32) for _ in range(3))
         starts = np.cumsum([0, *counts, *[0] * (NUM_SEQS - len(work))]).astype(np.int32)
         lens = np.zeros(NUM_SEQS, np.int32)
         tables = np.zeros((NUM_SEQS, TABLE_WIDTH), np.int32)
         for i, (sequence, n) in enumerate(work):
-            span, place = slice(starts[i], starts[i + 1]), self._advance(sequence, n)
-            token_ids[span] = np.asarray(sequence.tokens)[place]
-            positions[span], lens[i] = place, sequence.computed
+            rows, new = slice(starts[i], starts[i + 1]), self._advance(sequence, n)
+            token_ids[rows] = np.asarray(sequence.tokens)[new]
+            positions[rows], lens[i] = new, sequence.computed
             tables[i, : len(sequence.blocks)] = sequence.blocks
-            slots[span] = np.asarray(sequence.blocks)[place // BLOCK_SIZE] * BLOCK_SIZE
-            slots[span] += place % BLOCK_SIZE
+            slots[rows] = np.asarray(sequence.blocks)[new // BLOCK_SIZE] * BLOCK_SIZE
+            slots[rows] += new % BLOCK_SIZE
         attention = AttentionInputs(
             block_tables=jnp.asarray(tables),
             seq_lens=jnp.asarray(lens),
@@ -92,16 +92,14 @@ class Harness:
             query_start_loc=None if decode else jnp.asarray(starts),
             backend=Backend.XLA,
         )
-        tokens, places = jnp.asarray(token_ids), jnp.asarray(positions)
-        logits, self.pool = paged_step(
-            self.graphdef, self.state, tokens, places, self.pool, attention
-        )
+        inputs = jnp.asarray(token_ids), jnp.asarray(positions), self.pool, attention
+        logits, self.pool = paged_step(self.graphdef, self.state, *inputs)
         return np.split(np.asarray(logits), starts[1:])[: len(work)]
 
     def _advance(self, sequence: PagedSequence, n: int) -> np.ndarray:
-        """Counts n tokens as computed, with blocks for them; their positions."""
-        place = np.arange(sequence.computed, sequence.computed + n)
+        """Allocate blocks for the next n tokens, and return their positions."""
+        positions = np.arange(sequence.computed, sequence.computed + n)
         sequence.computed += n
         while len(sequence.blocks) * BLOCK_SIZE < sequence.computed:
             sequence.blocks.append(self.free.pop())
-        return place
+        return positions

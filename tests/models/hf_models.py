@@ -1,4 +1,4 @@
-"""Tiny random `transformers` models, one a case, and the same weights in ours."""
+"""Tiny random `transformers` models by case, and jpaged models with the same weights."""
 
 import functools
 
@@ -16,45 +16,25 @@ from jpaged.models.registry import read_model_config, weight_rules
 
 transformers.logging.set_verbosity_error()
 
-_COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+_COMMON = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_COMMON |= {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1}
+_OPT = _COMMON | {"model_type": "opt", "ffn_dim": 96}
 _GATED = _COMMON | {"intermediate_size": 48, "num_key_value_heads": 1}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
+_GQA = _GATED | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _GEMMA3 = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5}
 
-# Each case: what its name says, with the family's other options spread over the cases.
+# The cases of a family cover all its options.
 CASES: dict[str, dict] = {
     "gpt2": _COMMON | {"model_type": "gpt2"},
     "gpt2-untied-inner": _COMMON
     | {"model_type": "gpt2", "n_inner": 40, "layer_norm_epsilon": 0.01}
     | {"tie_word_embeddings": False, "num_attention_heads": 16},  # heads of 4
-    "opt": _COMMON | {"model_type": "opt", "ffn_dim": 96},
-    "opt-350m": _COMMON
+    "opt": _OPT,
+    "opt-350m": _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "opt-bare": _OPT
     | {
-        "model_type": "opt",
-        "ffn_dim": 96,
-        "do_layer_norm_before": False,
-        "word_embed_proj_dim": 32,
-    },
-    "opt-bare": _COMMON
-    | {
-        "model_type": "opt",
-        "ffn_dim": 96,
         "enable_bias": False,
         "layer_norm_elementwise_affine": False,
         "_remove_final_layer_norm": True,
@@ -62,17 +42,9 @@ CASES: dict[str, dict] = {
         "activation_function": "gelu",
     },
     "llama": _GATED | {"model_type": "llama", "tie_word_embeddings": True},
-    "llama3-biases": _GATED
-    | {
-        "model_type": "llama",
-        "head_dim": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": _LLAMA3,
-        "rms_norm_eps": 0.01,
-    },
+    "llama3-biases": _GQA
+    | {"model_type": "llama", "head_dim": 48, "mlp_bias": True}
+    | {"rope_parameters": _LLAMA3, "rms_norm_eps": 0.01},
     "llama-linear-mha": _GATED
     | {
         "model_type": "llama",
@@ -92,24 +64,13 @@ CASES: dict[str, dict] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "qwen3": _GATED | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-    "qwen3-biases": _GATED
-    | {
-        "model_type": "qwen3",
-        "head_dim": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attention_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "max_window_layers": 1,
-    },
+    "qwen3-biases": _GQA
+    | {"model_type": "qwen3", "head_dim": 48}
+    | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "gemma3": _GATED | _GEMMA3 | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
-    "gemma3-scaled": _GATED
+    "gemma3-scaled": _GQA
     | _GEMMA3
     | {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attention_bias": True,
         "tie_word_embeddings": False,
         "final_logit_softcapping": 3.0,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -132,7 +93,7 @@ def config_of(case: str) -> ModelConfig:
 
 @functools.cache
 def reference(case: str) -> PreTrainedModel:
-    """The case's `transformers` model, every parameter random so that none can hide an error."""
+    """Return the case's `transformers` model with random values for every parameter."""
     torch.manual_seed(sum(map(ord, case)))
     model = AutoModelForCausalLM.from_config(hf_config(case), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -145,7 +106,7 @@ def reference(case: str) -> PreTrainedModel:
 
 @functools.cache
 def ours(case: str, dtype: type = jnp.float32) -> Decoder:
-    """The same model in jpaged, its parameters placed by the family's weight rules."""
+    """Return the case's jpaged model with the weights of `reference`."""
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     return build(config_of(case), tensors, dtype)
 
@@ -156,8 +117,10 @@ def build(
     dtype: type,
     filled: dict[str, float] | None = None,
 ) -> Decoder:
-    """A plain reading of the weight rules; the loader has its own and its own tests. What `filled`
-    has comes from there, by the last name of its path."""
+    """Return a model of these tensors by a simple reading of the weight rules, not the loader's.
+
+    Parameters whose last name is in `filled` have the value there.
+    """
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     rules, specs = weight_rules(config), model_parameters(model)
     arrays = {name: np.full(spec.shape, np.nan, np.float32) for name, spec in specs.items()}

@@ -1,8 +1,7 @@
-"""Child process: peak host memory of a load, less the parameters, over the largest shard.
+"""Print the peak host memory of a load, without the parameters, relative to the largest shard.
 
-`FOLDER load` measures the loader; `FOLDER naive` measures it with every tensor read into host
-memory first, to show that the measure can fail. The parameters are taken off because on CPU the
-"device" is the host.
+`FOLDER load` measures the loader. `FOLDER naive` reads every tensor into host memory first, to show
+that the measurement can fail. On a CPU, parameters are in host memory, so they are subtracted.
 """
 
 import sys
@@ -13,17 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 MEBI = 1 << 20
 VOCAB, WIDTH = 24 * 1024, 1024  # embedding and head: 96 MiB each in float32
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+HF_CONFIG = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH}
+HF_CONFIG |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
+HF_CONFIG |= {"intermediate_size": 512, "max_position_embeddings": 64, "tie_word_embeddings": False}
 
 
 def write_checkpoint(folder: Path) -> None:

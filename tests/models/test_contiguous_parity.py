@@ -9,9 +9,8 @@ from bench.contiguous import BATCHINGS, Decoder
 from bench.contiguous_steps import Model
 
 NUM_REQUESTS, MAX_TOKENS = 11, 12
+# Together these two cases cover position embeddings, RoPE, biases, windows and all norms.
 CASES = ("opt-350m", "qwen3-biases")
-"""Positions from a table, norms behind the sum; and rotations, biases, norms of heads, windows."""
-
 MORE_CASES = ("gpt2", "llama3-biases", "mistral-window", "qwen2-layer-types")
 
 
@@ -19,7 +18,6 @@ MORE_CASES = ("gpt2", "llama3-biases", "mistral-window", "qwen2-layer-types")
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)]
 )
 def test_contiguous_greedy_tokens_equal_transformers(case: str):
-    """Each chosen token is the most probable after those before it."""
     rng, model = np.random.RandomState(3), Model(ours(case))
     prompts = [rng.randint(2, 97, n).tolist() for n in rng.randint(1, 60, NUM_REQUESTS)]
     most = rng.randint(1, MAX_TOKENS + 1, NUM_REQUESTS).tolist()
@@ -34,7 +32,6 @@ def test_contiguous_greedy_tokens_equal_transformers(case: str):
 
 
 def test_a_step_does_not_copy_the_cache():
-    """It is donated, in a launch of several steps too."""
     model = Model(ours("qwen3"))
     text = model.program(8, 112, 4).as_text()
     k = model.empty(8, 112).layers[0][0]

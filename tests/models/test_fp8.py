@@ -55,7 +55,7 @@ def logits_of(model: Decoder) -> np.ndarray:
 
 
 def difference(got: np.ndarray, expected: np.ndarray) -> float:
-    """Return the root mean square of the difference, relative to that of `expected`."""
+    """Return the RMS difference divided by the RMS of `expected`."""
     return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
 
 

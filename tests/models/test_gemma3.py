@@ -1,4 +1,4 @@
-"""Test what only Gemma 3 has against `transformers`; test_parity.py tests whole models."""
+"""Compare features that only Gemma 3 has with `transformers`."""
 
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ def logits_of(model) -> np.ndarray:
 
 
 def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
-    """As the paper's own code does; transformers reads the field and leaves it."""
+    """transformers ignores `attn_logit_softcapping`, so the test passes the cap to it."""
     theirs = random_text_model(attn_logit_softcapping=0.5)
     ours = build(
         read_model_config(theirs.config.to_dict()),
@@ -57,7 +57,7 @@ def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
 
 
 def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
-    """The embedding's factor is rounded to bfloat16; a norm's 1 + weight is not."""
+    """The embedding's factor is rounded to bfloat16, but a norm's 1 + weight is not."""
     theirs = random_text_model(hidden_size=48).to(torch.bfloat16)
     tensors = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
     ours = build(read_model_config(theirs.config.to_dict()), tensors, jnp.bfloat16)
@@ -77,8 +77,8 @@ def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
     assert (np.asarray(plain(hidden), np.float32) != normed).mean() > 0.1
 
 
-def with_images(folder: Path):
-    """A checkpoint that takes images too, as transformers writes it."""
+def save_multimodal(folder: Path):
+    """Save and return a multimodal model of transformers."""
     torch.manual_seed(0)
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -93,7 +93,7 @@ def with_images(folder: Path):
 
 
 def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
-    theirs = with_images(tmp_path)
+    theirs = save_multimodal(tmp_path)
     config, file = read_model_config(read_config(tmp_path)), tmp_path / "model.safetensors"
     tensors, loaded = load_file(file), []
     for prefix in (None, "model.language_model.", "language_model.model."):
@@ -112,7 +112,7 @@ def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
 
 
 def renamed(name: str, prefix: str | None) -> str:
-    """A tensor of the text under another prefix."""
+    """Return the tensor name, with another prefix if it belongs to the text model."""
     for known in ("model.language_model.", "language_model.model."):
         if prefix is not None and name.startswith(known):
             return prefix + name.removeprefix(known)

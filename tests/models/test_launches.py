@@ -1,5 +1,4 @@
-"""Test which kernels and products a layer of a decode step launches on a GPU, by lowering without
-one."""
+"""Test which kernels and products a decode layer launches on a GPU, by lowering without a GPU."""
 
 import re
 from collections import Counter
@@ -18,37 +17,27 @@ from pallas_kernels import Backend, LayerKV, paged_decode_attention
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
-# Reshapes that move nothing, and gate's and up's way through the activation: one fusion.
+# Reshapes move no data, and XLA fuses the activation of gate and up.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
 WIDE = 8704  # a feed-forward whose activation is a separate kernel
 ONCE_A_STEP = {"decode_plan"}
 
-_SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
+_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SHAPE |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "hidden_act": "silu"}
+_SHAPE |= {"torch_dtype": "bfloat16"}
 CONFIGS = {
     f"{family}-{inner}": _SHAPE | {"model_type": family, "intermediate_size": inner}
     for family in ("llama", "qwen3")
     for inner in (48, WIDE)
 }
+FP8_SHAPE = _SHAPE | {"model_type": "llama", "hidden_size": 1024, "num_attention_heads": 8}
+FP8_SHAPE |= {"intermediate_size": 3072}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 CONFIGS_IN_FP8 = {
-    name: CONFIGS["llama-48"]
-    | {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 3072}
-    | {"quantization_config": FP8 | own}
-    for name, own in {
-        "fp8": {},
-        "fp8, scales of rows given": {"activation_scheme": "static"},
-        "fp8 in blocks": {"weight_block_size": [128, 128]},
-    }.items()
+    "fp8": FP8_SHAPE | {"quantization_config": FP8},
+    "static fp8": FP8_SHAPE | {"quantization_config": FP8 | {"activation_scheme": "static"}},
+    "block fp8": FP8_SHAPE | {"quantization_config": FP8 | {"weight_block_size": [128, 128]}},
 }
 GEMMA3 = {"model_type": "gemma3_text", "intermediate_size": 48, "head_dim": 256}
 
@@ -58,7 +47,7 @@ def ints(*shape):
 
 
 def layers_of_a_step(case: str, rows: int, device: AbstractDevice = H200):
-    """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
+    """Return the jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
     config = read_model_config((CONFIGS | CONFIGS_IN_FP8).get(case, _SHAPE | GEMMA3))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
@@ -100,7 +89,7 @@ def test_layer_launches_the_expected_kernels(case):
         kernels = {
             name.removeprefix("kernel "): n for name, n in counts.items() if "kernel" in name
         }
-        # Before the first layer's norm there is nothing to add: XLA makes its one kernel.
+        # XLA computes the first layer's first norm, before which nothing is added.
         assert kernels == ours | {"add_rms_norm": 2 if index else 1}
         assert counts["dot_general"] == 4
         if index:
@@ -120,7 +109,7 @@ def test_fp8_layer_launches_the_expected_kernels(case):
 
 
 def test_gemma3_layer_launches_the_expected_kernels():
-    """The norms after attention and feed-forward are XLA's, with the GEMMs' partials."""
+    """XLA computes the norms after attention and feed-forward."""
     for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
         counts = Counter(operations(layer))
         norms = counts["kernel add_rms_norm"]
@@ -129,7 +118,7 @@ def test_gemma3_layer_launches_the_expected_kernels():
 
 
 def test_attention_plan_is_computed_once_per_step():
-    """Layers ask for it each; the compiler finds that they ask for the same."""
+    """Each layer computes the plan, and XLA merges equal computations."""
     shape = (9, 8, 1, 32)
 
     def step(queries, pool, tables, lens):
@@ -149,22 +138,26 @@ def test_attention_plan_is_computed_once_per_step():
 
 
 def lowered_opt_layer(rows: int) -> str:
-    """Queries, keys and values, output and feed-forward of OPT, lowered for an H200."""
+    """Return the QKV, output and feed-forward projections of OPT, lowered for an H200."""
     shape = {"vocab_size": 128, "hidden_size": 1024, "ffn_dim": 4096, "word_embed_proj_dim": 1024}
-    heads = {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
-    config = read_model_config({"model_type": "opt", "activation_function": "relu"} | shape | heads)
+    shape |= {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = read_model_config({"model_type": "opt", "activation_function": "relu"} | shape)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model.layers[0])
 
-    def parts(state, x, heads):
+    def projections(state, x, heads):
         layer = nnx.merge(graphdef, state)
         qkv = layer.attention.qkv(x, Backend.TRITON)
         return qkv, layer.attention.output(heads, Backend.TRITON), layer.mlp(x, Backend.TRITON)
 
-    x, own = (jax.ShapeDtypeStruct((rows, *it), jnp.bfloat16) for it in ((1024,), (16, 64)))
-    whole = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=whole)):
-        return jax.jit(parts).trace(state, x, own).lower(lowering_platforms=("cuda",)).as_text()
+    x, heads = (jax.ShapeDtypeStruct((rows, *it), jnp.bfloat16) for it in ((1024,), (16, 64)))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=WHOLE_H200)):
+        return (
+            jax.jit(projections)
+            .trace(state, x, heads)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
 
 
 def test_products_with_bias_use_the_same_kernels():
@@ -174,7 +167,7 @@ def test_products_with_bias_use_the_same_kernels():
 
 
 def test_bias_is_fused_into_the_product():
-    """With separate heads XLA wrote it out for all rows first: 2 % of a step of 2,048 tokens."""
+    """With separate heads, XLA broadcast the bias to all rows first: 2 % of a 2,048-token step."""
     added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
     assert added.count("2048x3072") == 1
     assert sorted({*added}) == ["2048x1024", "2048x3072", "2048x4096"]

@@ -1,4 +1,4 @@
-"""A projection owns its weight and its format: nothing else knows how the weight is stored."""
+"""Test that only a projection's format knows how its weight is stored."""
 
 import ast
 import math
@@ -22,9 +22,6 @@ from jpaged.models.formats import Projection, WeightFormat, zero_param
 from jpaged.models.loader import model_parameters
 from jpaged.runtime.fused_layers import fused_layer_weights
 
-OWNERS = {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm.py"}
-"""The formats of projections; tables; norms, whose weights are their own."""
-
 
 def test_only_the_weight_format_reads_a_weight():
     root = Path(jpaged.__file__).parent
@@ -33,11 +30,11 @@ def test_only_the_weight_format_reads_a_weight():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "weight":
                 found.add(file.relative_to(root).as_posix())
-    assert found == OWNERS
+    assert found == {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm.py"}
 
 
 class Turned(WeightFormat):
-    """A format for this test: weights [out, in] with the sign turned, under another name."""
+    """A format for this test: weights [out, in] times a sign, under another name."""
 
     name = "turned"
 
@@ -75,7 +72,6 @@ class Turned(WeightFormat):
     ],
 )
 def test_new_weight_format_needs_no_other_code(case):
-    """Loaded into another format, a model gives the logits of transformers all the same."""
     config = replace(config_of(case), quantization=QuantizationConfig(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     other = build(config, tensors, jnp.float32, filled={"sign": 1.0})

@@ -10,7 +10,6 @@ from peak_memory import write_checkpoint
 
 
 def peak_memory(folder, how):
-    """Runs peak_memory.py in a process of its own and returns what it measured."""
     script = Path(__file__).with_name("peak_memory.py")
     run = subprocess.run(
         [sys.executable, script, folder, how],
@@ -28,6 +27,6 @@ def peak_memory(folder, how):
     [("load", 0.0, 1.3), pytest.param("naive", 1.9, 9.0, marks=pytest.mark.full)],
 )
 def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path, how, low, high):
-    """The hard case: each shard one tensor, cast on the way. Reading it all first must fail."""
+    """Each large shard is one tensor, which is cast. Reading all shards first needs more."""
     write_checkpoint(tmp_path)
     assert low < peak_memory(tmp_path, how) < high

@@ -45,10 +45,7 @@ class Model(nnx.Module):
 
 
 def model_rules(config=CONFIG):
-    rules = [
-        WeightRule("embed", "embedding"),
-        WeightRule("lm_head", "head", (D, V), ((1,), (0,))),
-    ]
+    rules = [WeightRule("embed", "embedding"), WeightRule("lm_head", "head", (D, V), ((1,), (0,)))]
     for i in range(config.num_layers):
 
         def piece(name, target, *place, i=i):
@@ -234,7 +231,7 @@ def test_second_rule_for_a_parameter_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["model_embed", "embed"])
 def test_second_tensor_for_a_parameter_is_refused(tmp_path, name):
     save(tmp_path, make_tensors())
-    save_file({name: np.ones((V, D), np.float32)}, tmp_path / "more.safetensors")
+    save_file({name: np.ones((V, D), np.float32)}, tmp_path / "second.safetensors")
     complaint = rf"filled twice \(1\): embedding by embed and {name}\b"
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path)

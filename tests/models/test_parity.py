@@ -1,4 +1,4 @@
-"""Whole models against `transformers`, in float32: every logit, under every way to cut a step."""
+"""Compare the logits of whole models with `transformers`, for every composition of a step."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def assert_close(case: str, tokens: list[int], got: np.ndarray) -> None:
 
 
 def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
-    """Random chunks of some of the sequences, decode rows among them."""
+    """Return random chunks of some of the sequences, including decode rows."""
     budget, work = NUM_TOKENS, []
     for sequence in random.permutation(np.array(sequences, object)):
         most = min(sequence.remaining, budget)
@@ -40,14 +40,13 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
-    """One test a case: its two programs then compile once, whichever worker runs it."""
+    """Run all checks of a case in one test, so that its two programs compile once."""
     check_prefill_then_decode(case)
     check_random_chunks_mixed_steps_and_recompute(case)
     check_greedy_generation_is_token_exact(case)
 
 
 def check_prefill_then_decode(case):
-    """A prompt in one prefill step, then one token a step."""
     tokens = random_tokens(NUM_TOKENS + 4, seed=1)
     harness, sequence = Harness(ours(case)), PagedSequence(tokens)
     chunks = [harness.step([(sequence, n)])[0] for n in (NUM_TOKENS, 1, 1, 1, 1)]
@@ -55,7 +54,6 @@ def check_prefill_then_decode(case):
 
 
 def check_random_chunks_mixed_steps_and_recompute(case):
-    """Ragged sequences in random chunks, decode rows riding along, some started over."""
     random = np.random.RandomState(2)
     harness = Harness(ours(case), seed=2)
     sequences = [PagedSequence(random_tokens(n, seed=n)) for n in LENGTHS]
@@ -87,7 +85,7 @@ def greedy_reference(case: str, prompt: list[int], num_tokens: int) -> list[int]
 
 
 def check_greedy_generation_is_token_exact(case):
-    """A ragged batch, prompts chunked while shorter ones decode already; one is preempted."""
+    """Generate for prompts of several lengths in chunks, and preempt one sequence."""
     harness, num_tokens = Harness(ours(case), seed=3), 12
     prompts = [random_tokens(n, seed=10 + n) for n in (30, 7, 1, 12)]
     sequences = [PagedSequence(list(prompt)) for prompt in prompts]
@@ -103,7 +101,7 @@ def check_greedy_generation_is_token_exact(case):
             if not sequence.remaining:
                 sequence.tokens.append(int(chunk[-1].argmax()))
         if not preempted and len(sequences[1].tokens) == len(prompts[1]) + 5:
-            harness.release(sequences[1])  # to be computed again from its first token
+            harness.release(sequences[1])  # recomputed from its first token
             preempted = True
     assert preempted
     for prompt, sequence in zip(prompts, sequences, strict=True):

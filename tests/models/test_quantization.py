@@ -1,5 +1,4 @@
-"""Test how config.json describes FP8: published layouts are read, unknown fields are refused by
-name."""
+"""Test how the quantization of config.json is read and refused."""
 
 import re
 from typing import Any
@@ -18,51 +17,23 @@ from jpaged.models.fp8 import (
 )
 from jpaged.models.registry import read_model_config
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 48,
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
-    "max_position_embeddings": 16,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 48, "hidden_size": 256}
+LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"intermediate_size": 512, "max_position_embeddings": 16}
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 WEIGHTS |= {"strategy": "channel", "observer": "minmax", "observer_kwargs": {}, "actorder": None}
 ROWS = WEIGHTS | {"strategy": "token", "dynamic": True, "observer": None}
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "global_compression_ratio": 1.46,
-    "version": "0.9.1",
-    "sparsity_config": {},
-    "transform_config": {},
-    "kv_cache_scheme": None,
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": WEIGHTS,
-            "input_activations": ROWS,
-            "output_activations": None,
-        }
-    },
-}
-BLOCKS: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-}
-MODELOPT: dict[str, Any] = {
-    "quant_method": "modelopt",
-    "quant_algo": "FP8",
-    "kv_cache_quant_algo": "FP8",
-    "exclude_modules": ["lm_head"],
-    "producer": {"name": "modelopt", "version": "0.25"},
-}
+GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ROWS}
+GROUP |= {"output_activations": None}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+COMPRESSED |= {"quantization_status": "compressed", "global_compression_ratio": 1.46}
+COMPRESSED |= {"version": "0.9.1", "sparsity_config": {}, "transform_config": {}}
+COMPRESSED |= {"kv_cache_scheme": None, "ignore": ["lm_head"], "config_groups": {"group_0": GROUP}}
+BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+BLOCKS |= {"weight_block_size": [128, 128]}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+MODELOPT |= {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+MODELOPT |= {"producer": {"name": "modelopt", "version": "0.25"}}
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 
@@ -71,13 +42,12 @@ def read(config: dict[str, Any] | None, asked: str | None = None, **fields: Any)
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    """A configuration of compressed-tensors with other fields in its group."""
-    own = COMPRESSED["config_groups"]["group_0"]
-    return COMPRESSED | {"config_groups": {"group_0": own | changes}}
+    """Return a compressed-tensors configuration with changed fields of its group."""
+    return COMPRESSED | {"config_groups": {"group_0": GROUP | changes}}
 
 
 def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
-    """Return the names of the projections in FP8."""
+    """Return the formats of the quantized projections by path."""
     paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
     found = {path: config.projection(path) for path in paths}
     assert all(isinstance(it, Projection) for it in found.values())
@@ -87,7 +57,7 @@ def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
 
 
 @pytest.mark.parametrize(
-    ("config", "kept", "has_kv_scales"),
+    ("config", "expected", "has_kv_scales"),
     [
         (COMPRESSED, FP8ChannelFormat, False),
         (group(input_activations=ROWS | {"strategy": "tensor", "dynamic": False}),
@@ -106,13 +76,13 @@ def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
     ],
 )  # fmt: skip
 def test_published_quantization_layouts_are_read(
-    config: dict[str, Any], kept: type[WeightFormat], has_kv_scales: bool
+    config: dict[str, Any], expected: type[WeightFormat], has_kv_scales: bool
 ):
     model = read(config)
     assert model.quantization is not None
     assert model.quantization.has_kv_scales == has_kv_scales
     assert len(formats(model)) == 12
-    assert set(formats(model).values()) == {kept}
+    assert set(formats(model).values()) == {expected}
 
 
 def test_unquantized_weights_stay_unless_fp8_is_requested():
@@ -143,16 +113,15 @@ def test_requested_quantization_must_match_the_checkpoint():
 
 
 ONLY_FIRST_DOWN = {"layers.0.mlp.down"}
-OF_QKV = ["q_proj", "k_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
-    ("config", "left"),
+    ("config", "unquantized"),
     [
         (COMPRESSED | {"ignore": ["model.layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
         (COMPRESSED | {"ignore": ["re:.*[.]0[.]mlp.down_proj$"]}, ONLY_FIRST_DOWN),
         (COMPRESSED | {"ignore": ["model.layers.0.mlp"]}, set()),
-        (COMPRESSED | {"ignore": [f"re:.*{each}" for each in OF_QKV]},
+        (COMPRESSED | {"ignore": ["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"]},
          {f"layers.{i}.attention.qkv" for i in range(3)}),
         (group(targets=["re:.*mlp.*"]),
          {f"layers.{i}.attention.{each}" for i in range(3) for each in ("qkv", "output")}),
@@ -169,12 +138,12 @@ OF_QKV = ["q_proj", "k_proj", "v_proj"]
         (MODELOPT | {"exclude_modules": ["model.layers.0.mlp.down"]}, set()),
     ],
 )  # fmt: skip
-def test_ignored_modules_stay_unquantized(config: dict[str, Any], left: set[str]):
+def test_ignored_modules_stay_unquantized(config: dict[str, Any], unquantized: set[str]):
     paths = {f"layers.{i}.{path}" for i in range(3) for path in read(None).projections}
-    assert paths - formats(read(config)).keys() == left
+    assert paths - formats(read(config)).keys() == unquantized
 
 
-def test_fused_projections_must_be_quantized_alike():
+def test_fused_projections_must_have_the_same_quantization():
     ignored = ["model.layers.1.self_attn.q_proj"]
     with pytest.raises(ValueError, match=r"leaves layers.1.self_attn.q_proj unq.* not all of"):
         read(COMPRESSED | {"ignore": ignored})

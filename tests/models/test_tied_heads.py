@@ -1,4 +1,4 @@
-"""Output heads that a config ties and a file holds all the same, as transformers takes them."""
+"""Test checkpoints that contain an output head although their config ties it."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ NOT_TIED = "lm_head.weight .*different values: the head is not tied"
 
 
 def save(folder: Path, case: str) -> dict[str, np.ndarray]:
-    """A checkpoint whose config ties the head while its file holds another one; its tensors."""
+    """Save a checkpoint with a separate head and a config that ties it; return its tensors."""
     torch.manual_seed(0)
     config = hf_config(case)
     assert config.tie_word_embeddings
@@ -53,14 +53,15 @@ def plan(folder: Path, dtype: type = jnp.float32, load_format: str = "auto") -> 
     return plan_model(folder, config, dtype=dtype, load_format=load_format)
 
 
+def check_tied(planned: ModelPlan) -> None:
+    abstract_model: Any = planned.abstract_model
+    assert planned.config.tie_word_embeddings
+    assert abstract_model.lm_head is None
+
+
 def num_bytes(planned: ModelPlan) -> int:
     leaves = jax.tree.leaves(nnx.state(planned.abstract_model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def has_head(planned: ModelPlan) -> bool:
-    abstract_model: Any = planned.abstract_model
-    return abstract_model.lm_head is not None
 
 
 def check_logits(folder: Path, planned: ModelPlan) -> None:
@@ -82,18 +83,15 @@ def test_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str)
     assert not planned.config.tie_word_embeddings
     check_logits(tmp_path, planned)
     tied = plan(tmp_path, load_format="dummy")
-    assert tied.config.tie_word_embeddings
+    check_tied(tied)
     assert num_bytes(planned) - num_bytes(tied) == tensors["lm_head.weight"].nbytes
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_head_equal_to_the_embedding_is_tied(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
-    embedding = name_of_embedding(tensors)
-    rewrite(tmp_path, tensors | {"lm_head.weight": tensors[embedding]})
-    planned = plan(tmp_path)
-    assert planned.config.tie_word_embeddings
-    assert not has_head(planned)
+    rewrite(tmp_path, tensors | {"lm_head.weight": tensors[name_of_embedding(tensors)]})
+    check_tied(planned := plan(tmp_path))
     check_logits(tmp_path, planned)
 
 
@@ -102,8 +100,7 @@ def test_head_tensor_alone_serves_as_embedding_and_head(tmp_path: Path, case: st
     tensors = save(tmp_path, case)
     del tensors[name_of_embedding(tensors)]
     rewrite(tmp_path, tensors)
-    planned = plan(tmp_path)
-    assert planned.config.tie_word_embeddings
+    check_tied(planned := plan(tmp_path))
     check_logits(tmp_path, planned)
 
 
@@ -111,9 +108,9 @@ def test_head_is_compared_after_casting(tmp_path: Path):
     tensors = save(tmp_path, "llama")
     embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
     embedding[3, 5] = 0.0
-    nearly = np.nextafter(embedding, np.float32(9)).astype(np.float32)
-    nearly[3, 5] = -0.0  # equal, though not in its bits
-    rewrite(tmp_path, tensors | {name_of_embedding(tensors): embedding, "lm_head.weight": nearly})
+    head = np.nextafter(embedding, np.float32(9)).astype(np.float32)
+    head[3, 5] = -0.0  # equals 0.0, with other bits
+    rewrite(tmp_path, tensors | {name_of_embedding(tensors): embedding, "lm_head.weight": head})
     assert plan(tmp_path, jnp.bfloat16).config.tie_word_embeddings
     with pytest.warns(UserWarning, match=NOT_TIED):
         assert not plan(tmp_path).config.tie_word_embeddings
@@ -122,7 +119,6 @@ def test_head_is_compared_after_casting(tmp_path: Path):
 def test_head_that_differs_in_its_last_value_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is compared in several slabs."""
     monkeypatch.setattr("jpaged.models.loader.COMPARE_CHUNK_BYTES", 1000)
     tensors = save(tmp_path, "llama")
     head = tensors[name_of_embedding(tensors)].copy()
@@ -141,10 +137,3 @@ def test_a_head_of_another_shape_is_refused(tmp_path: Path):
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match=r"wrong shapes \(1\): lm_head.weight \[96, 64\]"):
             plan(tmp_path)
-
-
-def test_dummy_weights_have_no_separate_head(tmp_path: Path):
-    save(tmp_path, "llama")
-    planned = plan(tmp_path, load_format="dummy")
-    assert planned.config.tie_word_embeddings
-    assert not has_head(planned)

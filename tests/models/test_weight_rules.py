@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors: with and without the base model's prefix, and the ignored ones."""
+"""Test which parameters the tensor names of a checkpoint fill."""
 
 import pytest
 from hf_models import CASES, config_of, reference
@@ -8,7 +8,7 @@ from jpaged.models.registry import weight_rules
 
 
 def targets(config: ModelConfig, name: str) -> list[str | None]:
-    """Where the tensor of that name goes; empty if it is unknown."""
+    """Return the target of a tensor, None if ignored; an empty list if unknown."""
     rule = weight_rules(config).find(name)
     return [] if rule is None else [rule.target]
 
@@ -61,5 +61,5 @@ def test_an_untied_head_is_a_parameter(case):
         ("qwen3", "model.layers.0.input_layernorm.weight_scale"),
     ],
 )
-def test_unknown_tensors_are_found(case, name):
+def test_unknown_tensors_match_no_rule(case, name):
     assert targets(config_of(case), name) == []

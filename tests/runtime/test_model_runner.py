@@ -206,8 +206,7 @@ def test_results_have_the_order_of_the_plan(driver: Driver):
 
 
 @pytest.mark.parametrize(
-    ("seed", "options"),
-    [(2**64 - 1, {}), (-1, {"presence_penalty": 1.5, "logit_bias": {3: 4.0}})],
+    ("seed", "options"), [(2**64 - 1, {}), (-1, {"presence_penalty": 1.5, "logit_bias": {3: 4.0}})]
 )
 def test_sample_equals_a_request_with_its_seed(driver: Driver, seed: int, options: dict):
     options = options | {"temperature": 0.9, "logprobs": 0}

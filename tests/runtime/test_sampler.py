@@ -426,40 +426,27 @@ def test_only_counted_tokens_are_recorded():
     assert counts.sum() == 1
 
 
-def test_loading_a_row_clears_its_old_state():
-    state = init_sampling_state(3, V)
-    state = _record(state, jnp.asarray([0, 1]), jnp.asarray([4, 4]), jnp.ones(2, jnp.bool_))
-    state = _load(state, {0: RowMarks.of([1, 9], 1, [2, 9])})
-    token_state = np.asarray(state.token_state)
-    assert {token: token_state[0, token] for token in np.flatnonzero(token_state[0])} == {
-        1: IN_PROMPT,
-        2: IS_ENDING,
-        9: IS_ENDING + 1,
-    }
-    assert np.flatnonzero(token_state[1]).tolist() == [4]
-    assert np.asarray(state.prompt_lens).tolist() == [1, 0, 0]
-
-
-def test_rows_of_any_length_and_number_are_loaded():
+def test_loaded_rows_of_any_length_and_number_replace_old_state():
     """Prompts exceed one launch's tokens, rows exceed one launch's rows, outputs repeat prompts."""
     width, rng = 50, np.random.default_rng(0)
     lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]
-    prompts = [max(1, len(own) - 400) for own in sequences]
+    prompts = [max(1, length - 400) for length in lengths]
     rows = {
-        row: RowMarks.of(own.tolist(), num_prompt, [7])
-        for row, (own, num_prompt) in enumerate(zip(sequences, prompts, strict=True))
+        row: RowMarks.of(tokens.tolist(), num_prompt, [7])
+        for row, (tokens, num_prompt) in enumerate(zip(sequences, prompts, strict=True))
     }
-    state = init_sampling_state(len(rows) + 1, width)
+    state = init_sampling_state(len(rows) + 2, width)
     state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
     token_state = np.asarray(state.token_state)
-    for own, num_prompt, found in zip(sequences, prompts, token_state[:-1], strict=True):
-        expected = np.bincount(own[num_prompt:], minlength=width)
-        expected[np.unique(own[:num_prompt])] |= IN_PROMPT
+    assert (token_state[-2] == 3).all()  # a row that is not loaded
+    for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
+        expected = np.bincount(tokens[num_prompt:], minlength=width)
+        expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT
         expected[7] |= IS_ENDING
         np.testing.assert_array_equal(found, expected)
-    assert np.asarray(state.prompt_lens)[:-1].tolist() == prompts
+    assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
 
 def test_unadjusted_row_ignores_old_state():
