@@ -114,7 +114,7 @@ def test_a_failed_download_names_its_cause_and_remedy(
     assert ("network" in message) == complaint.startswith("could not reach")
 
 
-def test_a_check_fetches_the_config_alone_and_only_once(tmp_path, monkeypatch):
+def test_check_model_downloads_only_the_config_once(tmp_path, monkeypatch):
     fetched, cached = [], {}
 
     def fetch(repo_id, *, allow_patterns):
@@ -148,7 +148,7 @@ def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monke
     assert resolve_checkpoint("owner/model") == tmp_path
 
 
-def test_a_check_refuses_a_folder_without_a_config(tmp_path):
+def test_check_model_refuses_a_folder_without_a_valid_config(tmp_path):
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/config\.json is missing"):
         check_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -169,7 +169,7 @@ def test_an_empty_path_is_the_current_folder(tmp_path, monkeypatch):
     assert resolve_checkpoint("") == tmp_path
 
 
-def test_a_file_is_refused(tmp_path):
+def test_file_as_model_path_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="give the folder"):
@@ -251,7 +251,7 @@ def test_single_safetensors_file_takes_precedence(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_shards_are_read_by_their_index(tmp_path):
+def test_only_shards_in_the_index_are_read(tmp_path):
     shards = {"m-1.safetensors": ["a", "b"], "m-2.safetensors": ["c"], "else.safetensors": ["z"]}
     index = {"a": "m-1.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"}
     write_shards(tmp_path, shards, index)

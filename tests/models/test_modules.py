@@ -1,138 +1,24 @@
-"""Compare each part of a model with `transformers` on the inputs that it has there."""
+"""Compare RoPE and activations with `transformers`; test_parity.py compares whole models."""
 
-from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import BLOCK_SIZE, TABLE_WIDTH, poisoned_pool
-from hf_models import hf_config, ours, reference
+from hf_models import hf_config, ours
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from jpaged.models.attention import AttentionInputs, inverse_frequencies, rope_angles
+from jpaged.models.attention import inverse_frequencies, rope_angles
 from jpaged.models.config import RopeConfig
 from jpaged.models.linear import apply_activation
 from pallas_kernels import Backend, LayerKV, rope_write_kv
 
-NUM_TOKENS = 20
-TOKENS = np.random.RandomState(0).randint(2, 97, NUM_TOKENS).astype(np.int32)
-LAYERS = {"gpt2": "transformer.h", "opt": "model.decoder.layers"}
-NAMES = {
-    "gpt2": {"attention_norm": "ln_1", "mlp_norm": "ln_2", "mlp": "mlp"},
-    "opt": {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},
-    "llama": {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp": "mlp",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-    },
-}
-NAMES["gemma3"] = NAMES["llama"] | {
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-FINAL = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm", "llama": "model.norm"}
-FINAL["gemma3"] = FINAL["llama"]
-CASES = ("gpt2", "opt", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3-biases")
-CASES += ("gemma3",)
-
-
-def without_batch(x: torch.Tensor) -> np.ndarray:
-    return (x if x.ndim == 2 else x.squeeze(0)).numpy()
-
-
-def layer_prefix(case: str, layer: int) -> str:
-    return f"{LAYERS.get(case.split('-')[0], 'model.layers')}.{layer}"
-
-
-@pytest.fixture(scope="module", params=CASES)
-def traced(request):
-    """Return a case, jpaged's model, and inputs and outputs of every `transformers` module."""
-    calls: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    model, handles = reference(request.param), []
-
-    def record(name):
-        def hook(_module, args, kwargs, output):
-            value = args[0] if args else kwargs.get("hidden_states")
-            output = output[0] if isinstance(output, tuple) else output
-            if isinstance(value, torch.Tensor) and isinstance(output, torch.Tensor):
-                calls[name] = (without_batch(value), without_batch(output))
-
-        return hook
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(record(name), with_kwargs=True))
-    with torch.no_grad():
-        model(torch.tensor(TOKENS)[None], position_ids=torch.arange(NUM_TOKENS)[None])  # pyright: ignore
-    for handle in handles:
-        handle.remove()
-    return SimpleNamespace(case=request.param, model=ours(request.param), calls=calls)
-
 
 def assert_same(got, want):
     np.testing.assert_allclose(np.asarray(got), want, atol=2e-5, rtol=2e-5)
-
-
-def family_of(case: str) -> str:
-    family = case.split("-")[0]
-    return family if family in NAMES else "llama"
-
-
-def test_norms_and_feed_forward_equal_transformers(traced):
-    family, num_compared = family_of(traced.case), 0
-    for path, name in NAMES[family].items():
-        call = traced.calls.get(f"{layer_prefix(traced.case, 1)}.{name}")
-        if call is None:
-            continue
-        module = traced.model.layers[1]
-        for part in path.split("."):
-            module = getattr(module, part)
-        rows = jnp.asarray(call[0])
-        assert_same(module(rows, Backend.XLA)[0] if path == "mlp" else module(rows), call[1])
-        num_compared += 1
-    assert num_compared >= 2
-    if traced.model.final_norm is not None:
-        value, output = traced.calls[FINAL[family]]
-        assert_same(traced.model.final_norm(jnp.asarray(value)), output)
-
-
-def test_embedding_and_head_equal_transformers(traced):
-    positions = jnp.arange(NUM_TOKENS, dtype=jnp.int32)
-    hidden = traced.model.embed_tokens(jnp.asarray(TOKENS), positions)
-    assert_same(hidden, traced.calls[layer_prefix(traced.case, 0)][0])
-    value, logits = traced.calls["lm_head"]
-    if traced.case == "opt-350m":  # the head's input is projected in jpaged's `logits`
-        _, value = traced.calls[layer_prefix(traced.case, 1)]
-    assert_same(traced.model.logits(jnp.asarray(value)), logits)
-
-
-def test_decoder_layer_equals_transformers(traced):
-    model, layer = traced.model, 1
-    value, output = traced.calls[layer_prefix(traced.case, layer)]
-    blocks, positions = np.arange(TABLE_WIDTH, 0, -1), np.arange(NUM_TOKENS)
-    slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    attention = AttentionInputs(
-        block_tables=jnp.asarray(blocks[None], jnp.int32),
-        seq_lens=jnp.asarray([NUM_TOKENS], jnp.int32),
-        slot_mapping=jnp.asarray(slots, jnp.int32),
-        query_start_loc=jnp.asarray([0, NUM_TOKENS], jnp.int32),
-        backend=Backend.XLA,
-    )
-    angles, rope = None, model.config.layers[layer].rope
-    if rope is not None:
-        angles = rope_angles(jnp.asarray(positions, jnp.int32), rope, model.config.head_size)
-    kv = poisoned_pool(model, jnp.float32)[layer]
-    hidden, update, _ = jax.jit(model.layers[layer])(
-        jnp.asarray(value), None, kv, attention, angles
-    )
-    assert_same(hidden if update is None else hidden + update[0], output)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama3-biases", "llama-linear-mha"])

@@ -152,10 +152,9 @@ def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]
 
 def check_sharded(config: ModelConfig, count: int, folder: Path | str, **options: Any) -> None:
     """Check that a model of `count` devices has the parameters of a model of one device."""
-    mesh = make_mesh(jax.devices(), count)
     one, sharded = (
-        model_parameters(plan_model(folder, config, dtype=jnp.float32, **options).load())
-        for options in (options, options | {"mesh": mesh})
+        model_parameters(plan_model(folder, config, dtype=jnp.float32, mesh=mesh, **options).load())
+        for mesh in (None, make_mesh(jax.devices(), count))
     )
     for path, array in one.items():
         found = assembled(sharded[path], array.shape, parts_of(config, count, path))

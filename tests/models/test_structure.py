@@ -23,9 +23,13 @@ def abstract_inputs(rows: int, *, decode: bool):
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    sequences: Any = integers(NUM_SEQS, TABLE_WIDTH), integers(NUM_SEQS), integers(rows)
-    starts: Any = None if decode else integers(NUM_SEQS + 1)
-    return integers(rows), integers(rows), AttentionInputs(*sequences, starts, Backend.XLA)
+    starts = None if decode else integers(NUM_SEQS + 1)
+    # `AttentionInputs` checks that its fields are arrays, so `eval_shape` builds it from tracers.
+    attention = jax.eval_shape(
+        lambda *arrays: AttentionInputs(*arrays, backend=Backend.XLA),
+        *(integers(NUM_SEQS, TABLE_WIDTH), integers(NUM_SEQS), integers(rows), starts),
+    )
+    return integers(rows), integers(rows), attention
 
 
 def abstract_step(case: str, dtype, pool_dtype, *, decode: bool):

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -41,7 +43,7 @@ def test_packed_decode_batch_unpacks_unchanged():
 def test_packed_prefill_batch_unpacks_unchanged():
     chunk = ScheduledSequence(sequence([1, 2, 3, 4, 5], [7, 8]), 1, 3, False, ((0, 7),))
     decode = ScheduledSequence(sequence([9, 9], [4]), 2, 1, True)
-    sizes = {"num_tokens": 16, "batch_size": 8}
+    sizes: Any = {"num_tokens": 16, "batch_size": 8}
     packed = pack_prefill(
         (chunk, decode), np.array([1, 2]), sampling_table=SAMPLING, max_blocks=M, **sizes
     )

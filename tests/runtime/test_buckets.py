@@ -4,7 +4,7 @@ from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
-def test_decode_buckets_pad_above_eight_rows_by_half_at_most():
+def test_decode_buckets_pad_by_half_at_most_above_eight_rows():
     buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
@@ -63,7 +63,7 @@ def test_token_buckets_pad_by_half_at_most():
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_halfway_token_buckets_have_many_sequences():
+def test_intermediate_token_buckets_have_many_sequences():
     def token_sizes(max_num_seqs: int, num_seqs: int) -> list[int]:
         shapes = make_buckets(max_num_seqs, 8192).prefill_shapes
         return [tokens for tokens, seqs in shapes if seqs == num_seqs]

@@ -345,7 +345,7 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
     outside = re.sub(r"backend_config = .*", "", text)  # what is computed between the kernels
     assert "f8E4M3FN" not in outside
-    # XLA only reshapes the packed FP8 pairs: any other operation would read the whole pool.
+    # XLA only reshapes the packed FP8 pairs: any other operation would copy the pool.
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence as Sized
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +74,7 @@ class Driver:
 
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
-        options = {"num_samples": num_samples, "seed": params.seed or 0}
+        options: Any = {"num_samples": num_samples, "seed": params.seed or 0}
         made = Request.from_prompt(
             "r", list(prompt), stop, seq_id_counter=self.seq_id_counter, **options
         )

@@ -21,7 +21,7 @@ def test_released_row_is_assigned_again():
     assert table.assign(11) == 0
 
 
-def test_a_sequence_gets_one_row():
+def test_second_row_for_a_sequence_is_refused():
     table = RowTable(3)
     table.assign(10)
     with pytest.raises(ValueError, match="sequence 10 has device row"):

@@ -323,7 +323,7 @@ def test_row_without_finite_maximum_has_no_token(case, level):
         np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
 
 
-def test_forbidden_token_of_one_row_is_allowed_in_others():
+def test_row_with_some_forbidden_tokens_has_a_token():
     logits = _logits(8, seed=5)
     logits[:, 3] = -np.inf
     logits[:, 4] = -1e38
@@ -359,7 +359,7 @@ def test_missing_token_is_not_counted_and_stored_as_zero():
 @pytest.mark.parametrize(
     ("level", "num_passes"), [(SamplerLevel.GREEDY, 1), (SamplerLevel.RANDOM, 2)]
 )
-def test_missing_tokens_are_found_in_the_same_pass(level, num_passes):
+def test_check_for_missing_tokens_adds_no_pass_over_the_logits(level, num_passes):
     logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
     ids = jnp.arange(8, dtype=jnp.int32)
     compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
@@ -464,7 +464,7 @@ def test_row_without_biases_ignores_old_biases():
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
     logits = _logits(2)
     found = _adjusted(logits, _rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
-    np.testing.assert_array_equal(found, logits - np.float32([[0], [7]]))
+    np.testing.assert_array_equal(found, logits - np.array([[0], [7]], np.float32))
 
 
 def test_reloading_after_preemption_restores_the_counts():
