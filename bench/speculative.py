@@ -31,7 +31,7 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import NO_DRAFT
 from jpaged.runtime import model_runner, steps
-from jpaged.runtime.drafting import DraftInputs, padded_num_drafts
+from jpaged.runtime.drafting import DraftInputs
 
 ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
 PROMPT_LEN = 128
@@ -62,7 +62,7 @@ def hash_drafts() -> Iterator[None]:
     """Let engines that are created meanwhile draft by hash."""
 
     def make(config) -> HashDrafter:
-        return HashDrafter(padded_num_drafts(config.num_speculative_tokens))
+        return HashDrafter(config.num_padded_drafts)
 
     with (
         patch.object(steps, "make_drafter", make),

@@ -99,6 +99,14 @@ class SpeculativeConfig(Options):
         1, low=1, high=MAX_PROMPT_LOOKUP, requirement=f"an integer from 1 to {MAX_PROMPT_LOOKUP}"
     )
 
+    @property
+    def num_padded_drafts(self) -> int:
+        """Number of drafts per sequence for which steps are compiled: 1, 3 or 7.
+
+        With the last token, a sequence then has a power of two of tokens in a step.
+        """
+        return next(k for k in (1, 3, 7) if k >= self.num_speculative_tokens)
+
     @classmethod
     def from_mapping(cls, fields_by_name: object) -> "SpeculativeConfig":
         """Return the config with the given fields, such as `{"method": "ngram"}`.

@@ -233,7 +233,7 @@ class Recipes:
         }
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Iterate over all recipes; decode steps and bursts of the smallest batch come first.
+        """Iterate over all recipes; steps and bursts with the fewest tokens come first.
 
         Only these programs have the kernel of a fused layer, and XLA compiles that kernel only
         while the process compiles nothing else.
@@ -242,8 +242,7 @@ class Recipes:
 
         def is_later(name: ProgramName) -> bool:
             kind, key = name
-            sizes = PROGRAMS[kind].sizes(self._config, key)
-            return not sizes.get("batch_size") == sizes.get("num_tokens") == smallest
+            return PROGRAMS[kind].sizes(self._config, key).get("num_tokens") != smallest
 
         return map(self.__getitem__, sorted(self._program_names(PROGRAMS.values()), key=is_later))
 

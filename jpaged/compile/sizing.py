@@ -17,7 +17,7 @@ from jpaged.models.sharding import per_device_bytes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_use_peer_memory
-from jpaged.runtime.programs import DeviceShapes, SplitModel
+from jpaged.runtime.programs import MAX_VERIFY_LOGITS_ROWS, DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.steps import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
@@ -242,10 +242,11 @@ class Sizing:
     def _account_without_pool(self, step_bytes: int) -> MemoryAccount:
         shapes, workspace = self._minimal_pool_shapes, 0
         if self._device_limit is not None:
-            large = max(step_bytes, self._burst_logits_bytes())
+            large = max(step_bytes, self._burst_logits_bytes(), self._verify_logits_bytes())
             workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAY_BYTES
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
-        sampling = per_device_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+        row_state = shapes.sampling, shapes.last_tokens, shapes.kv.block_tables, shapes.row_tokens
+        sampling = per_device_bytes(row_state)
         return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
@@ -253,6 +254,13 @@ class Sizing:
         limits = self._limits
         rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
+
+    def _verify_logits_bytes(self) -> int:
+        """Return the bytes of a verify step's logits, and of the arrays that sampling derives from
+        them: scaled logits, noise and mask."""
+        sizes = self._limits.buckets.verify_batch_sizes
+        rows = max(MAX_VERIFY_LOGITS_ROWS, *sizes) if sizes else 0
+        return 4 * rows * self._limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _choose_num_blocks(self, account: MemoryAccount) -> int:
         config, limits = self._config, self._limits

@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.core.plan import NO_DRAFT
 
-WINDOW_ROWS = 256
+WINDOW_ROWS = 64
 """Number of rows of verify steps over which acceptance is measured. Older rows count half."""
 
 NUM_TRIAL_STEPS = 4

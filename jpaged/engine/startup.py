@@ -30,7 +30,6 @@ from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.runtime.drafting import padded_num_drafts
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.preemption_timing import measure_preemption_costs
@@ -271,7 +270,7 @@ def _choose_preemption(
 def _make_speculation(runtime: RuntimeConfig) -> Speculation | None:
     if runtime.speculation is None:
         return None
-    num_drafts = padded_num_drafts(runtime.speculation.num_speculative_tokens)
+    num_drafts = runtime.speculation.num_padded_drafts
     return Speculation(num_drafts, verify_costs(runtime, num_drafts))
 
 

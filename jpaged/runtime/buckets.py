@@ -45,8 +45,8 @@ class Buckets:
         decode_batch_sizes: Batch sizes of decode steps.
         prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
         burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
-        verify_batch_sizes: Batch sizes of steps that verify drafts, a subset of
-            `decode_batch_sizes`; empty without speculative decoding.
+        verify_batch_sizes: Batch sizes of steps that verify drafts; empty without speculative
+            decoding. The smallest one has `MIN_SEQS` tokens.
     """
 
     decode_batch_sizes: tuple[int, ...]
@@ -128,7 +128,7 @@ def make_buckets(
         max_num_batched_tokens: Maximum number of tokens in a step, at least `max_num_seqs`.
         few_programs: Whether to compile fewer shapes and pad more.
         burst_steps: Number of steps in a burst; 1 for no bursts.
-        num_drafts: Maximum number of drafts per sequence in a step; 0 without speculative decoding.
+        num_drafts: Number of drafts per sequence in a verify step; 0 without speculative decoding.
     """
     decode_batch_sizes = _bucket_sizes(max_num_seqs, MIN_SEQS, _next_decode_bucket)
     next_size = (lambda size: 8 * size) if few_programs else _next_token_bucket
@@ -138,25 +138,26 @@ def make_buckets(
         decode_batch_sizes,
         prefill_shapes,
         _burst_sizes(decode_batch_sizes, burst_steps),
-        _verify_sizes(decode_batch_sizes, max_num_batched_tokens // (1 + num_drafts))
+        _verify_sizes(decode_batch_sizes, 1 + num_drafts, max_num_batched_tokens)
         if num_drafts
         else (),
     )
 
 
-def _verify_sizes(decode_batch_sizes: tuple[int, ...], max_seqs: int) -> tuple[int, ...]:
+def _verify_sizes(
+    decode_batch_sizes: tuple[int, ...], num_queries: int, max_num_tokens: int
+) -> tuple[int, ...]:
     """Return the batch sizes of verify steps: few, because each size adds several programs.
 
-    The smallest size is always included.
+    Args:
+        decode_batch_sizes: Batch sizes of decode steps.
+        num_queries: Number of tokens per sequence.
+        max_num_tokens: Maximum number of tokens in a step. Only the smallest size may exceed it.
     """
-    first, *others = decode_batch_sizes
-    max_seqs = min(max_seqs, MAX_VERIFY_SEQS)
-    fitting = [seqs for seqs in others if seqs <= max_seqs]
-    return first, *(
-        seqs
-        for seqs in fitting
-        if seqs in (SMALL_BATCH_SEQS, MAX_VERIFY_SEQS) or seqs == fitting[-1]
-    )
+    max_seqs = min(max_num_tokens // num_queries, MAX_VERIFY_SEQS)
+    fitting = [seqs for seqs in decode_batch_sizes if seqs <= max_seqs]
+    wanted = {MIN_SEQS, SMALL_BATCH_SEQS, MAX_VERIFY_SEQS, *fitting[-1:]}
+    return MIN_SEQS // num_queries, *(seqs for seqs in fitting if seqs in wanted)
 
 
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:

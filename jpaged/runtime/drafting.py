@@ -16,10 +16,6 @@ from jpaged.config import SpeculativeConfig
 from jpaged.core.plan import NO_DRAFT
 from jpaged.runtime.sampler import TOKENS_PER_LOAD
 
-NUM_DRAFTS = (1, 3, 7)
-"""Numbers of drafts per row that verify steps are compiled for. With the last token, a row then has
-a power of two of queries."""
-
 
 class RowTokens(NamedTuple):
     """Tokens of each device row, which only engines with speculative decoding hold.
@@ -53,7 +49,7 @@ class NgramDrafter:
     token after the match.
 
     Attributes:
-        num_drafts: Number of drafts that a verify step has room for, one of `NUM_DRAFTS`.
+        num_drafts: Number of drafts that a verify step has room for.
         max_drafts: Maximum number of drafts to propose.
         min_ngram: Minimum number of tokens of a match.
         max_ngram: Maximum number of tokens of a match.
@@ -97,16 +93,11 @@ Drafter = NgramDrafter
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """Return the drafter that the options of an engine choose."""
     return NgramDrafter(
-        num_drafts=padded_num_drafts(config.num_speculative_tokens),
+        num_drafts=config.num_padded_drafts,
         max_drafts=config.num_speculative_tokens,
         min_ngram=config.prompt_lookup_min,
         max_ngram=config.prompt_lookup_max,
     )
-
-
-def padded_num_drafts(num_drafts: int) -> int:
-    """Return the smallest number of drafts in `NUM_DRAFTS` that is at least `num_drafts`."""
-    return next(number for number in NUM_DRAFTS if number >= num_drafts)
 
 
 def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:

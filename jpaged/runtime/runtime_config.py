@@ -69,5 +69,5 @@ class RuntimeConfig:
             *limits,
             few_programs=self.few_programs,
             burst_steps=self.num_scheduler_steps,
-            num_drafts=0 if self.speculation is None else self.speculation.num_speculative_tokens,
+            num_drafts=0 if self.speculation is None else self.speculation.num_padded_drafts,
         )

@@ -15,7 +15,6 @@ from jpaged.runtime.drafting import (
     load_tokens,
     make_drafter,
     pack_tokens,
-    padded_num_drafts,
     resolve_lengths,
 )
 
@@ -65,7 +64,8 @@ def test_latest_match_wins_and_its_continuation_repeats():
 
 
 def test_number_of_drafts_is_padded_up():
-    assert [padded_num_drafts(number) for number in range(1, 8)] == [1, 3, 3, 7, 7, 7, 7]
+    configs = [SpeculativeConfig(num_speculative_tokens=number) for number in range(1, 8)]
+    assert [it.num_padded_drafts for it in configs] == [1, 3, 3, 7, 7, 7, 7]
     config = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=6, prompt_lookup_min=2)
     assert make_drafter(config) == NgramDrafter(7, 5, 2, 6)
 
