@@ -17,7 +17,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -149,8 +149,8 @@ def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[d
             }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure speculative decoding.")
     parser.add_argument(
         "--shape", nargs="+", choices=[*ALL_SHAPES, EMBEDDED], default=["qwen3-0.6b"]
     )

@@ -143,7 +143,9 @@ class DeviceShapes:
             is_vocab_sharded=model.num_embedding_rows < model.vocab_size,
             row_tokens=None
             if config.speculation is None
-            else replicate(RowTokens(int32_shape(rows), int32_shape(rows, config.max_model_len))),
+            else replicate(
+                RowTokens._make([int32_shape(rows), int32_shape(rows, config.max_model_len)])
+            ),
         )
 
     @property

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from core_driver import make_request, make_scheduler
-from core_plans import queue_of, shape, tables, the, updates
+from core_plans import queue_of, shape, the, updates
 from core_speculation import RandomSpeculation, SpeculativeDriver
 
 from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, StepPlan
@@ -172,7 +172,7 @@ def test_decode_rows_take_no_drafts_next_to_a_prompt():
     assert scheduler.speculation.num_mixed_steps == 1
     read(scheduler, plan, [1, 2, REJECTED, REJECTED])
     scheduler.update(mixed, np.array([3, 4]))
-    assert tables(type("Driver", (), {"requests": scheduler.running}), "1") == [[1, 2]]
+    assert scheduler.running["1"].sequences[0].block_table == [1, 2]
     scheduler.check_integrity()
 
 
