@@ -13,10 +13,10 @@ GPU_COSTS = {
     3: ((2, 1.25), (8, 1.10), (32, 1.25), (64, 1.65)),
     7: ((1, 1.30), (8, 1.25), (32, 1.60), (64, 2.40)),
 }
-"""By number of drafts: pairs (number of rows, cost). With three drafts, an H200 measured 1.43, 1.11,
-1.28 and 1.61 for 1, 8, 32 and 64 rows of Qwen3-0.6B's shape, and 1.07, 1.08, 1.21 and 1.70 for
-Llama-3.1-8B's (`bench/results/speculative_nvidia-h200.json`). Entries for one and seven drafts are
-estimates."""
+"""By number of drafts: pairs (number of rows, cost). On an H200, three drafts cost 1.43, 1.11, 1.28
+and 1.61 plain steps for 1, 8, 32 and 64 rows of Qwen3-0.6B's shape, and 1.07, 1.08, 1.21 and 1.70
+for Llama-3.1-8B's (`bench/results/speculative_nvidia-h200.json`). Entries for one and seven drafts
+are estimates."""
 
 CPU_COSTS = {
     1: ((4, 1.10), (8, 1.30), (16, 1.40), (64, 1.60)),
