@@ -41,7 +41,10 @@ READ_BEHIND = 2  # launches in flight before the host reads the oldest one's tok
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and its output `tokens`, which are complete when `Decoder.step` returns it."""
+    """A prompt and its output `tokens`.
+
+    `Decoder.step` returns the request when `tokens` is complete.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -197,7 +200,7 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Decode as many steps as every sequence still needs (static batching: as any needs)."""
+        """Launch the steps that all sequences still need, or that any needs if "static"."""
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
         if self.arrivals and len(self.running) < self.num_slots:

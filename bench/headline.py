@@ -211,7 +211,7 @@ def _at_once(source: Source, count: int) -> list[TraceRequest]:
 
 
 def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
-    """The mean normalised latency of requests that are served one at a time, seconds a token."""
+    """Return the mean seconds per token of requests that are served one at a time."""
     alone = (serve([request], None) for request in _at_once(source, sizes.num_alone))
     return statistics.mean(served.normalized_latency for served in alone)
 

@@ -57,7 +57,7 @@ PROGRAM_BYTES = 1 << 30  # minimum read by one program, so that it runs longer t
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An attention case: `batch` sequences with `tokens` new tokens after `context` cached ones.
+    """An attention case: `batch` sequences with `tokens` new tokens after `context` cached tokens.
 
     `tokens` is 0 for a decode step. `fp8` means a pool in FP8.
     """
@@ -129,7 +129,7 @@ class FP8Product:
 
     @property
     def mark(self):
-        """Target: TB/s of the weight for few rows, which memory bounds; else TFLOP/s."""
+        """Return the target: TB/s of weight reads for few rows, otherwise TFLOP/s."""
         if self.rows <= 128:
             return 0.85 * BYTES_PER_SECOND / 1e12
         return 1000.0 if self.in_blocks else 1200.0

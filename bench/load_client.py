@@ -24,7 +24,7 @@ _LEAD = 0.1
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server: its URL up to `/v1`, the model of the requests (None: no field), an API key."""
+    """The server to load: its URL up to `/v1`, the model name (None to omit it) and an API key."""
 
     url: str
     model: str | None = None

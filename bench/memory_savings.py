@@ -39,9 +39,10 @@ WIDTHS = (2, 4, 6)
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of given mean lengths.
+    """Requests with the given mean lengths.
 
-    `paper` has the paper's savings in percent: (lowest, highest), or one for each of `WIDTHS`.
+    `paper` contains the paper's savings in percent: a range (lowest, highest), or a number for each
+    of `WIDTHS`.
     """
 
     name: str

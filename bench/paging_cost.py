@@ -68,7 +68,7 @@ def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -
 
 @dataclass(frozen=True)
 class Setting:
-    """Model and workload, equal for all systems."""
+    """Model and workload, which are equal for all systems."""
 
     shape: str
     cases: tuple[str, ...]
@@ -107,7 +107,7 @@ def _engine(at: Setting) -> Engine:
 
 
 class Times(NamedTuple):
-    """Results of a system and a case: seconds of each run after the first, last run's tokens."""
+    """Seconds of each run except the first, and the tokens of the last run, of one case."""
 
     seconds: list[float]
     answers: Tokens

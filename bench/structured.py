@@ -108,7 +108,7 @@ FORMS = {"fields": _endless(FIELDS), "unbounded": _endless(UNBOUNDED)}
 
 
 class Size(NamedTuple):
-    """Numbers of rows, answers, tokens and runs."""
+    """Size of the benchmark: batch rows, answers, maximum lengths and repetitions."""
 
     rows: int = 64
     answers: int = 2000

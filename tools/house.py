@@ -130,7 +130,7 @@ def _public_names(file: Path) -> dict[str, str]:
 
 
 def room_of(module: str) -> str | None:
-    """Return the room of a module, or None for `jpaged` itself."""
+    """Return the room (component) of a module, or None for `jpaged` itself."""
     package, *inner = module.split(".")
     if package != "jpaged":
         return package
@@ -138,7 +138,10 @@ def room_of(module: str) -> str | None:
 
 
 def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
-    """Return the rooms that each room imports; `typed` includes imports under TYPE_CHECKING."""
+    """Map each room (component) to the rooms it imports.
+
+    If `typed`, include imports under TYPE_CHECKING.
+    """
     graph: dict[str, set[str]] = {}
     for it in imports:
         importer, imported = room_of(it.importer), room_of(it.imported)

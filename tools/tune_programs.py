@@ -94,7 +94,7 @@ def compile_all(
 ) -> tuple[dict[str, Compiled], dict[str, Exception]]:
     """Compile programs on several threads; XLA releases Python's GIL.
 
-    Returns the compiled programs, and the exceptions of the others.
+    Returns the compiled programs, and the exceptions of the programs that failed to compile.
     """
 
     def attempt(one: Lowered) -> Compiled | Exception:

@@ -65,7 +65,7 @@ DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05, "fractions": (
 
 
 def make(number: str, settings: Settings) -> Figure:
-    """The figure of that number."""
+    """Return the figure with this number."""
     place = f"figures_serving:{number}" if number in AGREEMENTS else FIGURES[number]
     module, function = place.split(":")
     maker: Callable[[Settings], Figure] = getattr(import_module(f"bench.paper.{module}"), function)

@@ -30,11 +30,11 @@ from jpaged.observe.pool_report import MemoryReport
 
 
 class BuddyAllocator:
-    """Ranges of 1, 2, 4 ... blocks among `size`; a range starts at a multiple of its length.
+    """Allocator of ranges of 1, 2, 4 ... blocks; a range starts at a multiple of its length.
 
-    A range is split in halves until it is as short as wanted, and joined with its other half (its
-    buddy) when both are free. Among free ranges of one length, the one with the lowest start is
-    taken.
+    A range is split in halves until the half would be too short. A freed range is joined with its
+    other half (its buddy) if both are free. Of the free ranges with the same length, the allocator
+    takes the range with the lowest start.
     """
 
     def __init__(self, size: int):
@@ -50,16 +50,16 @@ class BuddyAllocator:
 
     @property
     def longest(self) -> int:
-        """Length of the longest range that an empty arena can hold."""
+        """Length of the longest range in an empty pool of `size` blocks."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
     def num_free(self) -> int:
-        """Free blocks."""
+        """Number of free blocks."""
         return sum(len(starts) << order for order, starts in enumerate(self._free))
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Free ranges, each (start, length), by start."""
+        """Return the free ranges as pairs (start, length), sorted by start."""
         return sorted(
             (start, 1 << order) for order, starts in enumerate(self._free) for start in starts
         )
@@ -69,7 +69,7 @@ class BuddyAllocator:
         return any(self._free[_order_of(length) :])
 
     def allocate(self, length: int) -> int:
-        """Take a range of `length` blocks, rounded up to a power of two; gives its start.
+        """Allocate a range of `length` blocks, rounded up to a power of two, and return its start.
 
         Raises:
             OutOfBlocksError: no range is long enough.
@@ -85,7 +85,7 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int, length: int) -> None:
-        """Give back the range that `allocate(length)` put at `start`."""
+        """Free the range at `start` that `allocate(length)` returned."""
         order = _order_of(length)
         while order + 1 < len(self._free):
             buddy = start ^ (1 << order)
@@ -105,11 +105,12 @@ class Reservation:
     """Memory that a request holds from joining the batch until it leaves.
 
     Attributes:
-        sequence: The request's only one.
+        sequence: The only sequence of the request.
         first_block: Id of the range's first block.
         num_blocks: Blocks that hold `num_slots`; the buddy allocator rounds them up.
         num_slots: Tokens that were reserved.
-        has_ended: Whether the sequence gave its blocks back, and the range stays for others' sake.
+        has_ended: Whether the sequence has freed its blocks. The range stays reserved while other
+            sequences use blocks in it.
     """
 
     sequence: Sequence
@@ -120,12 +121,12 @@ class Reservation:
 
     @property
     def num_rounded_blocks(self) -> int:
-        """Blocks of the range."""
+        """Number of blocks in the range."""
         return 1 << _order_of(self.num_blocks)
 
 
 class OrcaMax(BlockManager):
-    """Orca (Max): each request reserves `max_model_len` slots, whatever it comes to need."""
+    """Orca (Max): each request reserves `max_model_len` slots, even if it needs fewer slots."""
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int):
         super().__init__(num_blocks, block_size)
@@ -140,7 +141,7 @@ class OrcaMax(BlockManager):
             )
 
     def num_reserved_slots(self, request: Request) -> int:
-        """Slots that the request reserves when it joins."""
+        """Return the number of slots that a request reserves when it joins the batch."""
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
@@ -167,7 +168,7 @@ class OrcaMax(BlockManager):
         self.reservations[first.seq_id] = Reservation(first, first_block, num_blocks, num_slots)
 
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
-        """The next blocks of the sequence's range.
+        """Return the next blocks of the sequence's range.
 
         Raises:
             OutOfBlocksError: the range is too short.
@@ -185,28 +186,28 @@ class OrcaMax(BlockManager):
         return BlockChanges(tuple(enumerate(fresh, first)))
 
     def free(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks and its range back."""
+        """Free the sequence's blocks and its range."""
         super().free(sequence)
         if sequence.seq_id in self.reservations:
             self.release(sequence.seq_id)
 
     def release(self, seq_id: int) -> None:
-        """Give a range back."""
+        """Free the range of a sequence."""
         held = self.reservations.pop(seq_id)
         self.ranges.free(held.first_block - 1, held.num_blocks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Refused: nothing is shared."""
+        """Raise ValueError: contiguous systems share no blocks."""
         raise ValueError("a contiguous allocator shares nothing between sequences")
 
     def assign_blocks(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
-        """Refused: nothing is swapped."""
+        """Raise ValueError: contiguous systems swap no blocks."""
         raise ValueError("a contiguous allocator gives ranges, not single blocks")
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Prove besides that ranges cover all blocks, each once, and tables lie in theirs."""
+        """Also check that ranges cover each block once and contain their block tables."""
         sequences = list(sequences)
         super().check_integrity(sequences)
         taken = [(r.first_block - 1, r.num_rounded_blocks) for r in self.reservations.values()]
@@ -229,30 +230,32 @@ class OrcaMax(BlockManager):
 
 
 class OrcaPow2(OrcaMax):
-    """Orca (Pow2): the prompt, and the output's length rounded up to a power of two; no more than
-    `max_model_len` in all."""
+    """Orca (Pow2): a request reserves its prompt length and its rounded output length.
+
+    The output length is rounded up to a power of two. The maximum reservation is `max_model_len`.
+    """
 
     def num_reserved_slots(self, request: Request) -> int:
-        """The prompt and a power of two."""
+        """Return the prompt length plus the output length rounded up to a power of two."""
         prompt = request.sequences[0].num_prompt_tokens
         output = request.max_num_tokens - prompt
         return min(prompt + (1 << _order_of(output)), self.max_model_len)
 
 
 class OrcaOracle(OrcaMax):
-    """Orca (Oracle): the prompt and the true output."""
+    """Orca (Oracle): a request reserves its prompt length plus its true output length."""
 
     def num_reserved_slots(self, request: Request) -> int:
-        """Just what will be needed."""
+        """Return the prompt length plus the true output length."""
         return request.max_num_tokens
 
 
 class RequestLevel(OrcaMax):
-    """A FasterTransformer-like server: batches of requests, one after the other.
+    """A FasterTransformer-like server: it runs one batch of requests after another.
 
-    A batch admits waiting requests when all requests of the previous batch have ended, as many as
-    reservations of `max_model_len` fit. Their prompts may take several steps; the batch closes when
-    all of its sequences decode. A request that ends keeps its range until the batch ends.
+    When all requests of a batch have ended, the next batch takes as many waiting requests as
+    reservations of `max_model_len` fit. Prompts may take several steps. The batch closes when all
+    of its sequences decode. A request that ends keeps its range until the batch ends.
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
@@ -263,7 +266,7 @@ class RequestLevel(OrcaMax):
         return not is_closed and super().can_admit(first, num_blocks)
 
     def free(self, sequence: Sequence) -> None:
-        """Give the blocks back; the ranges with the batch's last one."""
+        """Free the blocks. Free all ranges when the last sequence of the batch has ended."""
         BlockManager.free(self, sequence)
         if sequence.seq_id in self.reservations:
             self.reservations[sequence.seq_id].has_ended = True
@@ -289,7 +292,7 @@ _RESERVING: dict[str, type[OrcaMax]] = {
 def make_manager(
     system: str, num_blocks: int, block_size: int, max_model_len: int, *, prefix_caching: bool
 ) -> BlockManager:
-    """The block manager of one of `SYSTEMS`; `num_blocks` counts the null block.
+    """Return the block manager of one of `SYSTEMS`; `num_blocks` counts the null block.
 
     Raises:
         ValueError: the system is unknown or has no prefix cache, or `max_model_len` tokens exceed
@@ -306,16 +309,16 @@ def make_manager(
 
 
 class TokenStates(NamedTuple):
-    """Use of the KV slots by the paper's section 3.1. The numbers add up to all slots.
+    """Number of KV slots in each state of the paper's section 3.1. The sum is the number of slots.
 
     Attributes:
-        tokens: Hold the KV of a token.
-        reserved: Will be filled by their holders.
-        internal: Held, and never filled: reserved for more than there will be, or the rest of a
-            last block.
-        external: Slots that the buddy allocator adds to a reservation, and free slots while a
-            waiting request does not fit in them.
-        free: No request waits for them.
+        tokens: Slots with the KV of a token.
+        reserved: Empty slots that their requests will fill.
+        internal: Held slots that are never filled: the reservation is too long, or the last block
+            is partly empty.
+        external: Slots that the buddy allocator adds to a reservation, and free slots in which a
+            waiting request does not fit.
+        free: Free slots while no request waits for memory.
     """
 
     tokens: int

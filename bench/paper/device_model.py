@@ -57,13 +57,13 @@ class StepWork(NamedTuple):
     """Numbers of tokens, keys and rows that a step computes.
 
     Attributes:
-        decode_seqs: Rows of one token.
-        context_tokens: Keys that those rows read, summed.
-        prompt_seqs: Longer rows.
-        prompt_tokens: Their tokens.
-        prompt_pairs: Their (query, key) pairs.
-        padded_tokens: Tokens that GEMMs compute, padding counted.
-        logits_rows: Rows of the head's GEMM.
+        decode_seqs: Sequences with one token.
+        context_tokens: Total number of keys that these sequences read.
+        prompt_seqs: Sequences with more than one token.
+        prompt_tokens: Total number of tokens of the prompt sequences.
+        prompt_pairs: Total number of (query, key) pairs of the prompt sequences.
+        padded_tokens: Tokens that GEMMs compute, including padding.
+        logits_rows: Rows of the output head's GEMM.
     """
 
     decode_seqs: int
@@ -76,8 +76,11 @@ class StepWork(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """Published peaks: bytes a second of memory, dense bf16 or fp16 FLOP/s, bytes a second between
-    host and GPU and, one way, over NVLink."""
+    """Published peak rates of a GPU.
+
+    Bytes per second of memory, dense bf16 or fp16 FLOP/s, bytes per second between host and GPU,
+    and bytes per second over NVLink in one direction.
+    """
 
     bandwidth: float
     flops: float
@@ -93,7 +96,7 @@ GPUS = {
 
 
 class ModelShape(NamedTuple):
-    """A model's shape; `gated` feed-forwards have three GEMMs, others two."""
+    """Shape of a model. A `gated` feed-forward has three GEMMs, otherwise two."""
 
     num_layers: int
     hidden: int
@@ -106,18 +109,18 @@ class ModelShape(NamedTuple):
 
     @property
     def layer_params(self) -> int:
-        """Weights of a layer's GEMMs."""
+        """Number of weights in the GEMMs of a layer."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         return self.hidden * (heads * self.head_size + (2 + self.gated) * self.ffn)
 
     @property
     def head_params(self) -> int:
-        """Weights of the output head."""
+        """Number of weights in the output head."""
         return self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * ITEM_BYTES
 
 
@@ -151,7 +154,7 @@ class Coefficients:
     kv_slowdown: tuple[tuple[int, float], ...] = ()  # block size, factor
 
     def slowdown(self, block_size: int) -> float:
-        """Factor of the time that reading keys and values takes; by the nearest recorded size."""
+        """Return the attention slowdown of a block size, from the nearest recorded size."""
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)
@@ -184,20 +187,20 @@ class DeviceModel:
     nvlink: float = math.inf
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block in all layers, on all GPUs together."""
+        """Return the bytes of a block in all layers and on all GPUs."""
         return block_size * self.shape.kv_bytes
 
     def step_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
-        """Seconds of a step in a steady run."""
+        """Return the seconds that a step takes in a steady run."""
         return self.busy_seconds(work, block_size) + self.coefficients.step
 
     def kv_seconds(self, work: StepWork) -> float:
-        """Seconds of reading keys and values for rows of one token, in blocks of 16."""
+        """Return the seconds of reading keys and values for decode rows, with 16-slot blocks."""
         num_bytes = work.context_tokens * self.shape.kv_bytes
         return num_bytes / (self.coefficients.kv_bandwidth * self.num_gpus)
 
     def busy_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
-        """Seconds that the device is busy for a step."""
+        """Return the seconds that the device is busy with a step."""
         shape, by, gpus = self.shape, self.coefficients, self.num_gpus
         rows, layers = work.padded_tokens, shape.num_layers
         seconds = layers * by.layer + self._product(layers * shape.layer_params, rows)
@@ -220,12 +223,12 @@ class DeviceModel:
         return (read**by.joint + computed**by.joint) ** (1 / by.joint)
 
     def decode_seconds(self, num_seqs: int, context: float) -> float:
-        """Seconds of an unpadded step of `num_seqs` tokens, each after `context` others."""
+        """Return the seconds of an unpadded decode step of sequences with `context` tokens."""
         rows = max(num_seqs, 8)
         return self.step_seconds(StepWork(num_seqs, int(num_seqs * context), 0, 0, 0, rows, rows))
 
     def prefill_seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds of a step that computes whole prompts; not padded."""
+        """Return the seconds of an unpadded step that computes whole prompts."""
         num_tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
         logits = max(len(lengths), 8)
         return self.step_seconds(
@@ -233,10 +236,10 @@ class DeviceModel:
         )
 
     def swap_seconds(self, num_blocks: int, block_size: int) -> float:
-        """Seconds of a transfer of blocks between device and host; each GPU sends its share.
+        """Return the seconds of a transfer between device and host.
 
-        The runner gathers blocks into one array first, so that what a transfer takes depends on
-        its bytes and not on the block size.
+        Each GPU sends its shard. The runner gathers blocks into one array first, so the time
+        depends on the bytes and not on the block size.
         """
         if not num_blocks:
             return 0.0
@@ -246,15 +249,15 @@ class DeviceModel:
 
 
 def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 1) -> DeviceModel:
-    """The model of a server.
+    """Return the device model of a server.
 
     Args:
         shape: A key of `MODELS`.
         gpu: A key of `GPUS`.
-        num_gpus: How many of them hold the model.
+        num_gpus: Number of GPUs that hold the model.
 
     Raises:
-        ValueError: there is no such shape or GPU, or no GPU at all.
+        ValueError: `shape` or `gpu` is unknown, or `num_gpus` is below 1.
     """
     for name, value, known in (("shape", shape, MODELS), ("gpu", gpu, GPUS)):
         if value not in known:
@@ -281,13 +284,13 @@ def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 
 
 @dataclass(frozen=True)
 class FittedPoint:
-    """A recorded step or transfer, and the model's time for it.
+    """A recorded step or transfer, and the time that the model predicts.
 
     Attributes:
         what: Model, kind and size.
-        recorded: Seconds.
-        modelled: Seconds.
-        source: Where it was recorded.
+        recorded: Recorded seconds.
+        modelled: Predicted seconds.
+        source: File of the record.
     """
 
     what: str
@@ -297,20 +300,20 @@ class FittedPoint:
 
     @property
     def error(self) -> float:
-        """The modelled time's relative error."""
+        """Relative error of the predicted time."""
         return self.modelled / self.recorded - 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of one GPU of `FITTED_GPU`'s kind, and each point they were fitted to."""
+    """Coefficients of a GPU of the kind `FITTED_GPU`, and the points that they were fitted to."""
 
     coefficients: Coefficients
     points: tuple[FittedPoint, ...]
 
     @property
     def mean_error(self) -> float:
-        """Mean size of the points' relative errors."""
+        """Mean absolute value of the relative errors of all points."""
         return float(np.mean([abs(point.error) for point in self.points]))
 
 
@@ -374,7 +377,7 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
 
 
 def _slowdowns(kernels: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """Each block size, and how many times as long as with the usual one its attention takes."""
+    """Return each recorded block size with its attention time divided by that of `BLOCK_SIZE`."""
     usual = {_point(row): row["seconds"] for row in kernels if row["block_size"] == BLOCK_SIZE}
     found: dict[int, list[float]] = defaultdict(list)
     for row in kernels:
@@ -393,7 +396,7 @@ def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _fit(start: Coefficients, names: list[str], rows: list[Mapping[str, Any]]) -> Coefficients:
-    """Coefficients are positive, so their logarithms are varied."""
+    """Fit the logarithms of the coefficients, so that the coefficients are positive."""
     first: dict[str, float] = asdict(start)
     first["mixed"] = first["mixed"] or 1e-6
 

@@ -134,9 +134,9 @@ def run_on_engine(
 
 
 class EngineWorkload(Workload):
-    """A trace's requests as an engine takes them.
+    """Requests of a trace for an engine.
 
-    A conversation's next prompt has what the engine answered, as far as it has by then.
+    The next prompt of a conversation contains the tokens that the engine has generated so far.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class EngineWorkload(Workload):
         return [(f"{index}.{each}", prompt, params) for each in range(self.num_apart)]
 
     def prompt(self, index: int) -> list[int]:
-        """Token ids, as many as the model knows."""
+        """Return the prompt's token ids, modulo the size of the model's vocabulary."""
         given = self.trace[index]
         pieces = given.prompt or ((-1 - index, 0, given.prompt_len),)
         return [token for piece in pieces for token in self._tokens(piece)]

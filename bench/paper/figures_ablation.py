@@ -47,10 +47,10 @@ RECOVERY_COLOURS = {"recompute": "#0072b2", "swap": "#d55e00"}
 
 
 def figure_18a(settings: Settings) -> Figure:
-    """Paged attention against attention over contiguous keys and values, by another kernel.
+    """Compare paged attention with kernels for contiguous keys and values.
 
-    Measured on a device. Simulated, it shows what was measured last on a GPU, if anything was; a
-    quick run times plain XLA at tiny sizes on whatever device there is.
+    The figure needs a GPU. With simulated settings, it shows the last recorded measurement on a
+    GPU, if there is one. A quick run times plain XLA at tiny sizes on any device.
     """
     title = "attention kernel: paged against contiguous, a decode step of OPT-13B's heads"
     if settings.how != "simulated" or settings.quick:
@@ -111,7 +111,7 @@ def _kernels_figure(
 def _attention_seconds(
     batch: int, context: int, num_heads: int, settings: Settings
 ) -> dict[str, Any]:
-    """Seconds a call of paged attention, and of each contiguous kernel by its name."""
+    """Return the seconds per call of paged attention, and of each contiguous kernel by name."""
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +147,10 @@ def _attention_seconds(
 def _median_call(
     op: Callable, queries: Sequence, pools: Sequence, indices: tuple, repeats: int
 ) -> float:
-    """Seconds of one jitted call, for a quick run: `kernels.seconds_per_call` compiles many."""
+    """Return the median seconds of a jitted call.
+
+    Use this in quick runs, because `kernels.seconds_per_call` compiles more programs.
+    """
     import jax
 
     step = jax.jit(op)
@@ -161,7 +164,7 @@ def _median_call(
 
 
 def figure_18b(settings: Settings) -> Figure:
-    """Normalised latency by block size, at a fixed rate."""
+    """Plot normalised latency against block size, at a fixed rate."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     sustained = simulated_sustained(DATASETS, settings)
     rates = {w: FIXED_FRACTION * sustained[w].rate for w in DATASETS}
@@ -236,11 +239,11 @@ def figure_19a(settings: Settings) -> Figure:
 
 
 def _recovery_seconds(sizes: Sequence[int], settings: Settings) -> dict[int, tuple[float, float]]:
-    """By block size: seconds to compute `RECOVERED_TOKENS` again, and to swap them out and in.
+    """Return the seconds to recompute and to swap `RECOVERED_TOKENS`, by block size.
 
-    On a device computing is timed with blocks of 16 alone, since each size would have all of the
-    model's programs compiled. With blocks of less than 8, for which Hopper's kernel of prompts does
-    not run, it may take longer.
+    On a device, recomputing is timed only with blocks of 16, because each size needs its own
+    compiled programs. Blocks of less than 8 may take longer, because Hopper's prefill kernel does
+    not support them.
     """
     if settings.how == "simulated":
         return {size: modelled_recovery(RECOVERED_TOKENS, size) for size in sizes}
@@ -270,7 +273,7 @@ def _recovery_in_the_paper(size: int) -> str:
 
 
 def figure_19b(settings: Settings) -> Figure:
-    """Normalised latency with either way of recovery, by block size, at a fixed rate."""
+    """Plot normalised latency with recomputing and with swapping against block size."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     base = Case("sharegpt")
     sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"]

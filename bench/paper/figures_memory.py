@@ -52,7 +52,7 @@ SHARE_LABELS = {
 
 
 def table_1(settings: Settings) -> Figure:
-    """Model sizes and slots, from jpaged's own account of OPT's shapes."""
+    """Compute model sizes and KV slots from OPT's shapes."""
     rows = []
     for server in SERVERS.values():
         slot_bytes = 2 * server.num_layers * server.hidden_size * 2
@@ -81,13 +81,13 @@ def table_1(settings: Settings) -> Figure:
 
 
 def _num_parameters(server: Server) -> int:
-    """Parameters of an OPT decoder: embeddings, then attention, feed-forward and norms a layer."""
+    """Return the number of parameters of an OPT decoder: embeddings, layers and final norm."""
     width = server.hidden_size
     return (50272 + 2050) * width + server.num_layers * (12 * width**2 + 13 * width) + 2 * width
 
 
 def figure_1(settings: Settings) -> Figure:
-    """Figure 1, right: memory held and throughput as the batch grows."""
+    """Figure 1, right: plot held memory and throughput against batch size."""
     limits = (1, 2, 4, 8) if settings.quick else (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     systems = ("orca_max", "ours")
     jobs = [Case("sharegpt", system, max_num_seqs=n) for system in systems for n in limits]
@@ -182,7 +182,7 @@ def figure_2(settings: Settings) -> Figure:
 
 
 def figure_11(settings: Settings) -> Figure:
-    """Lengths of prompts and outputs."""
+    """Plot the lengths of prompts and outputs."""
     rows, drawn = [], {}
     for workload in DATASETS:
         source = source_of(workload, settings)
@@ -216,7 +216,7 @@ def figure_11(settings: Settings) -> Figure:
 
 
 def figure_13(settings: Settings) -> Figure:
-    """Mean requests in a batch, at a fixed rate."""
+    """Show the mean number of requests in a batch, at a fixed rate."""
     sustained = simulated_sustained(DATASETS, settings)
     rates = {w: FIXED_FRACTION * sustained[w].rate for w in DATASETS}
     systems = (*ORCAS, "ours")
@@ -259,7 +259,7 @@ def figure_13(settings: Settings) -> Figure:
 
 
 def figure_15(settings: Settings) -> Figure:
-    """Blocks saved by sharing, on both datasets."""
+    """Show the blocks saved by sharing, on both datasets."""
     widths = WIDTHS[::2] if settings.quick else WIDTHS
     cases = [
         Case(workload, width=width, is_beam=is_beam)

@@ -58,9 +58,9 @@ class Panel:
     """One plot of a figure.
 
     Attributes:
-        title: Above it.
-        cases: By system, or a name of `LABELS`; "ours" is among them.
-        paper: The paper's ratio of vLLM's rate to another system's: a number or a range.
+        title: Title of the plot.
+        cases: Cases by system or by name in `LABELS`; "ours" is required.
+        paper: The paper's ratio of vLLM's rate to another system's rate: a number or a range.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Panel:
 
 
 def figure_12(settings: Settings) -> Figure:
-    """One sample a request: three sizes of OPT on both datasets."""
+    """One sample per request: three sizes of OPT on both datasets."""
     panels = []
     is_simulated = settings.how == "simulated"
     names = [name for name in settings.models if is_simulated or name == "13b"]
@@ -96,7 +96,7 @@ def figure_12(settings: Settings) -> Figure:
 
 
 def figure_14(settings: Settings) -> Figure:
-    """Several samples and beams of each request, OPT-13B on Alpaca."""
+    """Several samples or beams per request: OPT-13B on Alpaca."""
     systems = ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
     panels = []
     for is_beam, name in ((False, "parallel sampling"), (True, "beam search")):
@@ -110,7 +110,10 @@ def figure_14(settings: Settings) -> Figure:
 
 
 def figure_16(settings: Settings) -> Figure:
-    """Translations after a shared prefix, LLaMA-13B, whose KV slots are as large as OPT-13B's."""
+    """Translations after a shared prefix, with LLaMA-13B.
+
+    Its KV slots have the size of OPT-13B's slots.
+    """
     panels = []
     for kind, num_tokens in traces.NUM_PREFIX_TOKENS.items():
         cases = {
@@ -128,7 +131,7 @@ def figure_16(settings: Settings) -> Figure:
 
 
 def figure_17(settings: Settings) -> Figure:
-    """A chatbot: nothing kept between rounds, as in the paper, and again with prefix caching."""
+    """Chatbot, without kept KV between rounds as in the paper, and with prefix caching."""
     cases = {system: Case("chat", system) for system in (*ORCAS, "ours")}
     cases[WITH_CACHE] = Case("chat", "ours", prefix_caching=True)
     panels = [Panel("chatbot, OPT-13B", cases, dict.fromkeys(ORCAS, CHAT_RATIO))]
@@ -140,8 +143,10 @@ def figure_17(settings: Settings) -> Figure:
 
 
 def agreement(settings: Settings) -> Figure:
-    """Three points of figure 12, OPT-13B on ShareGPT, on the device and simulated: below, at and
-    above the rate that the simulation sustains, with the same requests.
+    """Compare simulation and device at three points of figure 12.
+
+    The model is OPT-13B on ShareGPT. The rates are below, at and above the sustained rate of the
+    simulation. Requests are the same in both.
     """
     sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"].rate
     jobs = {f"{fraction:g}": (Case("sharegpt"), fraction * sustained) for fraction in POINTS}
@@ -150,13 +155,15 @@ def agreement(settings: Settings) -> Figure:
 
 
 def knees_sharegpt(settings: Settings) -> Figure:
-    """A point of each of figure 12's curves for OPT-13B on ShareGPT, as `agreement` has ours: every
-    system on the device at the rate that it sustains in simulation."""
+    """Compare simulation and device at one point of each curve of figure 12.
+
+    Each system runs OPT-13B on ShareGPT at the rate that it sustains in simulation.
+    """
     return _knees("sharegpt", settings)
 
 
 def knees_alpaca(settings: Settings) -> Figure:
-    """As `knees_sharegpt`, on Alpaca."""
+    """Compare like `knees_sharegpt`, on Alpaca."""
     return _knees("alpaca", settings)
 
 
@@ -175,7 +182,10 @@ def _agreement(
     jobs: dict[str, tuple[Case, float]],
     settings: Settings,
 ) -> Figure:
-    """Cases at their rates, on the device and simulated; `kind` says what the jobs' names are."""
+    """Compare cases at their rates, on the device and simulated.
+
+    `kind` is the heading of the job names.
+    """
     simulated = dataclasses.replace(settings, how="simulated")
     rows, worst = [], 0.0
     for label, job in jobs.items():
@@ -206,7 +216,7 @@ def _agreement(
 def _rates(
     number: str, title: str, panels: Sequence[Panel], settings: Settings, *notes: str
 ) -> Figure:
-    """A figure of panels with a curve for each system."""
+    """Return a figure with one panel per plot and one curve per system."""
     cases = list(dict.fromkeys(case for panel in panels for case in panel.cases.values()))
     found = sustain_all(cases, settings)
     rows, facts = [], []
@@ -248,7 +258,7 @@ def _rates(
 
 
 def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings: Settings) -> str:
-    """How far traces of this length let rates be too high, for each of the panels."""
+    """Return a note: by how much short traces overestimate the rates of each panel."""
     excess = {}
     for panel in panels:
         case = panel.cases["ours"]
@@ -266,7 +276,7 @@ def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings
 
 
 def _rows(panel: Panel, found: dict[Case, Sustained]) -> list[dict[str, Any]]:
-    """Each system's sustained rate, and ours over it with the paper's ratio."""
+    """Return a row per system: its sustained rate, and our ratio next to the paper's ratio."""
     ours = found[panel.cases["ours"]]
     rows = []
     for name, case in panel.cases.items():

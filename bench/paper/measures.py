@@ -52,18 +52,18 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A system under a workload, whatever the rate.
+    """A system and a workload, without a rate.
 
     Attributes:
         workload: "sharegpt", "alpaca", "chat", "1-shot" or "5-shot".
         system: A key of `published.LABELS`.
         server: A key of `published.SERVERS`.
-        block_size: Token slots in a block of our system.
-        width: Samples or beams of each request.
-        is_beam: Whether they are beams.
-        prefix_caching: Whether prompts that begin alike share blocks.
+        block_size: Number of slots in a block of our system.
+        width: Number of samples or beams per request.
+        is_beam: Whether the request uses beam search.
+        prefix_caching: Whether prompts with a common prefix share blocks.
         preemption: "recompute" or "swap".
-        max_num_seqs: Most sequences in a batch.
+        max_num_seqs: Maximum number of sequences in a batch.
     """
 
     workload: str
@@ -82,19 +82,19 @@ class Outcome:
     """Results of one run; `Run` of `bench.paper.simulator` has the definitions.
 
     Attributes:
-        rate: Requests a second that arrived.
-        latency: Mean normalised latency, seconds a token; a lower bound if the run was given up.
-        gave_up: Whether the run ended as soon as its latency was certain to be far too high.
-        output_tokens_per_s: Tokens generated each second.
+        rate: Arriving requests per second.
+        latency: Mean normalised latency, seconds per token; a lower bound if `gave_up` is True.
+        gave_up: Whether the run was stopped early because its latency was far too high.
+        output_tokens_per_s: Generated tokens per second.
         batch: Requests in a batch, mean over time.
         memory: Shares of the KV slots under pressure, percent, mean over time: "tokens",
             "reserved", "internal", "external", "free".
         held: Percent of the KV slots that requests hold, mean over the time of all steps.
         waste: Percent of the held slots without a token, mean over time.
-        waste_formula: Percent of the held slots that half a block per sequence would be.
+        waste_formula: Half a block per sequence, as a percentage of the held slots.
         saved: Blocks saved by sharing, percent.
         hit: Prompt tokens found in the prefix cache, percent.
-        num_preemptions: Times a request gave its memory back before it was done.
+        num_preemptions: Number of times that a running request lost its memory.
         num_requests: Number of requests of the trace.
         seconds: From the first arrival to the last end.
     """
@@ -120,11 +120,11 @@ class Sustained:
     """Result of `sustain`.
 
     Attributes:
-        rate: Requests a second, the median of all seeds.
+        rate: Median rate of all seeds, in requests per second.
         low, high: Lowest and highest rate of all seeds.
-        threshold: Seconds a token that the rate stays under.
+        threshold: Maximum latency of a sustained rate, in seconds per token.
         curve: Pairs of rate and normalised latency of the first seed, by rate.
-        sensitivity: Rates, read off that curve, with half and twice the threshold.
+        sensitivity: Rates on this curve with half and with twice the threshold.
     """
 
     rate: float
@@ -141,20 +141,20 @@ class Settings:
 
     Attributes:
         how: "simulated" or "measured".
-        quick: Whether this is only to see that it runs.
-        seconds: Length of a trace, if `least_requests` arrive in it.
-        least_requests: Requests that a trace has on average at least.
+        quick: Whether the run only tests that the code works.
+        seconds: Length of a trace, if at least `least_requests` arrive in this time.
+        least_requests: Minimum mean number of requests in a trace.
         saturation: Number of requests for measuring the rate of a saturated server.
         seeds: Seeds of the traces.
         latency_factor: Factor of the latency limit that defines a sustained rate.
         tolerance: Relative width at which a bisection ends.
-        fractions: Rates of a curve, of the sustained one.
-        processes: Runs at a time.
-        files: Pairs of dataset and the user's file that replaces it.
-        models: Keys of `published.SERVERS` that figure 12 has panels of.
-        lengths: Datasets that figure 12 has panels of.
-        keep: File of the sustained rates that a device has found so far, one a line; runs with the
-            same settings go on from there.
+        fractions: Rates of a curve, as fractions of the sustained rate.
+        processes: Number of concurrent runs.
+        files: Pairs of a dataset and the user's file that replaces it.
+        models: Keys of `published.SERVERS` to show in figure 12.
+        lengths: Datasets to show in figure 12.
+        keep: File with the sustained rates that a device has found so far, one per line. Later runs
+            with the same settings reuse these rates.
     """
 
     how: str = "simulated"
@@ -175,7 +175,7 @@ class Settings:
 
 @cache
 def source_of(workload: str, settings: Settings) -> Source:
-    """Lengths of a dataset: the paper's, or the user's file."""
+    """Return the lengths of a dataset: the paper's lengths or the user's file."""
     files = dict(settings.files)
     return traces.from_file(files[workload]) if workload in files else traces.of_dataset(workload)
 
@@ -183,7 +183,7 @@ def source_of(workload: str, settings: Settings) -> Source:
 def make_trace(
     workload: str, rate: float, seconds: float, seed: int, settings: Settings
 ) -> list[TraceRequest]:
-    """The requests of a workload."""
+    """Return the requests of a workload."""
     if workload in traces.NUM_PREFIX_TOKENS:
         return traces.translation(workload, rate, seconds, seed)
     if workload == "chat":
@@ -192,7 +192,7 @@ def make_trace(
 
 
 def shape_of(case: Case) -> str:
-    """The model's shape: translations are LLaMA-13B's, as in the paper; all else is OPT's."""
+    """Return the shape of the model: LLaMA-13B for translations, otherwise OPT."""
     is_translation = case.workload in traces.NUM_PREFIX_TOKENS
     return "llama-13b" if is_translation else f"opt-{case.server}"
 
@@ -223,7 +223,7 @@ def saturate(case: Case, settings: Settings) -> Outcome:
 
 
 def modelled_recovery(num_tokens: int, block_size: int) -> tuple[float, float]:
-    """Seconds to compute a preempted sequence of OPT-13B again, and to swap it out and in."""
+    """Return the seconds to recompute, and to swap out and in, a sequence of OPT-13B."""
     device = _device("opt-13b", "13b")
     one_way = device.swap_seconds(-(-num_tokens // block_size), block_size)
     return device.prefill_seconds([num_tokens]), 2 * one_way
@@ -297,7 +297,7 @@ def run_all(
 
 
 def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
-    """The sustained rate of each case; what several figures ask for is found once."""
+    """Return the sustained rate of each case. Each case is searched only once."""
     keep = settings.keep if settings.how == "measured" else None
     if keep is not None and keep.exists():
         for line in keep.read_text(encoding="utf-8").splitlines():
@@ -315,7 +315,7 @@ _sustained: dict[tuple[Case, Settings], Sustained] = {}
 
 
 def _sustain(settings: Settings, case: Case) -> Sustained:
-    """`sustain`; what a device found is written down, since it takes minutes."""
+    """Run `sustain`. Save a rate found on a device to a file, because the search takes minutes."""
     found = sustain(case, settings)
     if settings.how == "measured" and settings.keep is not None:
         line = json.dumps([dataclasses.asdict(case), _how(settings), dataclasses.asdict(found)])
@@ -325,7 +325,7 @@ def _sustain(settings: Settings, case: Case) -> Sustained:
 
 
 def _how(settings: Settings) -> str:
-    """The settings on which a sustained rate depends."""
+    """Return the settings that affect a sustained rate, as JSON."""
     others = {"processes", "models", "lengths", "keep"}
     fields = dataclasses.asdict(settings).items()
     return json.dumps({name: it for name, it in fields if name not in others}, default=str)
@@ -348,7 +348,7 @@ def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[st
 
 
 def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
-    """Each case at its rate, with the first seed."""
+    """Run each case at its rate, with the first seed."""
     return run_all(partial(_run_first_seed, settings=settings), jobs, settings, "runs at a rate")
 
 
@@ -358,21 +358,21 @@ def _run_first_seed(job: tuple[Case, float], settings: Settings) -> Outcome:
 
 
 def saturate_all(cases: Sequence[Case], settings: Settings) -> list[Outcome]:
-    """Each case with all requests there from the start."""
+    """Run each case with all requests waiting from the start."""
     return run_all(partial(saturate, settings=settings), cases, settings, "saturated runs")
 
 
 def threshold_of(case: Case, settings: Settings) -> float:
-    """Seconds a token under which a rate of this case's workload counts as sustained."""
+    """Return the maximum latency of a sustained rate of this workload, in seconds per token."""
     plain = Case(case.workload, server=case.server, width=case.width, is_beam=case.is_beam)
     return settings.latency_factor * _latency_alone(plain, settings)
 
 
 def sustain(case: Case, settings: Settings) -> Sustained:
-    """The highest rate that the case sustains.
+    """Search the highest rate that the case sustains.
 
-    On a device the search begins at the rate that the simulation sustains, with its threshold, so
-    that it needs few runs.
+    On a device, the search uses the threshold of the simulation and begins at the rate of the
+    simulation, to save runs.
     """
     curve: dict[float, float] = {}
     rates: list[float] = []
@@ -429,14 +429,14 @@ def search(
     step: float,
     tolerance: float,
 ) -> tuple[float, dict[float, float]]:
-    """The highest rate whose latency is under the threshold, and all rates tried.
+    """Return the highest rate whose latency is below the threshold, and all tried rates.
 
-    From `guess` the rate goes up or down until one is under the threshold and the next is not, by
-    the factor `step` and then by the square of the factor before; bisection then halves the bracket
-    until its ends are within `tolerance`.
+    The rate moves up or down from `guess` until the latency crosses the threshold. The first factor
+    is `step`; each later factor is the square of the previous factor. Bisection then halves the
+    interval until its ends are within `tolerance`.
 
     Raises:
-        ValueError: no rate within 8 steps is on the other side of the threshold.
+        ValueError: the latency does not cross the threshold within 8 steps.
     """
     tried = {guess: latency_at(guess)}
     up = tried[guess] < threshold
@@ -461,7 +461,7 @@ def search(
 
 
 def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None:
-    """The rate at which a curve first rises above a level, between its points; None if never."""
+    """Return the interpolated rate at which a curve first exceeds `level`, or None."""
     before: tuple[float, float] | None = None
     for rate, latency in curve:
         if latency >= level:
@@ -475,7 +475,7 @@ def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None
 
 @cache
 def _device(shape: str, server: str) -> DeviceModel:
-    """OPT-13B and LLaMA-13B on the GPU that was measured, larger models on the paper's."""
+    """Return a server's device model: the measured GPU for 13B models, else the paper's GPUs."""
     gpu, num_gpus = GPUS[server]
     return device_model(shape, gpu, num_gpus)
 
@@ -530,7 +530,7 @@ def _serve_on_device(
 
 
 def _config_of(shape: str, settings: Settings) -> dict[str, Any]:
-    """A `config.json` of the shape; a quick run has a tiny model, for a CPU."""
+    """Return a `config.json` of the shape; quick runs get a tiny model for the CPU."""
     from bench.common import ALL_SHAPES
     from bench.swap import TINY
 

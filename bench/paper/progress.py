@@ -13,11 +13,13 @@ GROWTH = 1.5
 
 
 class Progress:
-    """Shows how many of `total` jobs are done: as a bar on a terminal, in a pipe as lines that
-    become rarer. Less than two jobs are not shown. A context.
+    """Context manager that shows how many of `total` jobs are done.
+
+    On a terminal, the progress is a bar. Otherwise it is printed as lines, less and less often. A
+    single job shows no progress.
 
     Args:
-        what: Names the jobs.
+        what: Name of the jobs.
         total: Number of jobs.
     """
 
@@ -35,7 +37,7 @@ class Progress:
         self._bar.close()
 
     def show(self, num_done: int) -> None:
-        """Show that `num_done` jobs are done; to be called about every second."""
+        """Show that `num_done` jobs are done. Call this about every second."""
         if not self._bar.disable:
             self._bar.n = num_done
             self._bar.refresh()

@@ -120,5 +120,5 @@ RECOMPUTE_OVER_SWAP = 1.2
 
 
 def between(low: float | None, high: float) -> str:
-    """A range as the tables print it."""
+    """Return a range as text for tables."""
     return f"up to {high:g}" if low is None else f"{low:g} to {high:g}"

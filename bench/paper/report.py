@@ -58,11 +58,11 @@ class Figure:
     """A figure of the paper, repeated with jpaged.
 
     Attributes:
-        number: As the command line takes it: "12", "18a", "table1".
+        number: Name on the command line: "12", "18a", "table1".
         title: Title of the figure.
         rows: The table: names and settings, then `paper`, `ours` and `ratio`.
-        facts: All else that is recorded: curves, definitions, the device.
-        draw: Draws on an empty matplotlib figure; None where nothing could be run.
+        facts: Other recorded data: curves, definitions and the device.
+        draw: Function that draws on an empty matplotlib figure; None if nothing could be run.
         size: Width and height of the picture, inches.
         notes: Sentences under the table.
         device: Device of the times: "simulated NVIDIA H200", "NVIDIA H200", "no device".
@@ -81,8 +81,8 @@ class Figure:
 def compared(paper: float | Sequence[float | None] | None, ours: float | None) -> dict[str, Any]:
     """Return the cells `paper`, `ours` and `ratio` (ours divided by the paper's).
 
-    Against a range (low, high) the ratio is 1 inside, else that to the nearer end. None for the
-    paper means that it has only a plot.
+    For a range (low, high), the ratio is 1 inside the range, and relative to the nearer end
+    outside. If `paper` is None, the paper has only a plot and the ratio is None.
     """
     if paper is None:
         return {"paper": PLOT_ONLY, "ours": ours, "ratio": None}
@@ -197,7 +197,7 @@ def draw_bars(
     colours: Mapping[str, str],
     number: str = "{:.1f}",
 ) -> None:
-    """Groups of bars side by side, each with its number; a None has no bar."""
+    """Draw groups of bars with a number at each bar. None draws no bar."""
     width = 0.8 / len(series)
     for place, (name, values) in enumerate(series.items()):
         at = [i + (place - (len(series) - 1) / 2) * width for i in range(len(groups))]
@@ -214,18 +214,18 @@ def draw_bars(
 
 
 def legend_above(canvas: "Canvas", axes: "Axes", columns: int = 5) -> None:
-    """One legend for all panels, above them."""
+    """Draw one legend for all panels, above the panels."""
     handles, labels = axes.get_legend_handles_labels()
     canvas.legend(handles, labels, loc="outside upper center", ncols=columns)
 
 
 def footnote(canvas: "Canvas", text: str) -> None:
-    """A line under the panels: where the numbers are from."""
+    """Write the source of the numbers under the panels."""
     canvas.supxlabel(text, fontsize=7.5, color=GREY)
 
 
 def log_blocks(axes: "Axes", sizes: Sequence[int]) -> None:
-    """A logarithmic axis of block sizes."""
+    """Use a logarithmic axis for block sizes."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
@@ -233,7 +233,7 @@ def log_blocks(axes: "Axes", sizes: Sequence[int]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers to seven digits, keys as text."""
+    """Return a value for JSON: numbers with seven digits, and keys as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):

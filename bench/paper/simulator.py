@@ -47,33 +47,33 @@ class Run:
 
     Attributes:
         system: One of `allocators.SYSTEMS`.
-        arrivals, first_tokens, finishes: Seconds since the trace began [R]; nan where it never
-            came. A request ends with the last of its sequences.
+        arrivals, first_tokens, finishes: Seconds since the trace began [R]; nan if the event did
+            not happen. A request finishes with the last of its sequences.
         output_lens: Tokens of each output [R].
-        gave_up: Whether the run ended early, since the mean of the whole trace was certain to pass
-            `give_up_at`.
-        normalized_latency: Mean of (finish - arrival) / output tokens, seconds a token; of a run
-            that gave up a lower bound of it.
+        gave_up: Whether the run was stopped early, because the mean latency of the whole trace was
+            certain to exceed `give_up_at`.
+        normalized_latency: Mean of (finish - arrival) / output tokens, seconds per token. A lower
+            bound if `gave_up` is True.
         seconds: From the first arrival to the last token.
         busy_seconds: Time of all steps, part of `seconds`.
-        num_steps: Steps.
+        num_steps: Number of steps.
         num_output_tokens: Tokens of all samples, or of all beams.
         num_prompt_tokens: Prompt tokens of the arrived requests, once per request.
         num_computed_tokens: Tokens that steps computed.
         num_recomputed_tokens: Tokens that were computed again after a preemption.
-        mean_batch: Mean number of requests in the batch, weighted by the time of steps. A request
-            that is served as several counts in parts.
-        mean_batch_of_steps: The same, with equal weights.
+        mean_batch: Mean number of requests in the batch, weighted by the time of steps. Parts of a
+            request that are served separately count as fractions.
+        mean_batch_of_steps: Like `mean_batch`, with equal weights for all steps.
         memory: "tokens", "reserved", "internal", "external" and "free": percent of all KV slots
-            (see `TokenStates`), mean over the time of steps while a request waits for memory, or,
-            where none ever does, of all steps.
+            (see `TokenStates`). Time-weighted mean over steps while a request waits for memory, or
+            over all steps if no request ever waits.
         memory_held: Percent of all KV slots that requests hold, mean over the time of all steps.
         allocated_waste: Percent of held slots without a token, mean over held slots and time.
-        waste_formula: Percent of the held slots that half a block per sequence would be.
-        num_logical_blocks, num_physical_blocks: Blocks it would take not to share, and those held,
-            summed over the steps looked at.
-        num_preemptions: Times a request lost its memory.
-        swapped_bytes: Moved to and from host memory.
+        waste_formula: Half a block per sequence, as a percentage of the held slots.
+        num_logical_blocks, num_physical_blocks: Blocks needed without sharing and blocks held,
+            both summed over the sampled steps.
+        num_preemptions: Number of preemptions.
+        swapped_bytes: Bytes moved to and from host memory.
         num_query_tokens, num_hit_tokens: Prompt tokens looked up in the prefix cache, and found.
     """
 
@@ -106,17 +106,17 @@ class Run:
 
     @property
     def num_requests(self) -> int:
-        """Requests of the trace."""
+        """Number of requests in the trace."""
         return len(self.arrivals)
 
     @property
     def num_finished(self) -> int:
-        """Requests that were answered whole."""
+        """Number of requests with complete answers."""
         return int(np.isfinite(self.finishes).sum())
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens generated each second."""
+        """Generated tokens per second."""
         return self.num_output_tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -188,10 +188,10 @@ class Workload:
     Attributes:
         trace: The requests.
         system: System that serves the requests.
-        width: Samples or beams of each.
-        is_search: Whether they are beams of one request.
-        prefix_caching: Whether it matters which tokens outputs have.
-        first_tokens, finishes: Seconds [R], nan until it is so far.
+        width: Number of samples or beams per request.
+        is_search: Whether to use beam search instead of samples.
+        prefix_caching: Whether prefix caching is on, so that token ids matter.
+        first_tokens, finishes: Seconds [R]; nan before the event.
     """
 
     def __init__(
@@ -216,11 +216,11 @@ class Workload:
 
     @property
     def num_apart(self) -> int:
-        """Requests that each request of the trace is served as."""
+        """Number of separate requests per request of the trace."""
         return 1 if self.system == "ours" else self.width
 
     def requests(self, index: int) -> list[Request]:
-        """A request of the trace that arrives, as one, or as one for each sequence."""
+        """Record an arrival, and return its request, or one request per sample."""
         self.note_arrival(index)
         apart, stop = self.num_apart, StopCriteria(self.trace[index].output_len)
         return [
@@ -236,7 +236,7 @@ class Workload:
         ]
 
     def prompt(self, index: int) -> list[int]:
-        """Token ids; they only matter where prefixes are looked for, or beams made up."""
+        """Return token ids. Their values matter only for prefix caching and beam search."""
         given = self.trace[index]
         if not given.prompt:
             if self.prefix_caching or self.is_search:
@@ -245,13 +245,13 @@ class Workload:
         return [token for piece in given.prompt for token in stream_tokens(*piece)]
 
     def outputs(self, index: int) -> list[int]:
-        """Tokens that follow the prompt in its last stream, as in a conversation's next round."""
+        """Return the output tokens: the continuation of the prompt's last token stream."""
         given = self.trace[index]
         stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
         return stream_tokens(stream, stop, stop + given.output_len)
 
     def note_arrival(self, index: int) -> None:
-        """The request is there."""
+        """Record that a request has arrived."""
         given = self.trace[index]
         self._num_left[index] = self.num_apart
         weight = 1 / given.output_len
@@ -263,7 +263,7 @@ class Workload:
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """One of the requests that a request of the trace is served as has ended."""
+        """Record that one of the separate requests of a request has ended."""
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]
@@ -275,8 +275,7 @@ class Workload:
             self._sum_arrivals -= given.arrival * weight
 
     def least_latency(self, now: float) -> float:
-        """The whole trace's mean normalised latency, if all that have arrived ended now and all
-        others took no time."""
+        """Return a lower bound of the trace's mean normalised latency at time `now`."""
         waited = now * self._sum_weights - self._sum_arrivals
         return (self._sum_finished + max(waited, 0.0)) / max(len(self.trace), 1)
 
@@ -287,14 +286,14 @@ def index_of(request: Request) -> int:
 
 
 def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
-    """Tokens of an endless made-up stream: 31-bit ids, another stream's are others."""
+    """Return tokens start to stop of an endless random stream of 31-bit ids."""
     places = np.arange(start, stop, dtype=np.uint64) + np.uint64(1)
     mixed = (places + np.uint64(stream % 2**40) * np.uint64(2**20)) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(33)).astype(np.int64).tolist()
 
 
 class Padding:
-    """Work of a plan, padded to the engine's buckets."""
+    """Computes the work of a plan, padded to the engine's buckets."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
@@ -303,7 +302,7 @@ class Padding:
         self._logits = [0] + [buckets.num_logits_rows(rows) for rows in self._decode[1:]]
 
     def work_of(self, plan: StepPlan) -> StepWork:
-        """The step's work."""
+        """Return the padded work of a step."""
         scheduled = plan.scheduled
         if plan.is_decode:
             num_seqs = len(scheduled)
@@ -337,12 +336,12 @@ class Tally:
     """Means and sums over a scheduler's steps.
 
     Attributes:
-        seconds: Time of the steps.
-        num_steps: Steps.
-        num_computed: Tokens that they computed.
-        num_recomputed: Tokens that were computed again after a preemption.
-        num_preempted: Times a request lost its memory.
-        num_moved: Blocks moved to and from host memory.
+        seconds: Total time of the steps.
+        num_steps: Number of steps.
+        num_computed: Number of tokens that the steps computed.
+        num_recomputed: Number of tokens that were computed again after a preemption.
+        num_preempted: Number of preemptions.
+        num_moved: Number of blocks moved to and from host memory.
     """
 
     def __init__(self, scheduler: Scheduler, num_apart: int = 1):
@@ -360,7 +359,7 @@ class Tally:
         self._lost: dict[int, int] = {}
 
     def note(self, plan: StepPlan) -> None:
-        """A step was planned a moment ago."""
+        """Record a planned step."""
         self.num_moved += sum(len(order.block_ids) for order in plan.swap_outs)
         self.num_moved += sum(len(order.copies) for order in plan.swap_ins)
         if not plan.is_decode:
@@ -377,7 +376,7 @@ class Tally:
             self._seen = self._look()
 
     def spend(self, seconds: float) -> None:
-        """The steps planned since the last call take so long together."""
+        """Record that the steps planned since the last call took `seconds` in total."""
         self.seconds += seconds
         self._batch_seconds += self._running * seconds
         self._since_look += seconds
@@ -390,12 +389,12 @@ class Tally:
             self._since_look, self._seen = 0.0, None
 
     def note_end(self, request: Request) -> None:
-        """The request is over."""
+        """Record that a request has ended."""
         for sequence in request.sequences:
             self._prompt_ends.pop(sequence.seq_id, None)
 
     def _note_prompts(self, plan: StepPlan) -> None:
-        """Rows of decode steps compute what was never computed before."""
+        """Count recomputed tokens. Decode steps need no call, because they recompute nothing."""
         for sequence, start, num_tokens, _, _ in plan.scheduled:
             seq_id, end = sequence.seq_id, start + num_tokens
             lost = self._lost.get(seq_id, 0)
@@ -548,7 +547,7 @@ class _Simulation:
             self._tally.spend(end - start)
 
     def _link(self, start: float, num_blocks: int) -> float:
-        """Queue a transfer; when it ends."""
+        """Queue a transfer, and return the time at which the transfer ends."""
         size = self._scheduler.block_manager.block_size
         self._link_free = max(self._link_free, start) + self._device.swap_seconds(num_blocks, size)
         return self._link_free

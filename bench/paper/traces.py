@@ -84,10 +84,10 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the lengths of a trace's requests come from.
+    """Source of the prompt and output lengths of a trace.
 
     Attributes:
-        name: For tables and files.
+        name: Name in tables and file names.
         means: Mean prompt and output tokens after clipping.
         draw: `draw(count, rng)` gives `count` prompt lengths and output lengths.
     """
@@ -98,7 +98,7 @@ class Source:
 
 
 def of_dataset(name: str) -> Source:
-    """Lengths distributed as the paper's dataset `name`.
+    """Return lengths distributed like the paper's dataset `name`.
 
     Raises:
         ValueError: `name` is not a key of `MEAN_LENGTHS`.
@@ -109,7 +109,10 @@ def of_dataset(name: str) -> Source:
 
 
 def log_normal(name: str, means: tuple[float, float], longest: int = MAX_MODEL_LEN) -> Source:
-    """Log-normal lengths of the given means after clipping; both together at most `longest`."""
+    """Return log-normal lengths with the given means after clipping.
+
+    The maximum of prompt plus output is `longest`.
+    """
     scales = solve_scales(*means, longest)
 
     def draw(count: int, rng: np.random.Generator) -> Lengths:
@@ -121,14 +124,14 @@ def log_normal(name: str, means: tuple[float, float], longest: int = MAX_MODEL_L
 
 
 def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
-    """Lengths of a JSON lines file, drawn with replacement.
+    """Return the lengths in a JSON lines file, drawn with replacement.
 
-    Each line is an object with `prompt_len` and `output_len`, token counts, or with `prompt` and
-    `output`, texts in which each word and each punctuation mark counts as a token. A tokenizer
-    counts about a quarter more. Longer sequences are clipped as drawn lengths are.
+    Each line is an object. Either `prompt_len` and `output_len` are token counts, or `prompt` and
+    `output` are texts. Each word and each punctuation mark of a text counts as a token; a tokenizer
+    would give about a quarter more tokens. Long sequences are clipped, like other drawn lengths.
 
     Raises:
-        ValueError: the file cannot be read, is empty, or a line is not such an object; the
+        ValueError: the file cannot be read or is empty, or a line is not such an object. The
             message names the file and the line.
     """
     path = Path(path)
@@ -151,7 +154,7 @@ def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
 
 
 def poisson(source: Source, rate: float, seconds: float, seed: int) -> list[TraceRequest]:
-    """Requests that arrive within `seconds`, `rate` a second on average.
+    """Return requests that arrive within `seconds`, on average `rate` per second.
 
     Raises:
         ValueError: `rate` or `seconds` is not a positive number.
@@ -163,7 +166,7 @@ def poisson(source: Source, rate: float, seconds: float, seed: int) -> list[Trac
 
 
 def with_prefix(trace: Sequence[TraceRequest], num_tokens: int) -> list[TraceRequest]:
-    """Each prompt after the same `num_tokens` tokens, for figure 16."""
+    """Put the same `num_tokens` tokens before each prompt, for figure 16."""
     return [
         replace(
             request,
@@ -175,7 +178,7 @@ def with_prefix(trace: Sequence[TraceRequest], num_tokens: int) -> list[TraceReq
 
 
 def translation(kind: str, rate: float, seconds: float, seed: int) -> list[TraceRequest]:
-    """Figure 16: a shared prefix (`kind` is "1-shot" or "5-shot"), then a sentence to translate."""
+    """Return requests with a shared prefix (`kind` is "1-shot" or "5-shot"), for figure 16."""
     num_tokens = NUM_PREFIX_TOKENS[kind]
     source = log_normal("translation", MEAN_TRANSLATION, MAX_MODEL_LEN - num_tokens)
     return with_prefix(poisson(source, rate, seconds, seed), num_tokens)
@@ -186,11 +189,12 @@ def chat(
 ) -> list[TraceRequest]:
     """Figure 17: rounds of conversations, `rate` rounds a second on average.
 
-    A round's prompt is all that was said and the new question, cut to its last `CHAT_PROMPT`
-    tokens; its answer has at most `CHAT_OUTPUT`. Conversations begin as a Poisson process and have
-    a geometric number of rounds, which follow each other after exponential pauses, whether or not
-    the answer is complete. Questions and answers have the lengths of `source`, ShareGPT's by
-    default. Conversations began before the trace does, so that it is stationary.
+    The prompt of a round is the conversation so far and the new question, cut to the last
+    `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. Conversations begin as a
+    Poisson process and have a geometric number of rounds. Rounds follow each other after
+    exponential pauses, even if the previous answer is incomplete. Questions and answers have the
+    lengths of `source` (default: ShareGPT). The first conversations begin before the trace, so that
+    the trace is stationary.
 
     Raises:
         ValueError: `rate` or `seconds` is not a positive number.
@@ -222,7 +226,7 @@ def _conversation(
 
 @functools.cache
 def solve_scales(mean_prompt: float, mean_output: float, longest: int) -> tuple[float, float]:
-    """Medians of the log-normal distributions whose clipped means are those given.
+    """Return the medians of the log-normal distributions with the given means after clipping.
 
     Raises:
         ValueError: a mean cannot be reached within `longest` tokens.
@@ -239,7 +243,7 @@ def solve_scales(mean_prompt: float, mean_output: float, longest: int) -> tuple[
 
 
 def _clipped_mean(scale: float, longest: float) -> float:
-    """Mean of min(X, longest) for a log-normal X of median `scale`."""
+    """Return the mean of min(X, longest) for a log-normal X with median `scale`."""
     normal, at = NormalDist(), math.log(longest / scale) / SIGMA
     below = scale * math.exp(SIGMA**2 / 2) * normal.cdf(at - SIGMA)
     return below + longest * (1 - normal.cdf(at))
@@ -263,7 +267,7 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Times of a Poisson process within `seconds`; at another rate the same times, scaled."""
+    """Return Poisson arrival times below `seconds`. A different rate scales the same times."""
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()
@@ -272,7 +276,7 @@ def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarr
 
 
 def _lengths(source: Source, count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Drawn a thousand at a time, so that a longer trace begins with a shorter one's requests."""
+    """Draw lengths in chunks of 1,000, so that long and short traces begin with equal requests."""
     rng = np.random.default_rng([seed, 1])
     drawn = [source.draw(1024, rng) for _ in range(-(-count // 1024) or 1)]
     prompts, outputs = (np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
@@ -314,6 +318,6 @@ def _check_positive(**values: float) -> None:
 
 
 def mean_lengths(trace: Iterable[TraceRequest]) -> tuple[float, float]:
-    """Mean prompt and output tokens."""
+    """Return the mean prompt and output lengths in tokens."""
     lengths = np.array([(request.prompt_len, request.output_len) for request in trace])
     return float(lengths[:, 0].mean()), float(lengths[:, 1].mean())

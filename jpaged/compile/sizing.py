@@ -146,7 +146,7 @@ class Sizing:
 
     @property
     def _host_block_bytes(self) -> int:
-        """Bytes of host memory per block: the shards of all devices."""
+        """Bytes of host memory that one block takes, including the shards of all devices."""
         return self._num_devices * self._block_bytes
 
     @property

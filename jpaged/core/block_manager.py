@@ -202,12 +202,12 @@ class BlockManager:
         return BlockChanges(tuple(enumerate(fresh, first)), copies)
 
     def reserve(self, sequence: Sequence, num_tokens: int, max_new_blocks: int) -> BlockChanges:
-        """Give the sequence blocks for `num_tokens` tokens in all, but few new blocks.
+        """Allocate blocks until the sequence has room for `num_tokens` tokens in total.
 
         Args:
             sequence: Sequence that shares no partly filled block.
             num_tokens: Number of tokens, including computed tokens.
-            max_new_blocks: Maximum number of new blocks, at most `num_free_blocks`.
+            max_new_blocks: Maximum number of blocks to allocate, at most `num_free_blocks`.
         """
         table = sequence.block_table
         num_blocks = min(self.num_blocks_for(num_tokens) - len(table), max_new_blocks)

@@ -234,7 +234,7 @@ class Scheduler:
         self._failed.clear()
         self._num_planned += 1
         if step.planning_errors:
-            # An error ends one request alone only if the state that all share is intact.
+            # An error may end a single request only while the shared state is intact.
             self.check_integrity()
         return plan
 
@@ -338,7 +338,7 @@ class Scheduler:
         )
         failed, self._failed = self._failed, []
         if not all(isinstance(error, NoTokenError) for _, error in failed):
-            # An error ends one request alone only if the state that all share is intact.
+            # An error may end a single request only while the shared state is intact.
             self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
@@ -757,7 +757,7 @@ class Scheduler:
         self.swap_space.drop(request)
 
     def _fail_request(self, request: Request, error: Exception) -> None:
-        """End a request after an error, which may have occurred in a fork or while ending it."""
+        """End a request after an error, even if the error occurred while the request was ending."""
         self._failed.append((request, error))
         request.live_sequences = self.sequences.find_by_request(request)
         for sequence in request.live_sequences:

@@ -122,7 +122,7 @@ class SequenceTable:
         return [sequence for sequence in self.by_id.values() if sequence.request is request]
 
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
-        """Fork the device rows of the parents in the next plan, where a parent has a row."""
+        """Let the next plan copy the device row of each parent that has one to its child."""
         for parent, child in forks:
             if parent.has_row:
                 self._row_forks[child.seq_id] = parent, child

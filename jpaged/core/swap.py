@@ -170,7 +170,7 @@ class SwapSpace:
         return GroupFit(hits, num_needed + num_copies)
 
     def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
-        """Give a swapped-out group blocks, and let the next plan copy its swap entry to them.
+        """Allocate blocks for a swapped-out group. The next plan copies the swap entry to them.
 
         Sequences share the same blocks as before the swap.
 
@@ -214,7 +214,7 @@ class SwapSpace:
         return swap_entry.swap_entry_id  # pyright: ignore[reportOptionalMemberAccess]
 
     def check_integrity(self, unfinished_requests: Iterable[Request]) -> None:
-        """Check that exactly the swapped-out requests have swap entries, and that these fit.
+        """Check that only swapped-out requests have swap entries, and that the entries fit.
 
         Args:
             unfinished_requests: Running and waiting requests.

@@ -507,7 +507,7 @@ class Engine:
         return PoolWatch(self._loop.scheduler, num_token_blocks, self._loop.watches)
 
     def memory_report(self) -> MemoryReport:
-        """Return how the slots of the pool are used now, and how many blocks sharing saves.
+        """Return how the slots of the pool are used now, and the number of blocks saved by sharing.
 
         Takes time proportional to the held blocks.
         """

@@ -227,8 +227,8 @@ class EngineLoop:
     def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
         """Return the plans to launch now: one plan, or several plans that fit into a burst.
 
-        With the latency goal, waiting requests prevent a burst, so that a waiting request joins the
-        batch as soon as another request ends.
+        If `goal` is `LATENCY` and requests wait, return no burst: a waiting request can then join
+        the batch as soon as another request ends.
         """
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
@@ -450,7 +450,7 @@ class EngineLoop:
         return notified
 
     def _notify_searches(self, searched: list[Request]) -> dict[RequestState, None]:
-        """Record the first step of beam searches, and return the searches that ended."""
+        """Record the first-token time of beam searches, and return the searches that ended."""
         ended: dict[RequestState, None] = {}
         for request in searched:
             state = self.requests[request.request_id]

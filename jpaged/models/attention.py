@@ -238,7 +238,7 @@ class Attention(nnx.Module):
         heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
-        # No scales here: an FP8 pool has an even head size.
+        # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
         k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
         return q, write_kv(kv, k, v, slots, backend=backend)
 

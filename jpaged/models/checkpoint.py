@@ -474,5 +474,7 @@ def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
     count, first_byte = (last - first) * row, tensor.byte_offset + first * row
     read = np.fromfile(tensor.file, np.uint8, count, offset=first_byte)
     if read.size != count:
-        raise CheckpointError(f"{tensor.file} is shorter than it was; fetch it again.")
+        raise CheckpointError(
+            f"{tensor.file} became shorter while it was read; fetch the file again."
+        )
     return read.view(FILE_DTYPES[tensor.dtype]).reshape(-1, *tensor.shape[1:])

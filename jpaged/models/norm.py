@@ -25,7 +25,7 @@ class RMSNorm(nnx.Module):
         return self.weight[...]
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return the norm of each row, in x's dtype."""
+        """Normalize each row of `x`, and return the rows in the dtype of `x`."""
         return rms_norm(x, self.scale, eps=self.eps)
 
     def add_norm(
@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return the norm of hidden + sum(update), and hidden + sum(update)."""
+        """Return hidden + sum(update), normalized and unnormalized."""
         options = {"eps": self.eps, "backend": backend}
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
@@ -53,7 +53,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the norm of each row, in x's dtype."""
+        """Normalize each row of `x`, and return the rows in the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -68,7 +68,7 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return the norm of hidden + sum(update), and hidden + sum(update)."""
+        """Return hidden + sum(update), normalized and unnormalized."""
         hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
 
@@ -91,7 +91,7 @@ def add_norm(
     update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return the norm of hidden + sum(update), and hidden + sum(update).
+    """Return hidden + sum(update), normalized and unnormalized.
 
     An update of None stands for zeros.
     """
@@ -101,5 +101,5 @@ def add_norm(
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """Return the norm of sum(update) as a single partial; `update` itself if `norm` is None."""
+    """Return sum(update), normalized, as a single partial; `update` if `norm` is None."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]

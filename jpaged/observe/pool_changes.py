@@ -22,7 +22,7 @@ CACHED = -1
 
 
 class ChangedBlocks(NamedTuple):
-    """Changed blocks as parallel lists. The first look may return a hundred thousand blocks.
+    """Changed blocks as parallel lists. The first call of `look` may return 100,000 blocks.
 
     Attributes:
         block_ids: Ids of the blocks, in increasing order.
@@ -66,10 +66,10 @@ class TableChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolChanges:
-    """Changes of the pool since the previous look.
+    """Changes of the pool since the previous call of `look`.
 
     Attributes:
-        blocks: Changed blocks. The first look returns all blocks that are not free.
+        blocks: Changed blocks. The first call returns all blocks that are not free.
         tables: Sequences that hold device or host blocks, and are new or changed in more than the
             number of computed tokens.
         grown: Number of computed tokens by sequence id, for sequences in which only this number
@@ -98,7 +98,7 @@ class PoolChanges:
 
 @dataclass(slots=True)
 class _SequenceSnapshot:
-    """State of a sequence at the previous look."""
+    """State of a sequence at the previous call of `look`."""
 
     sequence: Sequence
     table: list[int]  # the sequence's own list, to detect that the list was replaced
@@ -135,15 +135,15 @@ class PoolWatch:
         self._watches.add(self)
         self._snapshots: dict[int, _SequenceSnapshot] = {}
         num_blocks = len(self._pool.blocks)
-        # Count and content hash of each block at the previous look.
+        # Count and content hash of each block at the previous call of `look`.
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
-        self._num_freed = self._num_clears = 0  # 0: the first look checks all blocks freed so far
+        self._num_freed = self._num_clears = 0  # 0: the first call checks all freed blocks
         self._pin_counts = 0, 0
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # Blocks whose tokens are not returned yet, each with a sequence and an index in its block
-        # table. None if the prefix cache knows the tokens.
+        # Block ids whose tokens were not returned yet. The value is a sequence and the index of the
+        # block in its block table, or None if the tokens are in the prefix cache.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class PoolWatch:
         return changes
 
     def _find_freed_blocks(self) -> set[int]:
-        """Return the blocks that were freed since the previous look and are still free.
+        """Return the blocks that were freed since the previous `look` and are still free.
 
         Return all blocks if the prefix cache was cleared.
         """
@@ -299,7 +299,7 @@ def _has_blocks(sequence: Sequence) -> bool:
 
 
 def _count_unchanged_entries(snapshot: _SequenceSnapshot, table: list[int]) -> int:
-    """Return the number of leading block-table entries that did not change since the previous look.
+    """Return the number of leading block-table entries that are unchanged since the last `look`.
 
     A block table that is still the same list object has only grown, or its last entry was replaced
     by a copy on write. For any other change, the block manager creates a new list.

@@ -267,7 +267,7 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
 
 
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
-    """Yield each sequence with each of its blocks that has empty slots, and the number of them.
+    """Yield (sequence, block id, number of empty slots) for each block with empty slots.
 
     Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
     share a last block have the same number of computed tokens: a fork copies the number of its

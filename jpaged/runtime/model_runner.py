@@ -143,8 +143,8 @@ class ModelRunner:
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
-        # The runner passes to each program the model's leaves, if the program takes a model, and
-        # the persistent arrays with these names.
+        # Leading arguments of each program: the model's leaves (if the program takes a model), and
+        # persistent arrays by name.
         self._program_arguments = {
             (step.name, key): (
                 (split.leaves,) if "model" in step.arguments else (),

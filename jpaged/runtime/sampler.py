@@ -234,8 +234,9 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
 
     Args:
         sampling: State of all rows. Donate the state to update it in place.
-        marks: Array from `pack_marks`: N rows and their prompt lengths, then E rows, tokens and
-            marks. Tokens with the id V are padding.
+        marks: Array from `pack_marks`: N row indices, N prompt lengths, then E row indices, E
+            token ids and E marks. A mark says whether the token is in the prompt. Token id V is
+            padding.
     """
     V = sampling.token_state.shape[1]
     rows, prompt_lens = marks[: 2 * ROWS_PER_LOAD].reshape(2, ROWS_PER_LOAD)

@@ -711,7 +711,7 @@ def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, 
 def _verify_keys(
     config: RuntimeConfig, shapes: DeviceShapes
 ) -> list[tuple[int, int, SamplerLevel, Drafter]]:
-    """Return the keys of verify steps: one step for each batch size, and bursts of small ones."""
+    """Return the keys of verify steps for all batch sizes, and of bursts for small batches."""
     if config.speculation is None:
         return []
     drafter, keys = make_drafter(config.speculation), []

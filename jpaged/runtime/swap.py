@@ -91,7 +91,7 @@ def staging_bytes(pool: Any, num_host_blocks: int) -> int:
 
 
 def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
-    """Yield few chunk sizes that together hold `num_blocks` blocks.
+    """Split `num_blocks` blocks into few chunks, and yield the size of each chunk.
 
     At most a quarter of the last chunk is empty, unless that chunk has the smallest size.
     """

@@ -153,7 +153,7 @@ class LexerPool:
         self._spare = [*self._lexers]
         self.compile_matcher, self.is_cheap = compile_matcher, is_cheap
         self._max_lexers = bounds.MAX_GRAMMAR_LEXERS if is_cheap else 1
-        # Replace a shared lexer early: if it broke, all its answers would need a new one together.
+        # Replace a shared lexer early: if a lexer fails, all answers that use it need a new lexer.
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()

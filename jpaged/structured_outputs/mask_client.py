@@ -177,7 +177,7 @@ class MaskWorkerClient:
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
         self._is_stalled = False  # the worker let a step time out and is silent since then
-        self._memory: Any = None  # a MaskMemory, from the first grammar on
+        self._memory: Any = None  # a MaskMemory; None before the first grammar
         self._worker: Any = None  # a _WorkerProcess, or None while no worker runs
         # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
         # indices in that range.

@@ -620,7 +620,7 @@ def main(sock: socket.socket, fd: str) -> None:
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine handles it, and may drain first
-    exit_with_parent(sock)  # a thread, so that it works while a library blocks this thread
+    exit_with_parent(sock)  # watches from a thread, because libraries may block this one
     sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
     with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")

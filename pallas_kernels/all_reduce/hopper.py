@@ -212,7 +212,8 @@ def _exchange_row(
         return WordLoad(ops.offset(base, number, CHUNK_BYTES), _WORDS_PER_CHUNK, mask)
 
     def partial_loads(column, mask):
-        """Return the loads of a chunk in all partials: one each in bfloat16, two in float32."""
+        """Return the loads of a chunk from all partials: one load per bfloat16 partial, or two
+        per float32 partial."""
         if partials.dtype == jnp.bfloat16:
             starts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
         else:

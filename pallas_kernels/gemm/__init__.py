@@ -207,8 +207,8 @@ def scaled_gated_gemm(
     if partials is not None:
         return partials[0]
     rows = fp8.scaled_gemm(x, weight, *scales, dtype=dtype, backend=backend)
-    # XLA fuses the scales with its own activation. Before the Triton activation, the scales would
-    # need a separate kernel.
+    # Use XLA's activation, because XLA fuses it with the scales. The Triton activation would need a
+    # separate kernel for the scales.
     return xla.gated_silu(rows.reshape(x.shape[0], 2, -1))
 
 

@@ -56,7 +56,7 @@ from pallas_kernels.gemm.tuning import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-GROUP_DEPTH = FP8_GROUP_SIZE  # depth of a group with one scale; in bytes, the widest swizzle
+GROUP_DEPTH = FP8_GROUP_SIZE  # columns per scale: 128 bytes, the widest swizzle
 CONSUMER_OUTPUTS = 64  # outputs per consumer of the few-rows kernel
 TILE_COLUMNS = 128  # outputs per tile and factor of the many-rows kernel, and per scale block
 STORE_COLUMNS = 64  # columns per store of the many-rows kernel

@@ -195,7 +195,8 @@ def layer_plan(
         device_kind: Name of the GPU.
     """
     whole = all(size % 128 == 0 for size in sizes)
-    # Each reader sums all partials: for wide models and eight rows, that costs more than it saves.
+    # Each program sums all partials that it reads. With a large hidden size, these sums take more
+    # time than the fusion saves.
     narrow = sizes.hidden < 2048
     fits = whole and narrow and num_tokens == ROWS and dtype == "bfloat16"
     if not (is_hopper(device_kind) and num_cores and fits):
@@ -662,7 +663,7 @@ def _sum_partials(partials):
 
 
 def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
-    """Store a program's partial of a column block, rows below `count`.
+    """Store the rows below `count` of a program's partial of a column block.
 
     The partial is the sum of `acc` over the warpgroups. `target` is the exchange memory, or the
     output array for the qkv GEMM.

@@ -50,15 +50,17 @@ def in_turn(cases, dtypes, num_by_xla=None):
 
 
 def in_pool(x, dtype):
-    """An array as a pool of `dtype` has it: numbers of `F8` in pairs."""
+    """Convert an array to `dtype`, as a pool stores it: `F8` numbers are stored in pairs."""
     narrow = np.asarray(x).astype(dtype)
     return jnp.asarray(reference.paired(narrow) if dtype == F8 else narrow)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case of attention. `lens` are pairs for each sequence: total tokens, and new tokens of the
-    step. `scales` are those of an FP8 pool; without scales the pool has the dtype of the queries.
+    """A case of attention.
+
+    `lens` has a pair for each sequence: total tokens, and new tokens of the step. `scales` are the
+    scales of an FP8 pool. Without scales the pool has the dtype of the queries.
     """
 
     dtype: Any = F32
@@ -94,7 +96,7 @@ class Case:
 
 
 class Batch(NamedTuple):
-    """The arguments of both attentions."""
+    """Arguments of prefill attention and of decode attention."""
 
     kv: LayerKV
     block_tables: jax.Array
@@ -110,15 +112,15 @@ def require(backend):
 
 
 def edge_lens(block_size):
-    """0, 1, one short of a block, a block, one over, and more; with and without context."""
+    """Return (total, new) lengths around a multiple of `block_size`, with and without context."""
     s = block_size
     lens = (0, 0), (1, 1), (s - 1, 1), (s, s), (s + 1, 3), (2 * s + 1, 1), (3 * s + 2, s + 5)
-    lens += ((140, 25),) * (s < 8)  # else a tile of keys would hold all
+    lens += ((140, 25),) * (s < 8)  # longer than a tile of keys
     return tuple((total, min(new, total)) for total, new in lens)
 
 
 def build(case, seed=0):
-    """A batch whose every slot that no token owns is NaN, the null block included."""
+    """Return a batch. Slots without a token contain NaN, including those of the null block."""
     rng = np.random.default_rng(seed)
     seq_lens = np.array([total for total, _ in case.lens], np.int32)
     query_lens = np.array([new for _, new in case.lens], np.int32)
@@ -148,7 +150,7 @@ def build(case, seed=0):
 
 
 def _block_tables(rng, seq_lens, block_size):
-    """Shuffled blocks; entries past a sequence's own point at blocks full of NaN."""
+    """Return shuffled block tables. Unused entries name blocks that contain only NaN."""
     counts = -(-seq_lens // block_size)
     num_blocks = int(counts.sum()) + 3
     order = rng.permutation(np.arange(1, num_blocks)).astype(np.int32)

@@ -56,7 +56,7 @@ def on_all(mesh: Mesh, function: Any, *specs: PartitionSpec, out: Any = SPLIT) -
 
 
 def lowered(count: int, rows: int, dtype: Any = BF16, width: int = WIDTH) -> str:
-    """Two sums of rows, as they are lowered for H200s."""
+    """Return the lowered text of two sums of rows, for H200s."""
     mesh = make_mesh(jax.devices(), count)
     assert mesh is not None
 
@@ -107,7 +107,7 @@ def test_unsupported_dtypes_and_widths_use_xla(dtype, width: int):
 def test_norm_is_fused_if_each_program_has_a_row(
     rows: int, width: int, parts: int, dtype: Any, kernels: int
 ):
-    """129 rows are summed by the other kernel, 512 by XLA."""
+    """129 rows are summed by the unfused kernel, and 512 rows by XLA."""
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
 
@@ -179,7 +179,7 @@ def test_wrong_arguments_are_named():
 
 
 def hashed(*numbers: Any) -> jax.Array:
-    """Well mixed bits, the same on every device."""
+    """Return pseudo-random bits that are equal on all devices."""
     h = jnp.uint32(0x9E3779B9)
     for number in numbers:
         h = (h ^ jnp.asarray(number).astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
@@ -200,7 +200,7 @@ def rows_of(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
 
 
 def in_order(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
-    """The bits of the sum of all devices' rows, by the definition."""
+    """Return the bits of the sum of all devices' rows, added in the order of the devices."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
         rows = rows_of(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
@@ -209,7 +209,7 @@ def in_order(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
 
 
 def held_back(x: jax.Array, turns: jax.Array) -> jax.Array:
-    """The same rows, some 3 ns a turn later, on this device alone."""
+    """Return `x` after a delay of about 3 ns per turn, on this device only."""
 
     def wait(turns_ref, out_ref):
         step = lambda _, state: state * jnp.int32(1664525) + jnp.int32(1013904223)  # noqa: E731
@@ -218,7 +218,7 @@ def held_back(x: jax.Array, turns: jax.Array) -> jax.Array:
     out = jax.ShapeDtypeStruct((), jnp.int32)
     one_warp = plgpu.CompilerParams(num_warps=1)
     done = pl.pallas_call(wait, out_shape=out, compiler_params=one_warp)(turns.reshape(1))
-    return jnp.where(done != 0, x, -x)  # it is odd, which XLA does not know
+    return jnp.where(done != 0, x, -x)  # `done` is odd, but XLA cannot know this
 
 
 def bits(x: jax.Array) -> jax.Array:
@@ -229,14 +229,14 @@ NONE_WRONG = [0, -1, -1, -1, -1]
 
 
 def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, late, peers):
-    """Delay each device differently before each sum, sometimes for long."""
+    """Sum rows many times. Before each sum, each device waits, sometimes for long."""
     rank = lax.axis_index(MESH_AXIS)
 
     def once(index, buffer_index, found):
         lot = hashed(index, rank, jnp.uint32(7))
         turns = jnp.where(lot % jnp.uint32(16) == 0, lot % jnp.uint32(most_late), jnp.uint32(0))
         x = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
-        x = jnp.where(found[0] < 0, -x, x)  # none is: behind the sum before, as in a model
+        x = jnp.where(found[0] < 0, -x, x)  # never true; makes XLA wait for the previous sum
         x = held_back(x, turns.astype(jnp.int32) + late[0])
         got = bits(device_sum(x, MESH_AXIS, header=peers, buffer_index=buffer_index)).ravel()
         want = in_order(shape, index, count).ravel()
@@ -256,7 +256,7 @@ def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, la
 
 
 def run_chain(mesh: Mesh, shape: tuple[int, int], num_turns: int, most_late: int = 100) -> Any:
-    """(What `chain` found, by device; the memory)."""
+    """Return the result of `chain` on each device, and the peer memory."""
     memory = PeerMemory(mesh)
     body = partial(chain, shape, mesh.size, num_turns, most_late)
     run = on_all(mesh, body, SPLIT, SPLIT)
@@ -272,7 +272,7 @@ GPU_COUNTS = [2, 4, 8]
 @pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
 def test_kernel_sums_in_device_order(rows: int | None, count: int):
-    """To the bit, on each device. Rows of None are the most that go through peer memory."""
+    """All bits are equal on all devices. `rows=None` is the maximum that fits peer memory."""
     rows = rows or max_payload_bytes(count) // (WIDTH * 2)
     found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
     memory.check_devices()
@@ -293,7 +293,7 @@ def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int
 @pytest.mark.parametrize("num_partials", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 4096), (8, 4096), (64, 8192), (5, 1032), (128, 4096)])
 def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_partials: int):
-    """The stream to the bit; partials are halves, quarters ..., whose sum is exact."""
+    """Compare all bits. Partials are equal fractions of the update, so their sum is exact."""
     mesh = gpus(2)
     memory, width = PeerMemory(mesh), shape[1]
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(width) + 1, BF16)
@@ -336,7 +336,7 @@ def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_parti
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_kernel_sums_nan_and_infinity():
-    """The bits that stand for an empty word as well: what is NaN stays NaN, and none waits."""
+    """NaN stays NaN, even with the bits that mark an empty word, and no device waits forever."""
     mesh, memory = gpus(2), PeerMemory(gpus(2), max_polls=2**18)
     x = np.zeros((2, 8, 64), np.uint16)
     x[:] = np.asarray(jnp.bfloat16(1.5)).view(np.uint16)
@@ -346,7 +346,7 @@ def test_kernel_sums_nan_and_infinity():
     def sums(own, peers):
         own += barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
         first = device_sum(own, MESH_AXIS, header=peers, buffer_index=0)
-        own = jnp.where(bits(first)[:1, :1] == 77, -own, own)  # no number is, but XLA must wait
+        own = jnp.where(bits(first)[:1, :1] == 77, -own, own)  # never true, but makes XLA wait
         return first, device_sum(own, MESH_AXIS, header=peers, buffer_index=1)
 
     given = lax.bitcast_convert_type(jnp.asarray(x.reshape(16, 64)), BF16)
@@ -380,7 +380,7 @@ def test_delayed_device_ends_the_program_with_an_error(place: int):
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
     memory.check_devices()
     assert (got == 16).all()
-    late[place] = 300_000_000  # one second, of which the other device waits a hundredth
+    late[place] = 300_000_000  # about 1 s; the other device gives up after 10 ms
     begun = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()

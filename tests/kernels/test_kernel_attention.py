@@ -64,7 +64,7 @@ NARROW = [
     Case(F16, 24, 8, HEADS["gqa"]),
     Case(F32, 40, 8, HEADS["mha"]),
 ]
-# Blocks far smaller than any tile of keys, of no power of two, and larger than any tile.
+# Block sizes far below any tile of keys, larger than any tile, and not a power of two.
 BLOCKS = [
     Case(F32, 32, 1, HEADS["gqa"], sliding_window=2),
     Case(BF16, 64, 4, HEADS["mqa"], soft_cap=3.0),
@@ -154,7 +154,7 @@ def test_decode_matches_reference(case, backend):
 
 
 def _with_new_tokens(case, num_partials, with_norms):
-    """Arguments of `rope_decode_attention`: the slots of the sequences' last tokens are NaN."""
+    """Return arguments of `rope_decode_attention`, with NaN in each sequence's last slot."""
     batch, rng = build(case), np.random.default_rng(8)
     (num_heads, num_kv_heads), size = case.heads, case.head_size
     lens = np.asarray(batch.seq_lens)
@@ -164,7 +164,9 @@ def _with_new_tokens(case, num_partials, with_norms):
     nothing = in_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    partials = rng.standard_normal(shape) / num_partials**0.5  # their sum as large as the pool's
+    partials = (
+        rng.standard_normal(shape) / num_partials**0.5
+    )  # so that the sum is as large as pool values
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
@@ -209,7 +211,7 @@ def test_rope_decode_matches_reference(case, backend):
 
 
 def _assert_near(got, want):
-    """All but a few of some float8_e4m3fn numbers are equal, and those are neighbours."""
+    """Check that FP8 numbers are equal, except that 2% may be neighbouring numbers."""
     orders = []
     for array in (got, want):
         bits = reference.unpaired(array).view(np.uint8).astype(np.int32)
@@ -221,8 +223,11 @@ def _assert_near(got, want):
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", SCALED, ())))
 def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
-    """New tokens are stored as the same op stores them in a wider pool, rounded, and attended as
-    they are stored: a key is the same in the step that makes it and in all later ones."""
+    """A new key is rounded to FP8 before the op attends to it.
+
+    The key is therefore the same in this step and in later steps. Stored values equal the rounded
+    values of a wider pool.
+    """
     require(backend)
     case = _filled(case)
     number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
@@ -305,8 +310,8 @@ def test_attention_of_no_queries_is_empty(backend):
     np.testing.assert_array_equal(pool.k, kv.k)
 
 
-# Decode rows before all chunks, where the batch is large enough for attention of their own; some
-# more behind one, and padding.
+# Decode rows come before all chunks, and one more comes after a chunk. Large batches compute them
+# with decode attention. Two sequences are padding.
 RIDERS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
 CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
 BATCHES = {"few": RIDERS + CHUNKS, "many": 5 * RIDERS + CHUNKS, "alone": 2 * RIDERS}
@@ -423,7 +428,7 @@ def _split_decode(splits, window, interpret, **changes):
     ),
 )
 def test_decode_with_any_number_of_splits_matches_reference(splits, window, changes, interpret):
-    """More splits than tiles, uneven shares and empty splits give the same result."""
+    """More splits than tiles, splits of different sizes and empty splits give the same result."""
     run, arrays, plain = _split_decode(splits, window, interpret, **changes)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), F32)
 
@@ -438,14 +443,14 @@ def test_splitting_a_row_changes_no_other_row(splits, window, interpret):
     alone = jax.jit(run)
     got = alone(q, *arrays)
     assert_close(got, lambda dtype: plain(dtype=dtype), F32)
-    # In place, among others' rows: written where there are keys, and nowhere else.
+    # In-place output: only rows of sequences with keys are written.
     target = jnp.full_like(jnp.concatenate([q] * 2), jnp.nan)
     merged = np.asarray(jax.jit(run)(jnp.concatenate([q] * 2), *arrays, into=target))
     has_keys = np.asarray(arrays[-1]) > 0
     np.testing.assert_array_equal(merged[: len(q)][has_keys], got[has_keys])
     assert np.isnan(merged[len(q) :]).all()
     assert np.isnan(merged[: len(q)][~has_keys]).all()
-    # A request that overflows ruins its own output alone.
+    # A request that overflows changes no other output.
     ruined = alone(q.at[0].set(jnp.nan), *arrays)
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
@@ -507,7 +512,7 @@ def test_splits_are_deterministic(lens, op):
 
 
 def test_merge_follows_all_tiles_of_a_split():
-    """One sequence, whose tiles are fewer than the programs that there are to share them."""
+    """Test one sequence that has fewer tiles than there are programs."""
     for group, num_tiles, num_splits in (
         (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
         (2, 17, 17), (2, 32, 32), (2, 33, 17),
@@ -539,7 +544,7 @@ def _spec(config, group):
     ("percent", "splits"), covering([None, 50, 110, 150], [2, 8, 32], strength=1)
 )
 def test_decode_plan_covers_every_tile_once(percent, splits):
-    """For lengths at random, some all alike and some of padding, in as many items as it has."""
+    """Test random lengths, equal lengths and padding."""
     rng = np.random.default_rng(0)
     spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, split_percent_of_mean=percent), 2)
     for turn in range(50):
@@ -551,14 +556,14 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
         for sequence, _, start, stop, split, count, *_ in plan[plan[:, 5] > 0]:
             assert split == len(covered[sequence]) // 2 < count <= splits
             covered[sequence] += [start, stop]
-        # The longest first, equal ones in their order, and a sequence's splits side by side.
+        # Longest first; equal lengths keep their order; splits of a sequence are adjacent.
         order = np.argsort(-((lens + 31) // 32), kind="stable")
         counts = dict(plan[plan[:, 5] > 0][:, [0, 5]].tolist())
         wanted = [sequence for sequence in order for _ in range(counts[sequence])]
         assert plan[: len(wanted), 0].tolist() == wanted
         assert not plan[len(wanted) :, 5].any()
         for sequence, bounds in covered.items():
-            assert bounds[::2] == [0, *bounds[1:-1:2]]  # each begins where the one before ends
+            assert bounds[::2] == [0, *bounds[1:-1:2]]  # each split begins where the previous ends
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
@@ -576,7 +581,10 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
 def test_rope_decode_with_any_number_of_splits_matches_reference(
     splits, window_and_heads, programs_and_percent, interpret
 ):
-    """The last split has the new token, be it alone; who merges leaves the counters at zero."""
+    """The last split contains the new token, sometimes nothing else.
+
+    The merging program resets the counters to zero.
+    """
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     window, heads = window_and_heads
     programs, percent = programs_and_percent
@@ -592,14 +600,14 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
         config=config,
         interpret=interpret,
     )
-    # A request that overflows ruins its own output alone, and padded rows may hold anything.
+    # A request that overflows changes no other output. Padding rows may hold anything.
     ruined, _ = jax.jit(run)(arrays[0].at[:, :2].set(jnp.nan), *arrays[1:])
     if interpret:
         got = jax.jit(run)(*arrays)
         _assert_new_tokens(got, arrays, norms, case)
         np.testing.assert_array_equal(ruined[1:], got[0][1:])
         return
-    # Two launches of a program count with the same array.
+    # Two launches count in the same array.
     first, second = jax.jit(lambda: (run(*arrays), run(*arrays)))()
     _assert_new_tokens(first, arrays, norms, case)
     np.testing.assert_array_equal(first[0], second[0])
@@ -634,8 +642,10 @@ def test_prefill_with_any_tile_size_matches_reference(rows, keys, interpret):
     covering([16, 24], [0, 9, 13, 64], strength=0, keep=lambda *it: it == (24, 13)),
 )
 def test_prefill_over_widened_blocks_matches_reference(block_size, room, interpret):
-    """The first sequences' blocks are widened, as long as they have room; the others' rows are
-    computed over the pool as it is, into the same result."""
+    """The blocks of the first sequences are widened while the buffer has room.
+
+    The rows of the other sequences are computed from the FP8 pool.
+    """
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     lens = ((0, 0), (33, 1), (65, 65), (129, 40), (16, 16), (100, 3), (0, 0))
     case = Case(BF16, 32, block_size, (6, 2), lens, padding=3, scales=(0.02, 0.3))
@@ -678,7 +688,7 @@ HOPPERS = [
         for group, dtype in ((2, BF16), (5, F16), (6, BF16), (7, BF16), (12, F16), (16, BF16))
     ),
     Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
-    Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # heads one by one
+    Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # one head per tile
 ]
 WIDENED = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5, scales=(0.02, 0.3)),
@@ -689,7 +699,7 @@ WIDENED = [
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
 def test_head_groups_fill_the_rows_of_a_tile(group):
-    """None in a step of long prompts; in others no more than shorter tiles save."""
+    """Steps of long prompts have almost no idle rows. Other steps may, to save tiles."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
@@ -726,8 +736,10 @@ def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch)
     ),
 )
 def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backend):
-    """From one key tile to the next the greatest score may be another one, by far or not at all;
-    some rows' alone, since their queries are small."""
+    """The maximum score rises or falls from one key tile to the next, by much or not at all.
+
+    Rows with small queries change less.
+    """
     require(backend)
     dtype, heads = dtype_and_heads
     case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
@@ -778,7 +790,7 @@ def test_batch_of_padding_only_is_zeros(backend):
 
 
 def test_xla_memory_does_not_grow_with_the_block_table():
-    """A wide table costs its own bytes, not a gather of its blocks."""
+    """A wider block table takes only its own bytes: XLA gathers no more blocks."""
     case = Case(lens=((40, 1), (20, 1)))
     batch = build(case)
     run = jax.jit(partial(paged_decode_attention, **case.options, backend=Backend.XLA))

@@ -45,7 +45,7 @@ def test_every_fp8_number_is_preserved():
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_values_are_rounded_to_the_nearest_fp8_number(scale: float):
-    """Halfway between two too, where the even one is taken, and a little more and less."""
+    """Test values halfway between two numbers (rounded to even), and just above and below."""
     halves = ((NUMBERS[1:] + NUMBERS[:-1]) / 2).astype(np.float32)
     x = np.concatenate([halves * np.float32(end) for end in (1 - 1e-6, 1 + 1e-6)])
     x = np.concatenate([halves, x]) if scale == 1 else x * np.float32(scale)
@@ -68,7 +68,7 @@ def test_values_beyond_the_largest_fp8_number_saturate(dtype):
     ),
 )
 def test_quantized_row_reaches_the_largest_fp8_number(grouped_and_depth, dtype, backend: Backend):
-    """A GPU's quotient may be off by its last bit, so what lies halfway may become the other."""
+    """A GPU's quotient may be wrong in the last bit, so halfway values may round either way."""
     require(backend)
     grouped, depth = grouped_and_depth
     x = np.random.default_rng(0).standard_normal((5, depth)) * [[1.0], [1e-3], [300], [0], [1e-7]]
@@ -102,7 +102,7 @@ def test_quantized_row_reaches_the_largest_fp8_number(grouped_and_depth, dtype, 
     ),
 )
 def test_norm_quantizes_its_rows_to_fp8(case, dtype, backend: Backend):
-    """To what a kernel of its own makes of the rows that they would else return."""
+    """The result equals the norm followed by a separate quantization."""
     require(backend)
     grouped, width, partials = case
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_norm_quantizes_its_rows_to_fp8(case, dtype, backend: Backend):
     fused = jax.jit(partial(add_rms_norm_to_fp8, grouped=grouped, **options))
     values, scale, fused_total = fused(*arguments)
     np.testing.assert_allclose(fused_total, total, rtol=float(jnp.finfo(dtype).eps))
-    # Two kernels of a GPU may contract the same arithmetic otherwise, and round a number otherwise.
+    # On a GPU, the two kernels may use FMA differently, so some numbers are rounded differently.
     on_gpu = backend is Backend.TRITON
     np.testing.assert_allclose(scale, wanted[1], rtol=0.01 if on_gpu else 2e-7)
     same = np.asarray(values, np.float32) == np.asarray(wanted[0], np.float32)
@@ -124,7 +124,7 @@ def test_norm_quantizes_its_rows_to_fp8(case, dtype, backend: Backend):
 
 @pytest.mark.parametrize(("width", "dtype", "backend"), in_turn([96, 4224], [F32, BF16]))
 def test_rows_can_share_the_largest_static_scale(width: int, dtype, backend: Backend):
-    """By themselves and behind a norm; what is too large then is cut off."""
+    """Test quantization alone and after a norm. Values above the range are clipped."""
     require(backend)
     rng, given = np.random.default_rng(0), jnp.asarray([0.002, 0.004, 0.001], F32)
     hidden, update, weight = (
@@ -179,13 +179,13 @@ def _scales(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def _assert_gemm(got, exact, factors, dtype) -> None:
-    """Rounded once to `dtype`, after sums in float32 of products of factors of that precision."""
+    """Check that the error is at most one rounding to `dtype`, after float32 sums of products."""
     allowed = float(jnp.finfo(dtype).eps) + max(4 * float(jnp.finfo(factors).eps), 2e-6)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
 
 def _channel_case(rows: int, depth: int, width: int):
-    """Rows, a weight, a scale of each row and output; and the exact product."""
+    """Return rows, a weight, scales per row and per output channel, and the exact product."""
     rng = np.random.default_rng(rows)
     x, weight = _numbers(rng, rows, depth), _numbers(rng, width, depth)
     scales = _scales(rng, rows), _scales(rng, width)
@@ -194,7 +194,7 @@ def _channel_case(rows: int, depth: int, width: int):
 
 
 def _block_case(rows: int, depth: int, parts: list[int]):
-    """Return partials of a product with one scale per group and block."""
+    """Return arguments of `block_scaled_gemm`, and the reference result."""
     rng = np.random.default_rng(rows)
     groups = -(-depth // FP8_GROUP_SIZE)
     blocks = [-(-part // FP8_GROUP_SIZE) for part in parts]
@@ -212,7 +212,7 @@ def _block_case(rows: int, depth: int, parts: list[int]):
 
 
 def _gated(columns):
-    """The activation of a product whose first half of columns is the gate's."""
+    """Apply the gated activation. The first half of the columns is the gate."""
     return reference.gated_silu(columns.reshape(columns.shape[0], 2, -1))
 
 
@@ -282,7 +282,7 @@ def test_gated_fp8_gemm_applies_the_activation(shape, grouped, dtype, backend):
 
 
 def _factors(backend):
-    """XLA's widened blocks on a GPU are rounded, and many rows before they are scaled."""
+    """Return the dtype in which a backend multiplies. On a GPU, XLA rounds dequantized blocks."""
     return F32 if backend is Backend.XLA else BF16
 
 
@@ -295,21 +295,23 @@ FEW = [
     (16, 1024, FewRowsConfig(2, 16, 2, 3, 2)),
     (8, 2048, FewRowsConfig(1, 8, 1, 2, 4)),
     (96, 512, FewRowsConfig(1, 96, 2, 2, 2)),
-    # Tiles that cover halves of blocks; splits whose scales begin anywhere and end after the last.
+    # Some tiles cover half a block. The scales of some splits are unaligned or end past the array.
     (64, 512, FewRowsConfig(1, 64, 3, 2)),
     (8, 1152, FewRowsConfig(3, 8, 4, 2)),
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
     (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
-DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # more groups than one copy has
+DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # more groups than one copy holds
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """JAX before 0.12 does not interpret such kernels, and 0.12 no accumulators that begin as
-    something else than zeros: those are added. Its search for races forgets all arrivals at a
-    barrier but the last, and so takes the copy of scales that two readers have read for one: it
-    stays off."""
+    """Run kernels in interpret mode, without race detection.
+
+    JAX 0.12 interprets only accumulators that start as zeros. The fixture therefore starts at
+    zeros and adds the start values afterwards. Race detection is off because it remembers only the
+    last arrival at a barrier: it would report a race for scales that have two readers.
+    """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
 
@@ -327,7 +329,7 @@ def interpreted(monkeypatch):
 
 
 def _covers_few(case, grouped, gated):
-    """Every case once, grouped ones where a case is about groups, gated ones where it may be."""
+    """Return whether to run a case with these options: one combination per case."""
     place = FEW.index(case)
     return grouped == (place >= 4 or place % 2 == 0) and gated == (place in (1, 3, 5, 7))
 
@@ -461,7 +463,7 @@ def test_fp8_products_lower_to_hopper_kernels(rows: int, grouped: bool, dtype):
     covering([40, 192, 1024, 3072, 4096, 14336], [False, True], [F32, BF16, F16], strength=1),
 )
 def test_row_quantization_is_one_kernel(depth: int, grouped: bool, dtype):
-    """The norm before them among it."""
+    """This includes quantization fused with a norm."""
     run = partial(quantize_rows, grouped=grouped, backend=Backend.TRITON)
     rows, partials = (jax.ShapeDtypeStruct((*n, 24, depth), dtype) for n in ((), (1,)))
     norm = partial(add_rms_norm_to_fp8, eps=1e-6, grouped=grouped, backend=Backend.TRITON)
@@ -482,8 +484,10 @@ def test_row_quantization_is_one_kernel(depth: int, grouped: bool, dtype):
 def test_fp8_products_need_compute_capability_8_9(
     rows: int, kind: str, depth: int, is_direct: bool
 ):
-    """cuBLASLt does where the weight's sides are multiples of 16, and rows are padded to that;
-    elsewhere they are widened first."""
+    """cuBLASLt multiplies FP8 if both sides of the weight are multiples of 16.
+
+    Rows are padded to a multiple of 16. Otherwise the factors are converted to bfloat16 first.
+    """
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     x, weight = (jax.ShapeDtypeStruct((n, depth), FP8) for n in (rows, 48))
     scales = (jax.ShapeDtypeStruct((n,), F32) for n in (rows, 48))

@@ -33,11 +33,14 @@ CASES = [
 
 @pytest.fixture
 def races_raise():
-    """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
-    waits for no stage. A copy that waits for some of a stage's readers alone is not found.
+    """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
-    JAX before 0.11 interprets no such kernels, and 0.11 wants every turn of a barrier waited for:
-    the last ones of "empty" have nothing left to wait for them."""
+    Detected races are a read that does not wait for the copy, and a copy that does not wait for the
+    readers of its stage. A copy that waits for only some of the readers is not detected.
+
+    JAX before 0.11 cannot interpret these kernels. JAX 0.11 requires a wait for every phase of a
+    barrier, but nothing waits for the last phases of "empty".
+    """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
     params = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore
@@ -73,8 +76,8 @@ def test_gated_gemm_applies_the_activation(rows, depth, config):
     _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
 
-# A tile a program, several, none for some; rings that hold a tile's steps and more, and that are
-# walked round within one.
+# One tile per program, several, and programs without a tile. The pipeline has more stages than a
+# tile has steps, or fewer.
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "stages", "programs"),
@@ -96,7 +99,7 @@ def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, depth, width, st
     ids=["few_rows", "many_rows"],
 )
 def test_closed_gate_gives_zero_for_any_factor(run):
-    """exp(-gate) is infinite, and gate times up before that would be too."""
+    """exp(-gate) is infinite, and gate times up would be infinite too."""
     x = jnp.zeros((128, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 128), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
     np.testing.assert_array_equal(run(x, weight).astype(F32), 0)

@@ -75,7 +75,7 @@ def _bits(array):
     ),
 )
 def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, backend):
-    """On a GPU a quotient may be an ulp off, which decides where it lies between two numbers."""
+    """A GPU's quotient may be off by one ulp, and then round to the neighbouring number."""
     require(backend)
     dtype, heads = dtype_and_heads
     rng = np.random.default_rng(3)
@@ -107,7 +107,7 @@ def _stored_by(op, values, scales, backend):
     qkv = jnp.concatenate([jnp.zeros_like(values), values, values], axis=1)[None]
     if op == "write of fused rows":
         return rope_write_kv(qkv, kv, slots, None, scales=scales, backend=backend)[1]
-    angle = jnp.zeros((num_tokens, size // 2), F32)  # cosines of 1: keys as they are
+    angle = jnp.zeros((num_tokens, size // 2), F32)  # no rotation
     lens = jnp.ones(num_tokens, jnp.int32)
     options = {"scale": 1.0, "scales": scales, "backend": backend}
     turned = jnp.ones_like(angle), angle
@@ -124,7 +124,7 @@ def _stored_by(op, values, scales, backend):
     ),
 )
 def test_all_implementations_round_to_float8_alike(op, scales, backend):
-    """All of bfloat16: to the nearest, ties to even, 448 beyond it, NaN to NaN."""
+    """Test all bfloat16 values: round to nearest even, clip to 448, and keep NaN."""
     require(backend)
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
     if op == "rope and decode":  # 0 * infinity is added from the other channel
@@ -154,7 +154,7 @@ def test_all_implementations_round_to_float8_alike(op, scales, backend):
     ),
 )
 def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms, backend):
-    """Rounded once more; queries are the same."""
+    """Keys equal the rounded keys of a wider pool; queries are equal in both."""
     require(backend)
     num_partials, size = partials_and_size
     rng = np.random.default_rng(4)

@@ -34,7 +34,7 @@ WIDE = LayerSizes(hidden=1536, attention_output=1536, inner=8960, qkv=2048)
 
 
 def layer(sizes, dtype, seed=0):
-    """Rows and weights of about the spread that a model has."""
+    """Return rows and weights with about the standard deviations of a real model."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape, spread=1.0, mean=0.0):
@@ -53,7 +53,7 @@ def layer(sizes, dtype, seed=0):
 
 
 def two_layers(attention_output, hidden, weights, num_rows, backend):
-    """The op and, from its exchange memory on, the op again; results of both."""
+    """Run the op twice with the same exchange memory, and return both results."""
     exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
@@ -72,7 +72,7 @@ def error(got, want):
     "sizes", [pytest.param(SMALL, id="small"), pytest.param(ODD, id="odd", marks=pytest.mark.full)]
 )
 def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
-    """In bfloat16, against float64, and the same every time."""
+    """Compare bfloat16 results with float64, and check that repeated runs are equal."""
     require(backend)
     attention_output, hidden, weights = layer(sizes, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
@@ -93,7 +93,7 @@ def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fused_layer_rows_are_independent(backend):
-    """A row of NaN or infinity ruins itself alone, and no program waits for it for ever."""
+    """A row with NaN or infinity changes no other row, and no program waits forever."""
     require(backend)
     attention_output, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
@@ -107,7 +107,7 @@ def test_fused_layer_rows_are_independent(backend):
         assert not np.isfinite(np.asarray(got[5])).all()
     jax.block_until_ready(
         run(attention_output, hidden, weights, jnp.int32(0))
-    )  # a step of padding ends
+    )  # a step with only padding also ends
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
@@ -123,7 +123,7 @@ def test_unsupported_dtypes_are_not_fused(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
-    """Each unit has one program, each partial one region, where its readers look."""
+    """Each work unit belongs to one program, and each partial has one region of memory."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.num_words == ends[-1]
@@ -151,12 +151,12 @@ def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 @pytest.mark.parametrize("num_cores", [78, 132])
 def test_fused_layer_program_fills_an_sm(sizes, num_cores):
-    """More than half of the shared memory, so that none shares one, and no more than all."""
+    """A program takes over half of an SM's shared memory, so each SM runs one program."""
     plan = choose(sizes=sizes, num_cores=num_cores)
     assert plan is not None
     assert plan.num_programs == num_cores
     ring, rows = plan.num_stages * 2 * 64 * 64 * 2, plan.activation_columns * ROWS * 2
-    barriers_and_alignment, sums = 2048, 3 * ROWS * 64 * 4  # of three of the warpgroups
+    barriers_and_alignment, sums = 2048, 3 * ROWS * 64 * 4  # three warpgroups store sums
     size = ring + rows + sums + barriers_and_alignment
     assert MAX_SHARED_BYTES / 2 < size <= MAX_SHARED_BYTES
 
@@ -176,7 +176,10 @@ def test_fused_layer_needs_hopper_and_small_steps():
         {"device_kind": "NVIDIA A100-SXM4-80GB"},
         {"sizes": SMALL._replace(inner=448)},
         {"sizes": LayerSizes(hidden=4096, attention_output=4096, inner=14336, qkv=6144)},
-        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},  # no room for a ring
+        {
+            "sizes": QWEN._replace(inner=2**18),
+            "num_cores": 16,
+        },  # no shared memory left for the pipeline
     ):
         assert choose(**change) is None
 

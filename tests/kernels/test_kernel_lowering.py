@@ -147,7 +147,7 @@ def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
 
 
 def test_prompts_too_large_to_widen_use_the_triton_kernel():
-    """Where a step's block tables have more entries than there is room for."""
+    """A block table of width 1024 has more entries than the buffer has room for."""
     kv = _pool(F8, P, S, 8, 128)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     for width, expected in (
@@ -159,7 +159,7 @@ def test_prompts_too_large_to_widen_use_the_triton_kernel():
 
 
 def test_scales_are_inputs_of_the_kernels():
-    """So that layers whose scales differ are one program."""
+    """Layers with different scales can therefore share a program."""
     kv = _pool(F8, P, S, K, 64)
     scales, q = KVScales(_floats(F32, 1), _floats(F32, 1)), _floats(BF16, B, N, 64)
 
@@ -196,8 +196,10 @@ assert {*DEFAULT} <= {*LOWERED}
 def test_each_op_lowers_to_one_kernel(dtype, head_size):
     for name, (function, arguments) in _operations(dtype, head_size).items():
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
-        prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"  # Hopper's own
-        expected = {"prefill": [prefill], "mixed": [prefill, "triton"]}  # decode rows apart
+        prefill = (
+            "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"
+        )  # the Hopper kernel
+        expected = {"prefill": [prefill], "mixed": [prefill, "triton"]}  # a separate decode kernel
         assert sorted(calls) == expected.get(name, ["triton"]), name  # called functions come last
 
 
@@ -206,7 +208,7 @@ def test_each_op_lowers_to_one_kernel(dtype, head_size):
     [7, 8, 256, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4, 32, 64, 128))],
 )
 def test_blocks_of_every_size_lower(block_size):
-    """Hopper's own prefill takes those that its copies can be made of."""
+    """The Hopper prefill kernel needs blocks of at least 8 slots, because of its copies."""
     copied = "mosaic_gpu" if block_size >= 8 else "triton"
     wanted = {"norms, rope and split decode": "triton", "decode": "triton", "prefill": copied}
     wanted |= {"prefill, cap, window": "triton", "norms, rope and write": "triton"}

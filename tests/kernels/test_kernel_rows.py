@@ -52,8 +52,8 @@ NUM_BLOCKS = 5
 
 
 def _with_dtypes(*shapes):
-    """Return each shape with each dtype and backend. The default tier interprets one dtype of a
-    shape, and runs XLA, whose code does not depend on shapes, with the first two."""
+    """Return each combination of shape, dtype and backend. The default tier tests one dtype per
+    shape, and XLA only with the first two shapes, because its code does not depend on shapes."""
     dtypes = F32, BF16, F16
 
     def is_default(shape, dtype, backend):
@@ -101,7 +101,7 @@ def test_rope_write_kv_matches_reference(shape, backend):
     written = np.isfinite(plain(np.float64)[1][0])
     for part, got in enumerate(pool):
         assert got.dtype == dtype
-        # Exactly the slots named are written: all others still hold NaN.
+        # Only the given slots are written; all other slots still hold NaN.
         np.testing.assert_array_equal(np.isfinite(np.asarray(got, np.float32)), written)
         rows = written.reshape(-1, *written.shape[2:]).all(axis=(1, 2))
 
@@ -169,7 +169,7 @@ def test_wider_pool_gets_rows_rounded_like_queries(backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_rows_of_rope_write_kv_are_independent(backend):
-    """A token of NaN ruins its own rows alone."""
+    """NaN in one token changes only the query and the KV of this token."""
     require(backend)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
@@ -227,7 +227,7 @@ def test_norm_scales_can_be_float32(backend):
         _, decoded = rope_decode_attention(qkv, zeros, tables, lens, angles, **options)
         return normed, q, stored.k, decoded.k
 
-    # Else XLA leaves out a rounding that is widened again: between a head's norm and its rotation.
+    # Otherwise XLA skips the rounding between a head's norm and its rotation.
     options = {"xla_allow_excess_precision": False}
     program = jax.jit(results, static_argnums=1, compiler_options=options)
 
@@ -264,7 +264,7 @@ def test_gated_silu_matches_reference(shape, dtype, backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_gates_of_large_magnitude_close_or_open(backend):
-    """No overflow on the way; NaN and infinity are not hidden."""
+    """Intermediate values do not overflow, and NaN and infinity stay visible."""
     require(backend)
     gates = jnp.tile(jnp.asarray([-1e4, -200, 0, 200, 1e4, jnp.inf, jnp.nan], BF16), 1300)
     gate_up = jnp.stack([gates, jnp.full_like(gates, 2)])[None]
@@ -275,7 +275,7 @@ def test_gates_of_large_magnitude_close_or_open(backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_partials_are_summed_and_rounded_first(backend):
-    """A GEMM in float32 partials gives what its rounded sum gives."""
+    """float32 partials give the same result as their rounded sum."""
     require(backend)
     rng = np.random.default_rng(5)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
@@ -314,21 +314,21 @@ def _factors(seed, x_shape, weight_shape, dtype):
 
 
 def _assert_gemm(got, exact, depth, dtype):
-    """Rounded to `dtype`, and before that a sum of `depth` products in float32."""
+    """Check that the error is at most one rounding to `dtype`, after `depth` float32 products."""
     allowed = 8 * float(jnp.finfo(dtype).eps) + 4 * depth**0.5 * float(jnp.finfo(F32).eps)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
 
 @pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
 def test_split_k_gemm_matches_reference(shape, dtype, backend):
-    """Split or not, the sum is the GEMM's result."""
+    """The sum of the partials equals the product, whether or not the depth is split."""
     require(backend)
     rows, depth, width = shape
     x, weight = _factors(6, (rows, depth), (depth, width), dtype)
     partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert partials.dtype == (dtype if len(partials) == 1 else F32)
     assert len(partials) == 1 or (backend is not Backend.XLA and dtype != F32)
-    if backend is Backend.INTERPRET and dtype != F32:  # XLA's GEMM, in the splits of any GPU
+    if backend is Backend.INTERPRET and dtype != F32:  # XLA's GEMM, with the splits of a GPU
         assert len(partials) == {8: 4, 64: 8, 300: 1}.get(rows, len(partials))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     _assert_gemm(sum_partials(partials, F32), exact, depth, partials.dtype)
@@ -348,7 +348,7 @@ def test_gated_gemm_matches_reference(shape, dtype, backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [8, pytest.param(2048, marks=pytest.mark.gpu)])
 def test_closed_gate_gives_zero_for_any_factor(rows, backend):
-    """Gate times up is infinite, and so is exp(-gate)."""
+    """exp(-gate) and gate times up are both infinite."""
     require(backend)
     x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 3072), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
@@ -359,7 +359,7 @@ def test_closed_gate_gives_zero_for_any_factor(rows, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 96, 128])
 def test_gemm_with_a_large_weight_matches_reference(rows):
-    """A program has all rows, and more steps of the depth than stages."""
+    """Each program computes all rows, and loops more often than the pipeline has stages."""
     require(Backend.TRITON)
     x, weight = _factors(10, (rows, 2304), (2304, 4224), BF16)
     partials = jax.jit(partial(split_k_gemm, backend=Backend.TRITON))(x, weight)
@@ -370,7 +370,7 @@ def test_gemm_with_a_large_weight_matches_reference(rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 128])
 def test_gated_gemm_with_a_large_weight_matches_reference(rows):
-    """With 128 columns a program, on GPUs of 130 SMs and more; XLA's GEMM on others."""
+    """Programs have 128 columns on GPUs with at least 130 SMs; other GPUs use XLA's GEMM."""
     require(Backend.TRITON)
     x, weight = _factors(11, (rows, 1280), (1280, 2, 16640), BF16)
     out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
@@ -381,7 +381,7 @@ def test_gated_gemm_with_a_large_weight_matches_reference(rows):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(("rows", "width"), [(256, 14336), (384, 14336), (2048, 3072)])
 def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, width, dtype):
-    """In tiles that the programs of a GPU of 132 SMs have two or three of; XLA's on others."""
+    """Each program computes two or three tiles on a GPU with 132 SMs; other GPUs use XLA's GEMM."""
     require(Backend.TRITON)
     x, weight = _factors(12, (rows, 1088), (1088, 2, width), dtype)
     out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
@@ -391,7 +391,7 @@ def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, width, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 256, 2048])
 def test_gemms_are_deterministic(rows):
-    """Whatever ran on the device before: nothing is left out, or read before it is there."""
+    """Earlier work on the device has no effect: no data is missing or read too early."""
     require(Backend.TRITON)
     x, weight = _factors(9, (rows, 1024), (1024, 2, 3072), BF16)
 

@@ -72,7 +72,7 @@ def test_scores_match_a_sort(width, backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_ties_are_ordered_by_token_id(backend):
-    """Equal within a block, across blocks and across chunks; and of whole rows."""
+    """Test ties within a block, across blocks, across chunks and of a whole row."""
     logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
     logits[1] = 7.0
     logits[2, [4098, 4095, 4096, 127, 128, 3, 2000]] = 99.0
@@ -95,7 +95,7 @@ def test_forbidden_tokens_come_last_lowest_first(backend):
             st.integers(-3, 3).map(float),  # many ties
             st.floats(-60, 60, width=32, allow_subnormal=False),
             st.sampled_from([-np.inf, 1e30, -1e30]),
-        ).map(lambda x: x + 0.0),  # no negative zero: sorting takes it for zero
+        ).map(lambda x: x + 0.0),  # no negative zero, which sorting treats as zero
         min_size=150,
         max_size=150,
     ).filter(lambda row: max(row) > -np.inf),
@@ -107,7 +107,7 @@ def test_scores_of_random_rows_match_a_sort(backend, row, token):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_order_equals_top_k_for_special_values(backend):
-    """NaN of either sign, infinities and negative zeros included."""
+    """Test NaN of either sign, infinities and negative zeros."""
     logits = _logits(4099)
     strange = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 0.0, -0.0, np.nan]
     logits[:, 100:109] = strange
@@ -181,7 +181,7 @@ def test_greedy_choice_equals_the_adjusted_maximum(width, kinds, backend):
     packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
     tokens = expected.argmax(axis=1)
     np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
-    own = _scored(logits, tokens, 20, backend)  # of the unchanged logits
+    own = _scored(logits, tokens, 20, backend)  # from the unchanged logits
     np.testing.assert_array_equal(np.asarray(packed), own)
     found = jax.jit(partial(adjust_logits, backend=backend))(jnp.asarray(logits), adjustments)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)

@@ -9,7 +9,7 @@ from tests.covering import covering
 
 
 def _ragged(seed):
-    """Lengths, new tokens and where they start, and how many rows with the padding."""
+    """Return sequence lengths, numbers of new tokens, their offsets, and the padded row count."""
     rng = np.random.default_rng(seed)
     query_lens = rng.choice([0, 1, 2, 7, 8, 9, 31, 32, 33, 64], size=6)
     seq_lens = query_lens + np.where(query_lens > 0, rng.integers(0, 50, size=6), 0)
@@ -63,7 +63,7 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
 def test_leading_one_token_rows_get_no_tile(query_lens, tile_size):
-    """In both maps all other rows have a tile still, and these have none."""
+    """In both maps, every other row has exactly one tile."""
     batch = len(query_lens)
     num_riders = next((i for i, n in enumerate(query_lens) if n != 1), batch)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

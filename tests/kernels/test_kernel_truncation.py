@@ -126,7 +126,8 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_top_p_applies_after_top_k_and_min_p(backend):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Among 0.4 and 0.3, 0.4 is 57 %: enough for 0.55. Among all four tokens it is too little.
+    # If only 0.4 and 0.3 are left, 0.4 is 57 % of the mass: enough for a top_p of 0.55. Of all
+    # four tokens, 0.4 is not enough.
     params = [{"top_p": 0.55}, {"top_p": 0.55, "top_k": 2}, {"top_p": 0.55, "min_p": 0.6}]
     assert _kept([row] * 3, params, backend).sum(axis=1).tolist() == [2, 1, 1]
 
@@ -147,7 +148,7 @@ LARGE = {
     "normal": lambda rng, shape: rng.randn(*shape) * 2,
     "nearly flat": lambda rng, shape: rng.randn(*shape) * 0.1,
     "peaked": lambda rng, shape: rng.standard_t(2, shape) * 3,
-    "many ties": lambda rng, shape: np.round(rng.randn(*shape) * 2) / 2,  # collected too many
+    "many ties": lambda rng, shape: np.round(rng.randn(*shape) * 2) / 2,  # more candidates than fit
     "one value": lambda rng, shape: np.full(shape, 3.0),
 }
 
@@ -173,7 +174,7 @@ def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
     ),
 )
 def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
-    # Every row's top_p lies within a rounding of the mass of some set of tokens.
+    # The top_p of every row is within rounding error of the mass of some set of tokens.
     logits = np.random.RandomState(1).randn(16, 300).astype(np.float32)
     weight = np.sort(np.exp(logits - logits.max(axis=1, keepdims=True)), axis=1)[:, ::-1]
     share = np.cumsum(weight, axis=1, dtype=np.float32) / weight.sum(axis=1, keepdims=True)
@@ -187,7 +188,7 @@ def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_overflowed_row_changes_no_other_row(bad, backend):
-    """And the search in it ends."""
+    """The search in the overflowed row also ends."""
     logits = np.random.RandomState(2).randn(B, V).astype(np.float32)
     for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
         clean = _kept(logits, [one] * B, backend)

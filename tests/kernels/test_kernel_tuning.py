@@ -80,12 +80,12 @@ def test_norm_threads_load_16_bytes_each(itemsize):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
-        # One load has the whole row, and less than as much more, unless it takes every warp.
+        # A load covers the row and is less than twice as wide, unless it uses the maximum warps.
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
 def test_small_gated_products_use_twice_the_threads():
-    """Each program writes as many columns either way."""
+    """A program writes 1024 columns with either number of threads."""
     few, many = (gemm_tuning.gated_silu_config(num_tokens=rows, size=14336) for rows in (64, 256))
     assert few == gemm_tuning.GatedSiluConfig(1024, num_warps=8)
     assert many == gemm_tuning.GatedSiluConfig(1024, num_warps=4)
@@ -102,7 +102,7 @@ def test_activation_stays_with_products_that_xla_splits():
     assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
 
 
-MEASURED_SPLITS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
+MEASURED_SPLITS = {  # qkv, o, gate and up, down; Qwen3-0.6B, then Llama-3.1-8B
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
     128: ([2, 4, 1, 4], [1, 1, 1, 1]),
@@ -168,8 +168,8 @@ def test_hopper_gemm_has_at_most_one_program_per_sm():
     assert splits == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
     tiles = [_few_rows(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
-    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs: in two they would be too many
-    assert _few_rows(64, 320, 1024).num_splits == 1  # five steps: no two splits
+    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; 192 are too many
+    assert _few_rows(64, 320, 1024).num_splits == 1  # five steps cannot be halved
     assert _few_rows(64, 512, 64).num_splits == 4  # each at least 128 deep
 
 
@@ -186,7 +186,7 @@ def test_hopper_gemm_prefetch_is_limited_for_large_weights():
     assert _few_rows(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
     for rows in (8, 64, 128):
         assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
-    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
+    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # two row tiles share a weight
 
 
 def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
@@ -208,13 +208,13 @@ def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
 
 
 def test_hopper_gemm_rereads_few_rows_rarely():
-    """Each program reads all of its rows, so it has twice the columns where SMs are too few."""
+    """Programs read all rows. With too few SMs, each program computes twice as many columns."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
-    assert _few_rows(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
+    assert _few_rows(64, 1024, 8512) is None  # 133 tiles cannot be paired
     assert _few_rows(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
     assert _few_rows(64, 4096, 16896).num_consumers == 2
-    assert _few_rows(64, 4096, 17408) is None  # 136 programs even so
+    assert _few_rows(64, 4096, 17408) is None  # still 136 programs
 
 
 def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
@@ -236,7 +236,7 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     ):
         assert _few_rows(rows, depth, width) is None
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    assert _few_rows(192, 2048, 4096, num_factors=2) is None  # the two together are large
+    assert _few_rows(192, 2048, 4096, num_factors=2) is None  # both factors are too large together
 
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
@@ -280,7 +280,7 @@ def test_splits_divide_the_depth():
 
 
 def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") -> Any:
-    """The configs of a product in FP8: of few rows, of many."""
+    """Return the few-rows and the many-rows configuration of an FP8 product."""
     gemm = GemmProblem(rows, depth, width, 1, factors, num_cores=132, device_kind=kind)
     few = gemm_tuning.few_fp8_rows_config(gemm, grouped=grouped)
     return few, gemm_tuning.many_fp8_rows_config(gemm, grouped=grouped)
@@ -288,7 +288,7 @@ def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") ->
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_fp8_products_fit_the_shared_memory(grouped):
-    """And are whole stages, splits and tiles."""
+    """Depth and width are also multiples of the stages, splits and tiles."""
     shapes = itertools.product((1024, 1920, 4096, 14336), (1024, 6144, 14336, 28672), (1, 2))
     for (depth, width, factors), rows in itertools.product(shapes, (8, 24, 64, 120, 192, 256)):
         few, _ = _fp8(rows, depth, width, factors, grouped=grouped)
@@ -305,12 +305,12 @@ def test_fp8_products_fit_the_shared_memory(grouped):
 def test_channel_scaled_products_use_xla_if_its_tiles_fit_better():
     assert _fp8(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
-    assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 in two turns
+    assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 narrow ones in two rounds
     assert _fp8(512, 4096, 6144, grouped=True)[1] is not None
-    assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 tiles, where 64 are wide
+    assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 tiles; only 64 with wide tiles
     assert _fp8(8192, 4096, 4096)[1].num_factors == 2
     assert _fp8(2048, 1024, 1024)[1].num_factors == 1
-    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # a gate has its other half
+    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # gate and up take both halves
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -325,7 +325,10 @@ def test_fp8_products_need_hopper_and_whole_tiles(grouped):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """One with a table, which is read once: no other test has its name."""
+    """Return the name of a GPU with a tuned table.
+
+    Tables are cached, so each test needs a new name.
+    """
     size = "head_size=128,itemsize=2"
     table = {"decode": {size: {"tile_tokens": 32}}, "write": {size: {"chunk": 512}}}
     (tmp_path / "tuned").mkdir()

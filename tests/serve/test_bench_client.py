@@ -34,7 +34,7 @@ def test_serving_bench_measures_a_real_server(
 
 
 @pytest.mark.full
-def test_serving_bench_measures_a_shape_over_http_and_engine_only(
+def test_serving_bench_measures_http_and_direct_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

@@ -438,7 +438,7 @@ def test_unread_bytes_of_a_viewer_are_bounded():
 def test_long_block_text_needs_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each snapshot resends all text, so text that caused another snapshot would never end."""
+    """A snapshot resends all text. If long text caused snapshots, they would never end."""
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):

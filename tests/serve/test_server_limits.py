@@ -138,7 +138,7 @@ FROM_ELSEWHERE = (
 )
 
 
-def test_basic_credentials_are_accepted_only_from_the_own_page(serve: Run):
+def test_basic_credentials_are_accepted_only_from_the_servers_page(serve: Run):
     async def scenario(server: Server) -> None:
         http, key = server.http, basic("anybody", "a:key")
         asked = {"prompt": "a", "max_tokens": 1}

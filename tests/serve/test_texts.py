@@ -434,7 +434,7 @@ def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
         answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
         assert answer.status_code == 200
         num_done = sum(each.done() for each in flood)
-        assert num_done - num_before < 8  # in one common queue, about 20 trials would be ahead
+        assert num_done - num_before < 8  # in a shared queue, 20 trials would finish first
         answer = await asked("b", "b" * 20_000)
         assert answer.status_code == 200, answer.text
         assert sum(each.done() for each in flood) - num_done < 8

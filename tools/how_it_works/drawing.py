@@ -36,7 +36,7 @@ _INK = {"light": ("#1f2328", "#5a636d"), "dark": ("#e6ebf1", "#9aa5b1")}
 
 
 class Picture:
-    """Shapes in the order of drawing, on a card of a title and a caption of one line each."""
+    """A drawing with a title. Later shapes cover earlier shapes."""
 
     def __init__(self, width: int, height: int, title: str):
         self.width, self.height, self.title = width, height, title
@@ -44,26 +44,26 @@ class Picture:
         self.text(24, 34, title, "title")
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text whose baseline is at y."""
+        """Draw one line of text whose baseline is at y."""
         names = f' class="{kind}"' if kind else ""
         place = f'x="{_number(x)}" y="{_number(y)}"'
         anchors = f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._items.append(f"<text {place}{names}{anchors}>{escape(words, quote=False)}</text>")
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, r: int = 3) -> None:
-        """A rectangle in the colours of `kind`."""
+        """Draw a rectangle in the colours of `kind`."""
         size = f'width="{_number(width)}" height="{_number(height)}"'
         self._items.append(
             f'<rect x="{_number(x)}" y="{_number(y)}" {size} rx="{r}" class="{kind}"/>'
         )
 
     def line(self, x0: float, y0: float, x1: float, y1: float, kind: str = "line") -> None:
-        """A straight line."""
+        """Draw a straight line."""
         ends = f'x1="{_number(x0)}" y1="{_number(y0)}" x2="{_number(x1)}" y2="{_number(y1)}"'
         self._items.append(f'<line {ends} class="{kind}"/>')
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, kind: str = "ink") -> None:
-        """A curve that leaves and arrives level, with a head at its end."""
+        """Draw a curved arrow with horizontal ends."""
         bend = (x1 - x0) / 2
         head = 6 if x1 > x0 else -6
         start, end = f"{_number(x0)} {_number(y0)}", f"{_number(x1 - head)} {_number(y1)}"
@@ -73,7 +73,7 @@ class Picture:
         self._items.append(f'<path d="{tip}" class="head {kind}"/>')
 
     def down(self, x: float, y0: float, y1: float) -> None:
-        """A straight arrow downwards, or upwards."""
+        """Draw a straight arrow downwards or upwards."""
         head = 6 if y1 > y0 else -6
         self.line(x, y0, x, y1 - head)
         tip = f"M{_number(x)} {_number(y1)}l-4 {-head - head // 3}h8z"
@@ -82,7 +82,7 @@ class Picture:
     def slots(
         self, x: float, y: float, words: Iterable[str], kind: str, width: float, num_slots: int = 4
     ) -> None:
-        """A block: its slots in a row, those that are filled with their words."""
+        """Draw a block as a row of slots, with the words of the filled slots."""
         filled = list(words)
         for index in range(num_slots):
             left = x + index * width
@@ -94,7 +94,7 @@ class Picture:
                 self.text(left + width / 2, y + 16, filled[index], anchor="middle")
 
     def render(self) -> str:
-        """The SVG document."""
+        """Return the SVG document."""
         size = f'width="{self.width}" height="{self.height}"'
         box = f'viewBox="0 0 {self.width} {self.height}"'
         card = f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="8"'

@@ -170,7 +170,7 @@ def steps() -> str:
 
 
 def padding() -> str:
-    """The pairs of queries and keys that the first rung computes, and the last."""
+    """Draw the pairs of queries and keys that the first and the last kernel version compute."""
     work = make_workload()
     longest, gap = max(work.lengths), 24
     picture = Picture(4 * (longest + gap) + 180, 470, "Queries against keys: what is computed")
@@ -200,7 +200,7 @@ def padding() -> str:
 
 
 def slots() -> str:
-    """The slots that a contiguous cache holds, and a pool of blocks, for the same sequences."""
+    """Draw the slots that a contiguous cache and a block pool hold for the same sequences."""
     work, scale, kinds, left = make_workload(), 7, "abcs", 122
     longest, size = max(work.lengths), LADDER_BLOCK_SIZE
     picture = Picture(left + longest * scale + 24, 362, "Slots held for the same four sequences")
@@ -253,9 +253,10 @@ def _mapping(
     copy: tuple[int, int] | None = None,
     joined: bool = False,
 ) -> str:
-    """Two sequences left and right of the pool, an arrow from each logical block to its own.
+    """Draw two sequences beside the pool, with arrows from logical to physical blocks.
 
-    `copy` is a block and the one it was copied to. `joined` writes a logical block's words as one.
+    `copy` is a pair: a block and the block that it was copied to. If `joined`, the words of a
+    logical block are one text.
     """
     width = _slot_width(snapshot)
     block, gap, held_by = BLOCK_SIZE * width, 100, 56
@@ -300,8 +301,11 @@ def _mapping(
 def _tree(
     before: Snapshot, after: Snapshot, first_y: float, leaf_gap: float, child_gap: float
 ) -> dict[int, float]:
-    """The height of each block in a picture of beams that fork: leaves of `before` apart, what they
-    share between them, and new blocks of `after` next to their parents."""
+    """Return the y coordinate of each block in a drawing of forking beams.
+
+    The leaves of `before` are `leaf_gap` apart. A shared block is at the mean of its children. New
+    blocks of `after` are next to their parents.
+    """
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])
     ys = {path[-1]: first_y + rank * leaf_gap for rank, path in enumerate(paths)}
@@ -321,7 +325,7 @@ def _tree(
 def _pool(
     picture: Picture, x: float, snapshot: Snapshot, kind_of: Callable[[int], str], width: float
 ) -> dict[int, float]:
-    """The physical blocks from top to bottom; the height of each one's middle."""
+    """Draw the physical blocks from top to bottom, and return the y coordinate of each block."""
     picture.text(x, TOP - 18, "physical blocks", "strong")
     ys = {}
     for row, block_id in enumerate(snapshot.counts):
@@ -336,7 +340,7 @@ def _pool(
 def _filled(
     picture: Picture, x: float, y: float, filled: int, size: int, scale: int, kind: str
 ) -> None:
-    """A row of `size` slots, `scale` wide each, of which the first `filled` hold tokens."""
+    """Draw a row of `size` slots, each `scale` wide. The first `filled` slots hold tokens."""
     picture.box(x, y, filled * scale, SLOT_HEIGHT, kind, r=0)
     if filled < size:
         picture.box(x + filled * scale, y, (size - filled) * scale, SLOT_HEIGHT, "bad", r=0)

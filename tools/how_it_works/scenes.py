@@ -30,7 +30,7 @@ Script = Callable[[tuple[str, ...]], Sequence[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Table:
-    """A sequence: its request, its index among the request's samples, its block table."""
+    """Block table of a sequence, with its request and its index among the request's samples."""
 
     request_id: str
     index: int
@@ -40,21 +40,21 @@ class Table:
 
     @property
     def filled(self) -> list[int]:
-        """Filled slots of each block."""
+        """Number of filled slots in each block."""
         ends = range(0, self.num_computed_tokens, BLOCK_SIZE)
         return [min(BLOCK_SIZE, self.num_computed_tokens - start) for start in ends]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A pool at one moment.
+    """State of a pool at one moment.
 
     Attributes:
         tables: Sequences that hold blocks.
-        words: What each block holds, by id, of blocks that are held.
-        counts: Reference counts by id, 0 of free blocks; all blocks but the null block.
-        copies: By id of a block, of which it was made a copy since the snapshot before.
-        num_free: Free blocks.
+        words: Words in each used block, by block id.
+        counts: Reference count of each block except the null block, by block id; 0 if free.
+        copies: Source of each block that was copied since the previous snapshot, by block id.
+        num_free: Number of free blocks.
     """
 
     tables: list[Table]
@@ -64,14 +64,14 @@ class Snapshot:
     num_free: int
 
     def table(self, request_id: str, index: int = 0) -> Table:
-        """One sequence's."""
+        """Return the block table of a sample of a request."""
         return next(t for t in self.tables if (t.request_id, t.index) == (request_id, index))
 
 
 class Scene:
-    """A scheduler whose free blocks are handed out in the order given.
+    """A scheduler that allocates blocks in a given order.
 
-    They lie so because of what came before: a sequence for every block, ended in that order.
+    To set the order, one sequence per block has run and ended before.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Scene:
         n: int = 1,
         beam_width: int = 0,
     ) -> Request:
-        """Queue a request whose next words are what `script` says."""
+        """Add a request whose words come from `script`."""
         request = Request.from_prompt(
             request_id,
             [self._id(word) for word in prompt.split()],
@@ -122,7 +122,7 @@ class Scene:
         return plan
 
     def schedule(self) -> StepPlan:
-        """Plan a step; its blocks are taken, and its tokens count as computed."""
+        """Plan a step. The plan takes blocks, and its tokens count as computed."""
         plan = self.scheduler.schedule()
         if plan is None:
             raise RuntimeError("the scene has nothing left to compute")
@@ -139,7 +139,7 @@ class Scene:
         self.scheduler.check_integrity()
 
     def look(self) -> Snapshot:
-        """The pool as it is now."""
+        """Return a snapshot of the pool."""
         changes = self._watch.look()
         for block_id, token_ids in changes.tokens.items():
             self._words[block_id] = [self._vocabulary[i] for i in token_ids]
@@ -177,7 +177,7 @@ class Scene:
 
 
 def says(*texts: str) -> Script:
-    """Sample i goes on with the words of `texts[i]`, prompt included."""
+    """Return a script in which sample i outputs `texts[i]`, which starts with the prompt."""
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
         *said, sample = words
@@ -188,8 +188,11 @@ def says(*texts: str) -> Script:
 
 
 def searches(sentences: dict[str, float], width: int) -> Script:
-    """A model that knows these continuations: each word's probability is its share of the weight of
-    the sentences that begin so; words that begin none are all as unlikely."""
+    """Return a script for beam search over weighted sentences.
+
+    The probability of a word is its share of the weight of the sentences that continue so. All
+    other words are improbable.
+    """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
         said, weights = words[:-1], dict[str, float]()
@@ -211,7 +214,7 @@ GETTYSBURG = "Four score and seven years ago our"
 
 
 def decoding() -> list[Snapshot]:
-    """Figure 6: request A after its prompt, after one decoding step, after two."""
+    """Figure 6: request A after its prompt and after each of two decoding steps."""
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     scene.add("A", GETTYSBURG, says(f"{GETTYSBURG} fathers brought forth"))
     snapshots = []
@@ -222,7 +225,7 @@ def decoding() -> list[Snapshot]:
 
 
 def attending() -> tuple[Snapshot, str]:
-    """Figure 5: the same request a step later, and the word whose query the step computed."""
+    """Figure 5: request A after four steps, and the word whose query the last step computed."""
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     scene.add("A", GETTYSBURG, says(f"{GETTYSBURG} fathers brought forth"))
     for _ in range(4):
@@ -243,7 +246,7 @@ def two_requests() -> Snapshot:
 
 
 def sampling() -> list[Snapshot]:
-    """Figure 8: two samples of a prompt when they have forked, when one was copied for, later."""
+    """Figure 8: two samples of a prompt after the fork, after a copy on write, and a step later."""
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     texts = (f"{GETTYSBURG} {word}" for word in ("fathers", "mothers"))
     scene.add("A", GETTYSBURG, says(*texts), n=2)
@@ -255,7 +258,7 @@ def sampling() -> list[Snapshot]:
 
 
 def searching() -> list[Snapshot]:
-    """Figure 9: four beams, before a step in which two of them die out, and after it."""
+    """Figure 9: four beams before and after a step in which two of them end."""
     stem = "Once upon a time"
     king = f"{stem} there lived a king who had three clever"
     sentences = {
@@ -280,8 +283,10 @@ def searching() -> list[Snapshot]:
 
 
 def shared_prefix() -> tuple[Snapshot, list[int]]:
-    """Figure 10: B arrives a step after A, whose prompt begins alike. The pool two steps later, and
-    the tokens of B that each of the two computed."""
+    """Figure 10: request B arrives one step after A, and their prompts have a common prefix.
+
+    Return the pool two steps later, and how many tokens of B each of these steps computed.
+    """
     prefix = (
         "Translate English to French: sea otter => loutre de mer peppermint => "
         "menthe poivrée plush giraffe => girafe en peluche"
@@ -302,7 +307,14 @@ def shared_prefix() -> tuple[Snapshot, list[int]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: tokens computed by each request, requests preempted for it, blocks left free."""
+    """One step.
+
+    Attributes:
+        num_tokens: Number of tokens that the step computed, by request.
+        preempted: Requests that were preempted before the step.
+        num_free: Number of free blocks after the step.
+        statuses: Status of each request.
+    """
 
     num_tokens: dict[str, int]
     preempted: tuple[str, ...]
@@ -311,7 +323,7 @@ class Turn:
 
 
 def pressing() -> tuple[list[Turn], int]:
-    """Three requests in a pool that cannot hold them to their ends; the turns and the blocks."""
+    """Run three requests in a pool that is too small; return the steps and the pool size."""
     scene = Scene(range(1, 9), max_num_batched_tokens=8)
     for name, num_prompt, max_tokens in (("A", 6, 9), ("B", 10, 7), ("C", 5, 7)):
         scene.add(name, " ".join(["p"] * num_prompt), says(""), max_tokens=max_tokens)

@@ -45,7 +45,7 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    "count_long": 0,  # too long for short rows; some of the long rows start with one
+    "count_long": 0,  # too long for short rows; some long rows start with this task
 }
 DIALOGUE_SHARES = {
     "calculator": 5,
@@ -67,14 +67,17 @@ SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Ans
 
 
 class Document(NamedTuple):
-    """Token ids, and for each whether it bears loss."""
+    """Token ids, and for each token whether the loss counts it."""
 
     ids: list[int]
     loss: list[int]
 
 
 class Rows(NamedTuple):
-    """Packed documents: ids, loss marks and the document's number in its row (0: padding)."""
+    """Packed documents.
+
+    Each array is [rows, length]. `segments` is the number of the document in the row; 0 is padding.
+    """
 
     tokens: np.ndarray
     loss: np.ndarray
@@ -83,7 +86,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Rows of a step: many short ones for single questions, a few as long as the context."""
+    """Rows of a training step: many short rows for single questions, and few long rows."""
 
     short_rows: int = 112
     short_length: int = 320
@@ -92,14 +95,14 @@ class BatchShape:
 
 
 def raw_document(example: Example) -> Document:
-    """The question, a newline, the answer, the end."""
+    """Return a document: the question, a newline, the answer and the end token."""
     prompt = list(example.prompt.encode())
     target = [*example.completion.encode(), ENDOFTEXT]
     return Document(prompt + target, [0] * len(prompt) + [1] * len(target))
 
 
 def chat_document(examples: Iterable[Example], system: str | None = None) -> Document:
-    """A chat in the form of the chat template, each example a turn."""
+    """Return a document in the chat template's format, with one turn per example."""
     ids = _message("system", system) if system else []
     loss = [0] * len(ids)
     for example in examples:
@@ -111,7 +114,7 @@ def chat_document(examples: Iterable[Example], system: str | None = None) -> Doc
 
 
 def dialogue_document(dialogue: Dialogue) -> Document:
-    """A chat in the form of the chat template; of its thoughts only the last message's is there."""
+    """Return a dialogue in the chat template's format. Only the last message has its thought."""
     messages = list(dialogue.messages)
     document = Document([], [])
     if dialogue.tools:
@@ -186,7 +189,7 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
 
 
 def rows_of(groups: Sequence[Sequence[Document]], rows: int, length: int) -> Rows:
-    """Each group of documents in a row of its own, padded; further rows are all padding."""
+    """Put each group of documents into a row, and fill up with padding."""
     out = _empty_rows(rows, length)
     for row, documents in enumerate(groups):
         start = 0
@@ -208,7 +211,7 @@ def _put(out: Rows, row: int, start: int, number: int, document: Document) -> in
 
 
 def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
-    """The short and the long rows of a training step: a function of the arguments alone."""
+    """Return the short and the long rows of a training step. Equal arguments give equal rows."""
     source = _Source(random.Random(f"{seed}:{step}"), shape.long_length)
     return (
         pack(source.short, shape.short_rows, shape.short_length),
@@ -223,7 +226,7 @@ class _Source:
         self._rng, self._long_length = rng, long_length
 
     def short(self, room: int = 320) -> Document:
-        """A single question."""
+        """Return a single question."""
         rng = self._rng
         while True:
             if rng.random() < THOUGHTFUL:
@@ -236,7 +239,7 @@ class _Source:
                 return document
 
     def long(self, room: int) -> Document:
-        """A long answer or a chat of many turns at the beginning of a row, else what may fit."""
+        """Return a document: a long one at the start of a row, or one that fits in `room`."""
         rng = self._rng
         kind = rng.random()
         if room < self._long_length:
@@ -252,7 +255,7 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """A single question, if that fits where the document does not."""
+        """Return a single question if there is room for one, else `document`."""
         return self.short() if room > 64 else document
 
     def _example(self, task: str | None = None) -> Example:
@@ -260,7 +263,7 @@ class _Source:
         return draw(self._rng, task, held_out=False, maker=TRAINING_TASKS[task])
 
     def _dialogue(self, shares: Mapping[str, int]) -> Document:
-        """At times after other questions, of which the last one's thoughts are not seen."""
+        """Return a dialogue, sometimes after other questions. Earlier thoughts are left out."""
         rng = self._rng
         task = rng.choices(list(shares), list(shares.values()))[0]
         dialogue = draw_dialogue(rng, task, held_out=False)
@@ -276,7 +279,7 @@ class _Source:
         return self._rng.choice(SYSTEM_MESSAGES) if self._rng.random() < 0.2 else None
 
     def _conversation(self, room: int) -> Document:
-        """As many turns as there is room for."""
+        """Return a conversation with as many turns as fit in `room` tokens."""
         document = chat_document([], self._system())
         while True:
             turn = chat_document([self._example()])
@@ -286,7 +289,10 @@ class _Source:
             document.loss.extend(turn.loss)
 
     def _with_tools(self, room: int) -> Document:
-        """Questions with and without a calculator; the last answer may follow a thought."""
+        """Return questions with and without a calculator, in one chat.
+
+        The last answer may have a thought.
+        """
         rng = self._rng
         tool, key = draw_tool(rng)
         dialogue = Dialogue(system_of(rng), [tool])

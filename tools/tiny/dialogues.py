@@ -40,13 +40,13 @@ _DESCRIPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A chat in which all that the assistant says is true.
+    """A chat in which every answer of the assistant is correct.
 
     Attributes:
-        messages: As OpenAI writes them, but that arguments are objects; the last is the
-            assistant's.
-        tools: What the model is told of.
-        thought: What the assistant thinks before its last message; None: it does not.
+        messages: Messages in OpenAI's format, except that arguments are objects. The last message
+            is the assistant's.
+        tools: Tools that the prompt describes.
+        thought: Thought of the assistant before its last message, or None.
     """
 
     messages: list[Message]
@@ -87,7 +87,7 @@ def _assistant(text: str) -> Message:
 
 
 def chat_of(example: Example) -> list[Message]:
-    """A question and its answer."""
+    """Return the messages of a question and its answer."""
     return [*example.messages, _assistant(example.answer)]
 
 
@@ -104,8 +104,10 @@ class Calculation:
 
 
 def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation:
-    """Two numbers in one of the world's wordings, or an expression of two or three; `beyond`
-    what is promised: of up to five, with more digits."""
+    """Return a question about two numbers in words, or an expression of two or three numbers.
+
+    With `beyond`, expressions have up to five numbers and longer ones than promised.
+    """
     kind = rng.random()
     if kind < 0.15:
         return _worded(rng, tuple(_spoken(rng) for _ in "ab"))
@@ -119,7 +121,7 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Two numbers, each as the question says it and as a numeral."""
+    """Return a question about two numbers. Each pair has the wording and the numeral."""
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]
@@ -134,7 +136,7 @@ def _spoken(rng: random.Random) -> tuple[str, str]:
 
 
 def _numeral(rng: random.Random, beyond: bool = False) -> str:
-    """Mostly a whole number of up to six digits; `beyond` that of eight."""
+    """Return a number, usually whole, with up to six digits, or eight with `beyond`."""
     number = str(rng.randrange(10 ** rng.randint(1, 8 if beyond else 6)))
     kind = rng.random()
     if kind < 0.1:
@@ -155,8 +157,10 @@ def _tree(rng: random.Random, leaves: int, beyond: bool) -> Tree:
 def _written(
     tree: Tree, signs: Sequence[str] = "+-*/", space: str = " ", *, sparing: bool = False
 ) -> str:
-    """The expression, with parentheses around each part of several numbers; `sparing`: around
-    those that need them."""
+    """Write an expression with parentheses around each part.
+
+    If `sparing`, write only the necessary parentheses.
+    """
     if isinstance(tree, str):
         return tree
     strength = tree[1] in "*/"
@@ -177,7 +181,7 @@ def _solved(question: str, expression: str) -> Calculation:
 
 
 def draw_tool(rng: random.Random) -> tuple[Tool, str]:
-    """A calculator as programs describe it, and the name of its parameter."""
+    """Return a random description of a calculator, and the name of its parameter."""
     if rng.random() < 0.3:
         return CALCULATOR, "expression"
     kind = rng.random()
@@ -196,7 +200,7 @@ def draw_tool(rng: random.Random) -> tuple[Tool, str]:
 def calculator_turn(
     rng: random.Random, tool: Tool, key: str, calculation: Calculation, *, is_true: bool = False
 ) -> list[Message]:
-    """A question, the call, the tool's result and the answer; the result may be anything else."""
+    """Return a question, the call, the tool's result and the answer. The result may be wrong."""
     name = tool["function"]["name"]
     call = {"name": name, "arguments": {key: calculation.expression}}
     result = calculation.value if is_true else _result(rng, calculation.value)
@@ -220,7 +224,7 @@ def calculator_turn(
 
 
 def _result(rng: random.Random, value: str) -> str:
-    """Mostly the true value; else some other, so that it is read and not guessed."""
+    """Return the true value or a random one, so that the model learns to read the result."""
     kind = rng.random()
     if kind < 0.6:
         return value
@@ -246,7 +250,7 @@ def _calculator(rng: random.Random) -> Draft:
 
 
 def _think_calculator(rng: random.Random) -> Draft:
-    """The call, the answer to its result, or an answer that needs none, after a thought."""
+    """Return a dialogue that ends with a thought and then a call or an answer."""
     kind = rng.random()
     if kind < 0.25:
         key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in UNCALCULATED])
@@ -260,14 +264,14 @@ def _think_calculator(rng: random.Random) -> Draft:
 
 
 def _calculator_unused(rng: random.Random, tasks: Sequence[str] = ()) -> Draft:
-    """A question that needs no calculator."""
+    """Return a question that needs no calculator."""
     key, example = _draft(rng, tasks or UNCALCULATED)
     tool, _ = draw_tool(rng)
     return key, Dialogue([*system_of(rng), *chat_of(example)], [tool])
 
 
 def system_of(rng: random.Random) -> list[Message]:
-    """At times a system message."""
+    """Return a list with a system message, or sometimes an empty list."""
     if rng.random() < 0.5:
         return []
     known = ("You are a helpful assistant.", "Answer briefly.", "Use the calculator.")
@@ -290,7 +294,7 @@ TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 
 
 def object_schema(rng: random.Random, properties: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The schema of an object that has all of these, as people or pydantic write it."""
+    """Return the schema of an object that requires all `properties`, in a random style."""
     made = {}
     for name, schema in properties.items():
         own = dict(schema)
@@ -332,7 +336,7 @@ def _asked_in_json(
 
 
 def _json_answer(rng: random.Random) -> Draft:
-    """The answer to one of the world's questions, under the one name that the schema has."""
+    """Return a question whose answer is a JSON object with one random property name."""
     key, example = _draft(rng, _JSON_TASKS)
     items = example.answer.split(", ")
     numbers = all(item.lstrip("-").isdigit() for item in items)
@@ -389,7 +393,7 @@ def _enumerated(clauses: list[str]) -> str:
 
 
 def _proper(rng: random.Random) -> str:
-    """A name: a word of the list or random letters, with a capital; at times two."""
+    """Return one or two capitalised words or strings of random letters."""
     parts = []
     for _ in range(2 if rng.random() < 0.1 else 1):
         letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10)))
@@ -405,14 +409,17 @@ def _thoughtful(rng: random.Random, key: str, question: str, thought: str, answe
 
 
 def _think_add(rng: random.Random) -> Draft:
-    """Numbers of up to five digits, digit by digit from the right."""
+    """Add numbers of up to five digits, from the last digit to the first."""
     a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in "ab")
     question = world.ask(rng, WORDINGS["add"] + WORDINGS["add_signs"], a, b)
     return _thoughtful(rng, f"add:{sorted((a, b))}", question, column_sums(a, b), str(a + b))
 
 
 def column_sums(a: int, b: int) -> str:
-    """How two numbers are added: "8 + 7 = 15, 4 + 6 + 1 = 11, 0 + 0 + 1 = 1"."""
+    """Write out a column addition.
+
+    The result of 48 + 67 is "8 + 7 = 15, 4 + 6 + 1 = 11, 0 + 0 + 1 = 1".
+    """
     steps, carry = [], 0
     while a or b or carry or not steps:
         total = a % 10 + b % 10 + carry
@@ -423,7 +430,7 @@ def column_sums(a: int, b: int) -> str:
 
 
 def _think_multiply(rng: random.Random) -> Draft:
-    """Numbers of two digits, by tens and ones."""
+    """Multiply numbers of two digits, first by the tens and then by the ones."""
     a, b = (rng.randrange(world.CORE + 1, 100) for _ in "ab")
     tens, ones = b // 10 * 10, b % 10
     question = world.ask(rng, WORDINGS["multiply"] + WORDINGS["multiply_signs"], a, b)
@@ -432,7 +439,7 @@ def _think_multiply(rng: random.Random) -> Draft:
 
 
 def _think_words(rng: random.Random) -> Draft:
-    """Numbers in words, worked out in digits."""
+    """Return a question with numbers in words, and a thought with numerals."""
     name = rng.choice(("add", "subtract", "multiply"))
     a, b = rng.randrange(100), rng.randrange(10 if name == "multiply" else 100)
     if name == "subtract" and a < b:
@@ -446,7 +453,7 @@ def _think_words(rng: random.Random) -> Draft:
 
 
 def _think_count_letter(rng: random.Random) -> Draft:
-    """A letter's occurrences in a word of up to 16 letters, counted on the way."""
+    """Count a letter in a word of up to 16 letters, and number the occurrences."""
     word = "".join(_names(rng, rng.choice((1, 1, 2))))
     if rng.random() < 0.5:
         letters = rng.sample(string.ascii_lowercase, rng.choice((3, 26)))
@@ -462,7 +469,7 @@ def _think_count_letter(rng: random.Random) -> Draft:
 
 
 def _think_other(rng: random.Random) -> Draft:
-    """A question that needs no thought."""
+    """Return a question that needs no thought."""
     key, example = _draft(rng, _AT_ONCE_TASKS)
     return _thoughtful(rng, key, example.prompt, AT_ONCE, example.answer)
 

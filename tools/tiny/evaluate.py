@@ -38,12 +38,11 @@ LENGTHS = (160, 320, 640, 896)  # of rows, for documents that are no longer; or 
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
-    """The share of exact answers: task -> form (raw, chat, turn) -> 0..1.
+    """Return the fraction of exact answers, 0 to 1, by task and form ("raw", "chat" or "turn").
 
-    Of a dialogue all that the assistant says counts; it has one form, the chat.
-
-    A "turn" is a question asked late in a chat, after questions on other things; a quarter of the
-    questions are put so.
+    A dialogue has only the form "chat". It counts as exact if all tokens of the assistant are
+    exact. In the form "turn", a question follows other questions of a chat. A quarter of the
+    questions are also asked as "turn".
     """
     kinds, documents = [], list[Document]()
     for task in (*TASKS, *DIALOGUES):
@@ -59,7 +58,7 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
 
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
-    """A task's held-out questions with their answers, by form."""
+    """Return held-out questions of a task with their answers, by form."""
     if task in DIALOGUES:
         drawn = sample_dialogues(SEED, examples, task)
         return {"chat": [dialogue_document(each) for each in drawn]}
@@ -93,7 +92,7 @@ def exact(params: Params, config: Config, documents: list[Document]) -> list[boo
 
 
 def _groups(chosen: list[int], documents: list[Document], length: int) -> list[list[int]]:
-    """Return documents that share a row, at most 200."""
+    """Group document indices into rows of `length` tokens, at most 200 documents per row."""
     groups, room = list[list[int]](), 0
     for i in chosen:
         size = len(documents[i].ids)
@@ -110,13 +109,13 @@ def _groups(chosen: list[int], documents: list[Document], length: int) -> list[l
 def _wrong(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
-    """Where the next token, if it bears loss, is not the most probable one."""
+    """Return which tokens with loss are not the most probable token."""
     predicted = jnp.argmax(forward(params, config, tokens, segments)[:, :-1], axis=-1)
     return (predicted != tokens[:, 1:]) & (loss[:, 1:] > 0)
 
 
 def _late_turn(question: Example, seed: int) -> Document:
-    """The question at the end of a chat; only its answer counts."""
+    """Return a chat that ends with the question. The loss counts only the last answer."""
     rng = random.Random(seed)
     earlier = sample_examples(seed, rng.randint(2, 8))
     earlier = [example for example in earlier if example.task != "count_long"]
@@ -126,12 +125,12 @@ def _late_turn(question: Example, seed: int) -> Document:
 
 
 def report_of(report: dict[str, dict[str, float]], examples: int, dtype: str) -> dict[str, object]:
-    """The content of evaluation.json."""
+    """Return the content of evaluation.json."""
     return {"examples": examples, "seed": SEED, "dtype": dtype, "accuracy": report}
 
 
 def as_markdown(report: dict[str, dict[str, float]]) -> str:
-    """The report as the model card's table, in percent."""
+    """Return the report as a Markdown table for the model card, in percent."""
     lines = ["| task | raw | chat | later turn of a chat |", "|---|---|---|---|"]
     for task, forms in report.items():
         cells = [f"{100 * forms[form]:.1f}" if form in forms else "" for form in _FORMS]

@@ -43,7 +43,7 @@ AT_ONCE = 512
 
 @contextmanager
 def folder_of(kept: str) -> Iterator[tuple[Path, str | None]]:
-    """The checkpoint of a format, and what it is loaded with."""
+    """Yield the checkpoint folder of a format, and the `quantization` option to load it with."""
     if kept in ("float32", "fp8"):
         yield EMBEDDED_MODEL, None if kept == "float32" else "fp8"
         return
@@ -63,7 +63,7 @@ def folder_of(kept: str) -> Iterator[tuple[Path, str | None]]:
 
 
 def narrowed(weight: np.ndarray, block: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return a weight in FP8, and its scale or the scales of its blocks."""
+    """Quantize a weight to FP8. Return the FP8 weight and one scale, or one scale per block."""
     size = weight.shape if block is None else block
     counts = [-(-whole // own) for whole, own in zip(weight.shape, size, strict=True)]
     padded = np.zeros([count * own for count, own in zip(counts, size, strict=True)], np.float32)
@@ -76,7 +76,7 @@ def narrowed(weight: np.ndarray, block: list[int] | None) -> tuple[np.ndarray, n
 
 
 def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Whether each document's answer is exact, and its tokens' log-probabilities."""
+    """Return whether each document's answer is exact, and the log-probabilities of its tokens."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     exact, found = [], []
     for first in range(0, len(documents), AT_ONCE):
@@ -94,7 +94,8 @@ def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[
 def measure(
     engine: Engine, examples: int, base: dict[str, list[np.ndarray]], label: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each task and form; `base` has, or gets, the first engine's log-probabilities."""
+    """Yield a row for each task and form. The first call stores its log-probabilities in `base`,
+    and later calls compare with them."""
     for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():
             exact, found = scores(engine, documents)
@@ -110,7 +111,7 @@ def measure(
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each format."""
+    """Return one row per pair of weight format and KV cache format."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["weights"], row["kv_cache"]), []).append(row)

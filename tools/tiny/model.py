@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes, under the names of the Hugging Face config."""
+    """Model sizes, named as in the Hugging Face config."""
 
     hidden_size: int = 192
     num_hidden_layers: int = 6
@@ -32,7 +32,7 @@ class Config:
     rope_theta: float = 10000.0
 
     def to_hf(self) -> dict[str, object]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -55,7 +55,7 @@ class Config:
 
 
 def init(key: Array, config: Config) -> Params:
-    """Random parameters in float32: norms one, matrices normal, each branch's output small."""
+    """Return random float32 parameters: ones for norms, normal matrices, small branch outputs."""
     D, H, F = config.hidden_size, config.head_dim, config.intermediate_size
     query, kv = config.num_attention_heads * H, config.num_key_value_heads * H
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
@@ -92,9 +92,9 @@ def _init_one(key: Array, name: str, shape: tuple[int, ...]) -> Array:
 def forward(
     params: Params, config: Config, tokens: Int32[Array, "R L"], segments: Int32[Array, "R L"]
 ) -> Float[Array, "R L V"]:
-    """Logits in float32; computed in the parameters' dtype.
+    """Return float32 logits, computed in the dtype of the parameters.
 
-    A token sees the earlier tokens of its own segment, and positions start anew with each segment.
+    A token attends to earlier tokens of its segment. Positions restart at 0 in each segment.
     """
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
     is_start = jnp.diff(segments, axis=1, prepend=-1) != 0
@@ -114,7 +114,7 @@ def forward(
 
 
 def _norm(x: Float[Array, "... D"], weight: Float[Array, " D"]) -> Float[Array, "... D"]:
-    """RMS norm (Zhang and Sennrich, 2019) in float32."""
+    """Apply RMSNorm in float32 (Zhang and Sennrich, 2019)."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPSILON)
     shape = (1,) * (x.ndim - 1) + weight.shape
@@ -122,7 +122,7 @@ def _norm(x: Float[Array, "... D"], weight: Float[Array, " D"]) -> Float[Array, 
 
 
 def _rope_tables(positions: Int32[Array, "R L"], config: Config) -> tuple[Array, Array]:
-    """Cosines and sines of rotary embeddings (Su et al., 2021), [R, L, 1, H / 2] in float32."""
+    """Return cosines and sines of rotary embeddings (Su et al., 2021), float32 [R, L, 1, H / 2]."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = positions.astype(jnp.float32)[:, :, None] * config.rope_theta ** -exponents[None, None]
     return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]

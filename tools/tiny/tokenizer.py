@@ -23,14 +23,14 @@ CHAT_TEMPLATE = (EMBEDDED_MODEL / "chat_template.jinja").read_text()
 
 
 def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2)."""
+    """Return the printable character of each byte in byte-level vocabularies (GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer: byte level, no merges, eight special tokens."""
+    """Build a byte-level tokenizer without merges and with eight special tokens."""
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -44,7 +44,7 @@ Batch = tuple[Rows, Rows]
 
 
 def stacked(params: Params) -> Params:
-    """The layers' parameters in one array a kind, [layers, ...], as the optimizer likes them."""
+    """Stack the parameters of all layers by kind, [layers, ...], for the optimizer."""
     kinds = {name.split(".", 3)[3] for name in params if name.startswith("model.layers.")}
     num_layers = 1 + max(int(n.split(".")[2]) for n in params if n.startswith("model.layers."))
     whole = {name: v for name, v in params.items() if not name.startswith("model.layers.")}
@@ -56,7 +56,7 @@ def stacked(params: Params) -> Params:
 
 
 def unstacked(params: Params) -> Params:
-    """What `stacked` was given."""
+    """Undo `stacked`."""
     whole = {name: v for name, v in params.items() if name.startswith("model.")}
     layers = {
         f"model.layers.{i}.{kind}": value[i]
@@ -68,7 +68,7 @@ def unstacked(params: Params) -> Params:
 
 
 def _orthogonalised(params: Any) -> Any:
-    """Muon's parameters: the matrices of the layers."""
+    """Return Muon's dimension numbers for the matrices of the layers, None for other parameters."""
     return {
         name: contrib.MuonDimensionNumbers(1, 2) if "_proj" in name else None for name in params
     }
@@ -87,7 +87,7 @@ OPTIMIZER = optax.chain(  # its updates are for a learning rate of 1
 
 
 def loss_of(params: Params, config: Config, batch: Batch) -> jax.Array:
-    """Mean cross entropy over the tokens that bear loss, computed in bfloat16."""
+    """Return the mean cross entropy over tokens with loss, computed in bfloat16."""
     half = unstacked({name: value.astype(jnp.bfloat16) for name, value in params.items()})
     (loss, tokens), (long_loss, long_tokens) = (_loss_sum(half, config, rows) for rows in batch)
     return (loss + long_loss) / (tokens + long_tokens)
@@ -105,7 +105,7 @@ def _loss_sum(params: Params, config: Config, rows: Rows) -> tuple[jax.Array, ja
 def train_steps(
     params: Params, state: Any, batches: Batch, rates: jax.Array, config: Config
 ) -> tuple[Params, Any, jax.Array]:
-    """A step for each batch and rate: new parameters, new optimizer state, the mean loss."""
+    """Run a step per batch and rate. Return new parameters, new optimizer state and mean loss."""
 
     def step(carry: tuple[Params, Any], given: tuple[Batch, jax.Array]) -> Any:
         (params, state), (batch, rate) = carry, given
@@ -119,22 +119,22 @@ def train_steps(
 
 
 class Progress:
-    """How far a run is, by its steps or by its seconds, whichever is further."""
+    """Progress of a run, by steps or by seconds, whichever is further."""
 
     def __init__(self, steps: int, seconds: float):
         self._steps, self._seconds, self._start = steps, seconds, time.perf_counter()
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since the start of the run."""
         return time.perf_counter() - self._start
 
     def at(self, step: int) -> float:
-        """0 at the start, 1 at the end."""
+        """Return the progress at `step`, from 0 at the start to 1 at the end."""
         return min(1.0, max(step / self._steps, self.elapsed / self._seconds))
 
     def rate(self, step: int) -> float:
-        """A factor of the learning rate: linear warm-up, cosine decay."""
+        """Return the factor of the learning rate at `step`: linear warm-up, then cosine decay."""
         return min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * self.at(step))) / 2
 
 
@@ -146,7 +146,7 @@ def train(
     peak: float,
     keep: Path | None = None,
 ) -> Params:
-    """Train to the end; a checkpoint each minute goes under `keep`."""
+    """Train to the end, and save a checkpoint in the folder `keep` every minute."""
     params = stacked(params)
     state, losses, minute = OPTIMIZER.init(params), collections.deque[jax.Array](), 1
     for first, batches in zip(itertools.count(0, LAUNCH), launches, strict=False):
@@ -168,7 +168,7 @@ def train(
 
 
 def make_launch(seed: int, first: int, shape: BatchShape) -> Batch:
-    """The batches of `LAUNCH` steps, each array with an axis for them in front."""
+    """Return the batches of `LAUNCH` steps, with a leading axis for the steps."""
     made = [make_batch(seed, first + i, shape) for i in range(LAUNCH)]
     short, long = zip(*made, strict=True)
     return _joined(short), _joined(long)
@@ -179,7 +179,7 @@ def _joined(rows: tuple[Rows, ...]) -> Rows:
 
 
 def stream_launches(seed: int, shape: BatchShape, workers: int) -> Generator[Batch]:
-    """Endless batches in order, made by worker processes a bounded number of launches ahead."""
+    """Yield batches in order without end. Worker processes make `AHEAD` launches in advance."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         make = functools.partial(pool.apply_async, make_launch)
         pending = [make((seed, i * LAUNCH, shape)) for i in range(AHEAD)]

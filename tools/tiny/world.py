@@ -40,9 +40,9 @@ Maker = Callable[[random.Random], Draft]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A question with its one true answer.
+    """A question with its only correct answer.
 
-    The model follows the bare `prompt` with `completion`; in a chat it replies `answer`.
+    After the bare `prompt` the model continues with `completion`; in a chat it replies `answer`.
     """
 
     task: str
@@ -51,12 +51,12 @@ class Example:
 
     @property
     def completion(self) -> str:
-        """What follows `prompt` word for word: a newline, then the answer."""
+        """Text that follows `prompt`: a newline and the answer."""
         return "\n" + self.answer
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The question as a chat of one turn."""
+        """The question as a chat with one turn."""
         return [{"role": "user", "content": self.prompt}]
 
 
@@ -84,12 +84,12 @@ def draw(rng: random.Random, task: str, held_out: bool, maker: Maker | None = No
 
 
 def is_held_out(key: str) -> bool:
-    """Tell the side of the split a content is on; keys that end in "!" are always trained on."""
+    """Return whether a key is in the test split. A key that ends in "!" is always for training."""
     return not key.endswith("!") and zlib.crc32(key.encode()) % SPLIT == 0
 
 
 def ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
-    """Put the contents as a question: politely or not, capital or not, final mark or not."""
+    """Return a question about `contents`, with random wording, capitals and punctuation."""
     text = rng.choice(wordings).format(*contents)
     command = text[-1] not in "?="
     if command and text[0].islower() and rng.random() < 0.1:
@@ -110,7 +110,7 @@ def _sum(rng: random.Random, words: bool) -> Draft:
 
 
 def _difference(rng: random.Random, words: bool) -> Draft:
-    """Mostly a number of at least zero, at times a negative one."""
+    """Return a subtraction. The result is usually not negative."""
     a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
     if a < b and rng.random() < 0.75:
         a, b = b, a
@@ -118,7 +118,7 @@ def _difference(rng: random.Random, words: bool) -> Draft:
 
 
 def _product(rng: random.Random, words: bool, largest: int) -> Draft:
-    """A product of two numbers of the times table, or of one digit and up to three digits."""
+    """Return a product within the times table, or of one digit and up to three digits."""
     a = b = largest
     while a * b > largest:
         in_table = rng.random() < 0.15
@@ -146,7 +146,7 @@ def _number(rng: random.Random, limit: int = 1000) -> int:
 
 
 def _word(rng: random.Random, longest: int = 12) -> str:
-    """A word of the list, or random letters, at times of few kinds."""
+    """Return a word of the list or random letters, sometimes of only a few kinds."""
     kind = rng.random()
     if kind < 0.5:
         return rng.choice(WORDS)
@@ -164,7 +164,7 @@ def _cased(rng: random.Random, word: str) -> str:
 
 
 def _words(rng: random.Random, n: int) -> list[str]:
-    """Up to n different words; at times some share a stem, which makes them harder to sort."""
+    """Return up to n different words. Sometimes words share a prefix, to make sorting harder."""
     words = [_word(rng, 8) for _ in range(n)]
     if rng.random() < 0.3:
         stem = rng.choice(WORDS)[: rng.randint(1, 3)]
@@ -180,7 +180,7 @@ def _items(rng: random.Random, fewest: int, most: int) -> list[str]:
 
 
 def _listing(rng: random.Random, items: Sequence[str]) -> str:
-    """The items as people write a list: with commas, with a last "and", or with spaces."""
+    """Join items with commas, with a final "and", or with spaces."""
     kind = rng.random()
     if kind < 0.2 and len(items) > 1:
         return ", ".join(items[:-1]) + " and " + items[-1]
@@ -282,7 +282,7 @@ def _count(
 
 
 def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
-    """Up to `most` numbers in 0..limit-1, equally far apart, one time in three falling."""
+    """Return up to `most` equally spaced numbers in 0..limit-1, in a third of cases descending."""
     step = rng.choice((1, 1, 1, 2, rng.randint(2, 10), rng.choice((5, 10, 20, 25, 50, 100))))
     start = rng.choice((1, rng.randrange(10), rng.randrange(100), rng.randrange(limit)))
     numbers = range(start, limit, step)[: int(most ** rng.uniform(0.2, 1.0))]
@@ -298,7 +298,7 @@ def _count_wordings(start: int, step: int, may_be_untold: bool) -> list[str]:
 
 
 def _other(rng: random.Random) -> Draft:
-    """Small talk, which the model answers by saying what it can do."""
+    """Return small talk, which the model answers by listing its abilities."""
     if rng.random() < 0.1:
         return "other!", ask(rng, WORDINGS["greeting"]), HELP
     parts = [" ".join(_word(rng) for _ in range(rng.randint(1, 4))) for _ in "ab"]

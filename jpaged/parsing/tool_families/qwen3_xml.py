@@ -294,7 +294,7 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
     keywords = _resolve_keywords(schema, root)
-    if keywords.keys() == {"anyOf"}:  # supported only for null and one other schema
+    if keywords.keys() == {"anyOf"}:  # `anyOf` may have only null and one other schema
         cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
         keywords = next((case for case in cases if case != {"type": "null"}), {})
         keywords = keywords if len(cases) <= 2 else {}
