@@ -1,4 +1,4 @@
-"""Drives a scheduler over the fake device, synchronously or one step late, checking throughout."""
+"""A driver that runs a scheduler on the fake device and checks its state after each step."""
 
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +26,7 @@ DIGESTS: dict[str, HashFunction] = {
     "xxh3": seeded_hash_function(0),
     "two bits": lambda key: seeded_hash_function(0)(key) % 4,
     "constant": lambda key: 7,
-}
-"""A good hash, and two that collide all the time: none may be trusted."""
+}  # the last two collide all the time
 
 
 def make_scheduler(
@@ -40,7 +39,7 @@ def make_scheduler(
     pressure: PreemptionPolicy | None = None,
     by_priority: bool = False,
 ) -> Scheduler:
-    """`digest` names the prefix cache's; None for no cache."""
+    """Return a scheduler, with a prefix cache of hash function `digest` unless it is None."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, by_priority)
     cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
     return Scheduler(config, BlockManager(num_blocks, block_size, cache), pressure)
@@ -58,7 +57,7 @@ def make_request(
     priority: int = 0,
     **stop,
 ) -> Request:
-    """A request; a prompt given as a length is filled from the name, a one-digit number."""
+    """Return a request. If `prompt` is a length, make up tokens that depend on `name`, a number."""
     if isinstance(prompt, int):
         prompt = [(int(name) + i) % 11 for i in range(prompt)]
     criteria = StopCriteria(max_tokens, **stop)
@@ -75,8 +74,13 @@ def make_request(
     )
 
 
+def make_requests(*sizes: tuple[int, int]) -> list[Request]:
+    """Return requests "1", "2" ... with the given (prompt length, max_tokens)."""
+    return [make_request(str(i), *size) for i, size in enumerate(sizes, start=1)]
+
+
 class Driver:
-    """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
+    """Runs plans and reads their results `lag` bursts later: 0 is the synchronous loop."""
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.failed: list[tuple[Request, Exception]] = []
         self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}  # of each sample: "name", "name/1", "name/2" ...
+        self.streams: dict[str, list[int]] = {}  # by sample: "name", "name/1", "name/2"
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -106,18 +110,22 @@ class Driver:
             self.streams[_stream_name(sequence)] = []
 
     def step(self) -> StepPlan | None:
-        """One turn of the loop; gives its first plan."""
+        """Run one turn of the loop, and return its first plan."""
         plan = self._plan()
         for _ in range(self.burst - 1):
             self._plan()
         if plan is None and not self.in_flight:
-            assert not self.scheduler.has_unfinished_requests, (
-                "stuck: nothing in flight, nothing planned"
-            )
+            assert not self.scheduler.has_unfinished_requests, "no plan and no step in flight"
         num_ahead = self.lag * self.burst if plan is not None else 0
         for _ in range(min(self.burst, len(self.in_flight) - num_ahead)):
             self.read()
         return plan
+
+    def step_until_preemption(self) -> StepPlan:
+        """Step until a plan preempts requests, and return that plan."""
+        while not self.plans or not self.plans[-1].preempted_request_ids:
+            self.step()
+        return self.plans[-1]
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.goal)
@@ -140,19 +148,19 @@ class Driver:
         return emitted
 
     def postpone_rows(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Read all steps in flight except the newest, and return their updates. Some rows of the
-        newest step sample nothing."""
+        """Read all steps except the newest, and postpone the rows of the newest that `choose`
+        returns. Return these rows."""
         while len(self.in_flight) > 1:
             self.read()
         plan, sampled, found = self.in_flight.pop()
-        rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_put_back(row)])
+        rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_postpone(row)])
         for i in rows:
             sampled[i] = self.device.unsample(plan.scheduled[i].sequence)
         self.in_flight.append((self.scheduler.postpone_rows(plan, rows), sampled, found))
         self.scheduler.check_integrity()
         return rows
 
-    def _may_put_back(self, row: ScheduledSequence) -> bool:
+    def _may_postpone(self, row: ScheduledSequence) -> bool:
         sequence, request = row.sequence, row.sequence.request
         runs = request.status is RequestStatus.RUNNING and request.beam is None
         decodes = row.start >= sequence.num_admitted_tokens and row.num_scheduled_tokens == 1
@@ -162,22 +170,19 @@ class Driver:
         config = self.scheduler.config
         tokens = [row.num_scheduled_tokens for row in plan.scheduled]
         assert min(tokens, default=1) >= 1
-        assert plan.scheduled or plan.swap_ins or plan.failed, "a plan for nothing"
+        assert plan.scheduled or plan.swap_ins or plan.failed, "the plan is empty"
         assert plan.num_tokens == sum(tokens) <= config.max_num_batched_tokens
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Clear the prefix cache. Afterwards only blocks that the next plan copies may still be
-        cached."""
+        """Reset the prefix cache, and spoil free blocks if no swap-out still reads them."""
         self.scheduler.reset_prefix_cache()
-        images = [
-            it.swap_entry for it in self.scheduler.unfinished_requests if it.swap_entry is not None
-        ]
-        if all(it.swap_entry_id in self.device.images for it in images):
+        entries = [r.swap_entry for r in self.scheduler.unfinished_requests if r.swap_entry]
+        if all(entry.swap_entry_id in self.device.swap_entries for entry in entries):
             self.device.spoil(self.scheduler.block_manager.pool)
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until all is done and read, then check streams and census."""
+        """Step until all requests have finished, then check the streams and the pool."""
         for _ in range(max_steps):
             if not (self.scheduler.has_unfinished_requests or self.in_flight):
                 break
@@ -194,7 +199,7 @@ class Driver:
             assert block_counts.cached == 0
         assert self.scheduler.swap_space.num_used_host_blocks == 0
         dropped, _, _ = self.scheduler.swap_space.pop_swap_changes()
-        assert self.device.images.keys() == set(dropped), "an image is left in host memory"
+        assert self.device.swap_entries.keys() == set(dropped), "a swap entry is left"
         for request in self.requests.values():
             self._check_request(request)
 
@@ -223,8 +228,16 @@ class Driver:
         assert search.hypotheses == beam_oracle(prompt, fresh_search(search), max_tokens)
 
 
+def driver_of(*requests: Request, lag: int = 0, **limits) -> Driver:
+    """Return a driver of a scheduler with `limits`, to which the requests are added."""
+    driver = Driver(make_scheduler(**limits), lag)
+    for request in requests:
+        driver.add(request)
+    return driver
+
+
 def fresh_search(search: BeamSearch) -> BeamSearch:
-    """One like it that has not begun."""
+    """Return a search with the same options that has not begun."""
     return BeamSearch(
         search.width,
         length_penalty=search.length_penalty,

@@ -1,9 +1,7 @@
-"""A device that stores in each slot whose token's KV it would hold, and a naive oracle.
+"""A fake device that checks whose KV each step reads, and an oracle of the expected tokens.
 
-It applies plans as a runner must, in launch order, and checks that every slot a step reads holds
-exactly the KV of the sequence's own tokens: the KV of a token is stood for by a checksum of all
-tokens up to that one and of its origin, which is the sequence's cache salt where prefixes are
-shared, and its request where they are not.
+A checksum stands for the KV of a token. The checksum covers all tokens of the sequence up to the
+token and the origin: the cache salt if prefixes are shared, otherwise the request.
 """
 
 import zlib
@@ -20,13 +18,12 @@ VOCABULARY = 11
 
 
 def next_token(token_ids: list[int], index: int = 0) -> int:
-    """Return the fake model's next token: a deterministic function of all tokens and the sample's
-    seed."""
+    """Return the fake model's next token, which depends on all tokens and the sample's index."""
     return zlib.crc32(bytes(token_ids), index) % VOCABULARY
 
 
 def candidates_of(token_ids: list[int]) -> BeamCandidates:
-    """The fake model's tokens, likeliest first."""
+    """Return the fake model's candidates, likeliest first."""
     weights = [zlib.crc32(bytes([*token_ids, t])) / 2**32 for t in range(VOCABULARY)]
     logprobs = np.log(np.array(weights) / sum(weights)).astype(np.float32)
     order = np.argsort(-logprobs, kind="stable")
@@ -48,7 +45,7 @@ def oracle(
 
 
 def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[Hypothesis]:
-    """Return the answers of a beam search that keeps its beams as lists of tokens."""
+    """Return the answers of a beam search whose beams are plain lists of tokens."""
     outputs, scores = [[]], [0.0]
     while outputs:
         found = [candidates_of(prompt + output) for output in outputs]
@@ -65,27 +62,27 @@ def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[
 
 
 def kv_of(origin: str, token_ids: list[int]) -> list[int]:
-    """The KV of each token of a sequence, as checksums."""
+    """Return the checksum that stands for the KV of each token."""
     start = zlib.crc32(origin.encode())
     return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
 
 
 class FakeDevice:
-    """Pool, device-side block tables and last tokens; `launch` runs a step at once."""
+    """Holds the slots, block tables and last tokens, and runs each step in `launch`."""
 
     def __init__(
         self, block_size: int, max_num_seqs: int, shares: bool = False, num_host_blocks: int = 0
     ):
         self.block_size, self.max_num_seqs, self.shares = block_size, max_num_seqs, shares
         self.num_host_blocks = num_host_blocks
-        self.images: dict[int, list[list[int]]] = {}  # host memory: blocks of slots
+        self.swap_entries: dict[int, list[list[int]]] = {}  # host memory: blocks of slots
         self.slots: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}  # rows of the batch, by sequence
         self.last_tokens: dict[int, int] = {}
         self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
 
     def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
-        """Run a step; returns what it samples, garbage for rows that do not."""
+        """Run a step, and return the sampled tokens (garbage in rows that do not sample)."""
         for seq_id in plan.released_seq_ids:
             del self.tables[seq_id]  # KeyError: released twice, or never in the batch
             self.last_tokens.pop(seq_id, None)
@@ -93,12 +90,12 @@ class FakeDevice:
             assert child.seq_id not in self.tables, "a child has a row already"
             self.tables[child.seq_id] = list(self.tables[parent.seq_id])
         for swap_entry_id in plan.dropped_swap_entry_ids:
-            del self.images[swap_entry_id]
+            del self.swap_entries[swap_entry_id]
         for swap_entry_id, block_ids in plan.swap_outs:
-            assert swap_entry_id not in self.images
+            assert swap_entry_id not in self.swap_entries
             assert 0 < len(set(block_ids)) == len(block_ids)
-            self.images[swap_entry_id] = [self._block(block_id) for block_id in block_ids]
-        assert sum(map(len, self.images.values())) <= self.num_host_blocks
+            self.swap_entries[swap_entry_id] = [self._block(block_id) for block_id in block_ids]
+        assert sum(map(len, self.swap_entries.values())) <= self.num_host_blocks
         self._copy_blocks(plan.block_copies)
         newcomers = [row for row in plan.scheduled if row.sequence.seq_id not in self.tables]
         assert not (newcomers and plan.is_decode), "a row joins the batch in a decode step"
@@ -107,24 +104,24 @@ class FakeDevice:
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
         inputs = [self._inputs(row) for row in plan.scheduled]
         for row in plan.scheduled:
-            self._read(row, row.start)  # what it stands on is there before this step writes
+            self._read(row, row.start)  # before this step writes
         self._write(plan, inputs)
         for row in plan.scheduled:
             self._read(row, row.start + row.num_scheduled_tokens)
-        for swap_entry_id, places in plan.swap_ins:
-            image = self.images.pop(swap_entry_id)
-            for entry, block_id in places:
-                self._set_block(block_id, image[entry])
+        for swap_entry_id, copies in plan.swap_ins:
+            entry = self.swap_entries.pop(swap_entry_id)
+            for host_block, block_id in copies:
+                self._set_block(block_id, entry[host_block])
         return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
 
     def unsample(self, sequence: Sequence) -> int:
-        """Garbage for the token that a sequence sampled last, as if it were that."""
+        """Forget the last sampled token of a sequence, and return the garbage in its place."""
         self.history[sequence.seq_id].pop()
         self.last_tokens[sequence.seq_id] = 10**6
         return 10**6
 
     def spoil(self, pool: BlockPool) -> None:
-        """Make the KV in free blocks unreadable, as it is after a reset of the prefix cache."""
+        """Delete the KV in free blocks: after a reset of the prefix cache no step may read it."""
         for block_id in pool.free_block_queue:
             for offset in range(self.block_size):
                 self.slots.pop(block_id * self.block_size + offset, None)
@@ -138,7 +135,7 @@ class FakeDevice:
             self.slots[block_id * self.block_size + offset] = kv
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy all pairs together, as the device does: the order of the pairs must not matter."""
+        """Copy all pairs together, as the device does: their order must not matter."""
         sources, targets = {s for s, _ in copies}, [t for _, t in copies]
         assert len(set(targets)) == len(targets), "a block is the target of two copies"
         assert sources.isdisjoint(targets), "a copy's source is another's target"
@@ -163,7 +160,7 @@ class FakeDevice:
             self.history[sequence.seq_id] = list(sequence.token_ids)
         history = self.history.setdefault(sequence.seq_id, list(sequence.token_ids))
         assert history[: len(sequence.token_ids)] == sequence.token_ids
-        assert len(history) == sequence.num_tokens - row.is_sampled, "samples not as counted"
+        assert len(history) == sequence.num_tokens - row.is_sampled, "wrong number of samples"
 
     def _inputs(self, row: ScheduledSequence) -> list[int]:
         known = row.sequence.token_ids
@@ -198,7 +195,7 @@ class FakeDevice:
         seq_id = row.sequence.seq_id
         found = [self.slots.get(self._slot(seq_id, position)) for position in range(end)]
         own = kv_of(self._origin(row.sequence), self.history[seq_id][:end])
-        assert found == own, "KV of others, or none, is read"
+        assert found == own, "a step reads missing KV or KV of another sequence"
 
     def _sample(self, row: ScheduledSequence) -> int:
         seq_id = row.sequence.seq_id
@@ -212,7 +209,7 @@ class FakeDevice:
 
 
 def _offers(plan: StepPlan) -> BeamCandidates | None:
-    """The likeliest tokens after each row, if they are asked for."""
+    """Return the candidates of each row if the plan has beams."""
     if all(row.sequence.request.beam is None for row in plan.scheduled):
         return None
     rows = [candidates_of(row.sequence.token_ids) for row in plan.scheduled]

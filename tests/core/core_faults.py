@@ -1,4 +1,4 @@
-"""Faults thrown into the scheduler's work at random."""
+"""Injects random faults into calls of the scheduler."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ class InjectedError(Exception):
 
 
 class Place(NamedTuple):
-    """Where it goes wrong: before the work there, or once it is done."""
+    """A function whose calls fail, before or after doing their work."""
 
     owner: Any
     name: str
@@ -22,10 +22,10 @@ class Place(NamedTuple):
 
 
 class Injector:
-    """Lets calls fail while it is `on`.
+    """Makes calls fail while `on` is true.
 
     Attributes:
-        happened: How often, by place.
+        happened: Number of faults by function name.
         on: Whether calls may fail now.
     """
 
@@ -35,7 +35,7 @@ class Injector:
 
     @contextmanager
     def faults(self, seed: int, places: list[Place]) -> Iterator[None]:
-        """Every now and then a call to one of the places fails."""
+        """Make each call to one of the places fail with the rate of the place."""
         self._pick = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
             for place in places:
@@ -45,7 +45,7 @@ class Injector:
 
     @contextmanager
     def spared(self, owner: Any, name: str) -> Iterator[None]:
-        """Nothing fails in calls of this one."""
+        """Inject no fault during calls of this function."""
         target = getattr(owner, name)
 
         def wrapper(*args: Any, **options: Any) -> Any:

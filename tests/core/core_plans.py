@@ -1,4 +1,4 @@
-"""Short views of plans, pools and block tables, for tests that spell out literal values."""
+"""Short views of plans, pools and block tables for tests with literal values."""
 
 from core_driver import Driver
 
@@ -13,7 +13,7 @@ def the(plan: StepPlan | None) -> StepPlan:
 
 
 def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
-    """(sequence, start, tokens, samples) of each row."""
+    """Return (seq_id, start, num_scheduled_tokens, is_sampled) of each row."""
     rows = the(plan).scheduled
     return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.is_sampled) for r in rows]
 
@@ -31,7 +31,7 @@ def samples(driver: Driver, name: str) -> list[Sequence]:
 
 
 def tables(driver: Driver, name: str) -> list[list[int]]:
-    """The block tables of the request's live sequences."""
+    """Return the block tables of the request's live sequences."""
     return [sequence.block_table for sequence in driver.requests[name].live_sequences]
 
 
@@ -40,7 +40,7 @@ def status(driver: Driver, name: str) -> str:
 
 
 def queue_of(manager: BlockManager) -> list[int]:
-    """Free blocks, the next one to be taken first."""
+    """Return the free blocks in the order of allocation."""
     return list(manager.pool.free_block_queue)
 
 

@@ -196,4 +196,4 @@ class SpeculativeDriver(Driver):
         return emitted
 
     def _may_put_back(self, row: ScheduledSequence) -> bool:
-        return not self.plans[-1].num_drafts and super()._may_put_back(row)
+        return not self.plans[-1].num_drafts and super()._may_postpone(row)

@@ -1,4 +1,4 @@
-"""A bound on every request's wait."""
+"""A bound on the number of steps that a request waits."""
 
 import math
 
@@ -9,10 +9,9 @@ from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Bounds the wait of the first in line: the next one's is then bounded too.
+    """Checks that the first unfinished request finishes within a bound of steps.
 
-    For throughput that first one waits, too, while the prompts of others fill the steps. Those do
-    not count: as long as they do the line becomes shorter.
+    With the throughput goal, steps that the prompts of other requests fill do not count.
     """
 
     def __init__(self, driver: Driver):
@@ -24,9 +23,7 @@ class Turn:
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
-        first = min(
-            scheduler.unfinished_requests, key=lambda request: request.sort_key, default=None
-        )
+        first = min(scheduler.unfinished_requests, key=lambda r: r.sort_key, default=None)
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
         self.steps_left -= 1
@@ -35,24 +32,24 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def _fills_up_with_others(self, plan: StepPlan) -> bool:
-        """Return whether prompts alone fill the step, so that no sequence decodes in it."""
+        """Return whether prompts of other requests fill the step, so that no row decodes."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        # The one before the others was begun: what it computes again may be past its prompt.
+        # The first row may recompute tokens after its prompt.
         new = plan.scheduled[1:]
-        nobody_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
+        no_row_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
         is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT
-        return is_throughput and is_full and nobody_decodes and not of_first
+        return is_throughput and is_full and no_row_decodes and not of_first
 
     def bound(self, request: Request) -> float:
         """Return the bound on the number of steps that a request can wait."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
-        launches = math.ceil(most / budget)  # the stem, then all that is each one's own
-        own = most - request.sequences[0].num_prompt_tokens + 1
-        launches += own * math.ceil(request.num_rows / budget)
+        launches = math.ceil(most / budget)  # the common prefix
+        num_decode_steps = most - request.sequences[0].num_prompt_tokens + 1
+        launches += num_decode_steps * math.ceil(request.num_rows / budget)
         if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
-            launches += math.ceil(request.num_rows * most / budget)  # of what it had computed
+            launches += math.ceil(request.num_rows * most / budget)  # recomputing
         return (launches + 2) * (self.driver.lag + 2) * self.driver.burst
 
     def after_step(self) -> None:

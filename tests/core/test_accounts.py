@@ -1,18 +1,17 @@
-"""The accounts against the pool's own state, counted another way."""
+"""Test the block map and the memory report."""
 
 from collections import Counter
 from dataclasses import FrozenInstanceError
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import driver_of, make_request, make_scheduler
+from core_swapped import swapped_out
 from covering import num_examples
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import invariant
-from test_scheduler_machine import SchedulerMachine
+from test_scheduler_machine import MACHINE_SETTINGS, SchedulerMachine
 
-from jpaged.core.beam import BeamSearch
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.observe.pool_report import (
     BlockInfo,
     BlockState,
@@ -23,15 +22,8 @@ from jpaged.observe.pool_report import (
 )
 
 
-def driver_of(*requests, lag: int = 0, **options) -> Driver:
-    driver = Driver(make_scheduler(**options), lag)
-    for request in requests:
-        driver.add(request)
-    return driver
-
-
 def slots(report: MemoryReport) -> tuple[int, ...]:
-    """By kind: tokens, reserved, fragmented, cached, free."""
+    """Return the numbers of token, reserved, fragmented, cached and free slots."""
     return (
         report.num_token_slots,
         report.num_reserved_slots,
@@ -39,13 +31,6 @@ def slots(report: MemoryReport) -> tuple[int, ...]:
         report.num_cached_slots,
         report.num_free_slots,
     )
-
-
-def states(scheduler: Scheduler) -> Counter[BlockState]:
-    return Counter(info.state for info in block_map(scheduler).values())
-
-
-# Small cases, in figures
 
 
 def test_memory_report_of_an_idle_pool():
@@ -64,7 +49,8 @@ def test_memory_report_of_one_sequence():
     infos = block_map(driver.scheduler)
     assert infos[1] == BlockInfo(1, BlockState.USED, 1, 4, ("1",), False, None)
     assert infos[2] == BlockInfo(2, BlockState.USED, 1, 2, ("1",), False, None)
-    assert states(driver.scheduler) == {BlockState.USED: 2, BlockState.FREE: 2}
+    states = [infos[block_id].state for block_id in (1, 2, 3, 4)]
+    assert states == [BlockState.USED] * 2 + [BlockState.FREE] * 2
     report = memory_report(driver.scheduler)
     assert slots(report) == (6, 2, 0, 0, 8)
     assert (report.num_logical_blocks, report.num_physical_blocks) == (2, 2)
@@ -72,18 +58,15 @@ def test_memory_report_of_one_sequence():
     assert report.num_waste_slots == num_waste_slots(driver.scheduler) == 2
 
 
-def test_slots_past_the_last_possible_token_are_fragmented():
-    # Two outputs: the first is fed back and gets the seventh slot, the second is not.
-    driver = driver_of(make_request("1", 6, max_tokens=2), num_blocks=5)
+def test_slots_that_no_token_can_fill_are_fragmented():
+    # The last of two output tokens needs no slot.
+    driver = driver_of(make_request("1", 6, max_tokens=2), num_blocks=5, lag=1)
     driver.step()
-    assert slots(memory_report(driver.scheduler)) == (6, 1, 1, 0, 8)
-
-
-def test_slots_of_an_ended_sequence_are_fragmented():
-    driver = driver_of(make_request("1", 6, max_tokens=9), num_blocks=5, lag=1)
-    driver.step()
-    driver.scheduler.abort("1")  # its step is still in flight
-    assert slots(memory_report(driver.scheduler)) == (6, 0, 2, 0, 8)
+    report = memory_report(driver.scheduler)
+    assert (slots(report), report.num_waste_slots) == ((6, 1, 1, 0, 8), 2)
+    driver.scheduler.abort("1")  # the step is still in flight
+    report = memory_report(driver.scheduler)
+    assert (slots(report), report.num_waste_slots) == ((6, 0, 2, 0, 8), 2)
     assert block_map(driver.scheduler)[2].request_ids == ("1",)
     driver.read()
     assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 0, 16)
@@ -98,11 +81,11 @@ def test_freed_full_blocks_are_cached():
     assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 4, 12)
 
 
-def test_samples_share_their_prompt():
+def test_memory_report_counts_shared_prompt_blocks_once():
     driver = driver_of(make_request("1", 9, max_tokens=4, n=3), num_blocks=11)
-    while len(block_map(driver.scheduler)[1].request_ids) == 0 or not driver.streams["1/2"]:
+    while not driver.streams["1/2"]:
         driver.step()
-    # Each sample: the prompt's two full blocks, and a third of its own for its last token.
+    # Each sample holds the two full blocks of the prompt and a third block.
     info = block_map(driver.scheduler)[1]
     assert (info.ref_cnt, info.request_ids) == (3, ("1",))
     report = memory_report(driver.scheduler)
@@ -111,7 +94,7 @@ def test_samples_share_their_prompt():
     assert slots(report) == (8 + 3 * 1, 3 * 3, 0, 0, 5 * 4)
 
 
-def test_a_prefix_shared_by_two_requests_names_both():
+def test_block_map_names_all_requests_that_share_a_block():
     first = make_request("1", list(range(9)), max_tokens=5)
     driver = driver_of(first, num_blocks=11, digest="xxh3")
     driver.step()
@@ -140,24 +123,10 @@ def test_pinned_blocks_are_used_and_save_nothing():
 
 
 def test_memory_report_counts_host_blocks():
-    pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
-    work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
-    driver = driver_of(*work, num_blocks=7, pressure=pressure)
-    while not driver.scheduler.num_swapped:
-        driver.step()
+    driver = swapped_out()
     report = memory_report(driver.scheduler)
-    assert report.num_host_blocks == 9
-    assert report.num_used_host_blocks == driver.scheduler.swap_space.num_used_host_blocks > 0
+    assert (report.num_host_blocks, report.num_used_host_blocks) == (8, 2)
     assert {r for info in block_map(driver.scheduler).values() for r in info.request_ids} == {"1"}
-
-
-def test_beams_share_what_they_have_in_common():
-    driver = driver_of(make_request("1", 9, max_tokens=6, beam=BeamSearch(4)), num_blocks=33)
-    savings = set()
-    while driver.scheduler.has_unfinished_requests:
-        driver.step()
-        savings.add(memory_report(driver.scheduler).shared_savings)
-    assert max(savings) > 0.5
 
 
 def test_memory_reports_are_snapshots():
@@ -165,11 +134,8 @@ def test_memory_reports_are_snapshots():
         memory_report(make_scheduler()).num_blocks = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# Random work
-
-
 def check_accounts(scheduler: Scheduler) -> None:
-    """The map and the report against the tables, slot by slot."""
+    """Compare the block map and the memory report with the block tables, slot by slot."""
     manager, infos = scheduler.block_manager, block_map(scheduler)
     size, block_counts = manager.block_size, manager.pool.block_counts()
     assert [*infos] == list(range(1, block_counts.total + 1))
@@ -177,7 +143,7 @@ def check_accounts(scheduler: Scheduler) -> None:
     assert (counts[BlockState.FREE], counts[BlockState.USED], counts[BlockState.CACHED]) == (
         block_counts[:3]
     )
-    filled, fillable = _slots_by_hand(scheduler)
+    filled, fillable = _count_slots(scheduler)
     for info in infos.values():
         _check_info(info, filled, size, manager.pins.holder_counts[info.block_id])
     report = memory_report(scheduler)
@@ -195,8 +161,8 @@ def check_accounts(scheduler: Scheduler) -> None:
     assert 0 <= report.shared_savings < 1
 
 
-def _slots_by_hand(scheduler: Scheduler) -> tuple[set, set]:
-    """Slots (block, offset) that hold a token of a sequence, and that one may come to fill."""
+def _count_slots(scheduler: Scheduler) -> tuple[set, set]:
+    """Return the slots (block_id, offset) that hold a token, and those that may hold one later."""
     size = scheduler.block_manager.block_size
     filled, fillable = set(), set()
     for sequence in scheduler.sequences.by_id.values():
@@ -210,18 +176,18 @@ def _slots_by_hand(scheduler: Scheduler) -> tuple[set, set]:
 
 
 def _check_info(info: BlockInfo, filled: set, block_size: int, num_pins: int) -> None:
-    own = [offset for block_id, offset in filled if block_id == info.block_id]
+    offsets = [offset for block_id, offset in filled if block_id == info.block_id]
     is_known_full = num_pins > 0 or info.state is BlockState.CACHED
-    assert info.num_filled_slots == (block_size if is_known_full else len(own))
+    assert info.num_filled_slots == (block_size if is_known_full else len(offsets))
     assert (info.state is BlockState.USED) == (info.ref_cnt > 0)
     assert info.is_pinned == (num_pins > 0)
-    assert bool(info.request_ids) == bool(own)
+    assert bool(info.request_ids) == bool(offsets)
     assert info.state is not BlockState.CACHED or info.content_hash is not None
     assert info.state is not BlockState.FREE or info.content_hash is None
 
 
 class AccountedMachine(SchedulerMachine):
-    """The scheduler's random work, with the accounts drawn up after each step of it."""
+    """Checks the accounts after each step of the scheduler's random work."""
 
     @invariant()
     def accounts_add_up(self):
@@ -229,9 +195,4 @@ class AccountedMachine(SchedulerMachine):
 
 
 TestAccounts = AccountedMachine.TestCase
-TestAccounts.settings = settings(
-    max_examples=num_examples(150),
-    stateful_step_count=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestAccounts.settings = settings(MACHINE_SETTINGS, max_examples=num_examples(150))

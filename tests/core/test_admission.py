@@ -1,4 +1,4 @@
-"""Test when a refused request fits, in a pool of five blocks of four tokens."""
+"""Test when a refused request fits into a pool of five blocks of four tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,11 @@ from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import PreemptionPolicy, SwapSpace
 
 PROMPT = list(range(10))  # three blocks
-SMALL = [9, 9, 9]
 
 
 @dataclass
-class Line:
-    """A request at the head of the line, and who holds what it waits for."""
+class WaitingQueue:
+    """The first waiting request and the sequence that holds the blocks for it."""
 
     manager: BlockManager
     admission: Admission
@@ -27,34 +26,34 @@ class Line:
     holder: Sequence
     head: Request
 
-    def change_freed(self) -> None:
+    def free_block(self) -> None:
         self.manager.pool.free(self.holder.block_table[-1:])
 
-    def change_head(self) -> None:
-        self.head = make_request("8", SMALL)
+    def replace_head(self) -> None:
+        self.head = make_request("8", [9, 9, 9])
 
-    def change_sample_ended(self) -> None:
+    def end_sample(self) -> None:
         self.head.live_sequences.pop()
 
-    def change_nobody_runs(self) -> None:
-        """Free a sequence whose block another sequence holds too: no block becomes free."""
+    def end_running_request(self) -> None:
+        """End the running request, which has no blocks but requires a spare block."""
         self.running.discard(self.running.first)
 
-    def change_prefix(self) -> None:
+    def register_prefix(self) -> None:
         self.manager.register_full_blocks(self.holder, 4)
 
 
-CHANGES: dict[str, tuple[Callable[[Line], None], list[int], int]] = {
-    # what changes; the head's prompt and its samples, for which one block more was needed
-    "a block was freed": (Line.change_freed, PROMPT, 1),
-    "another stands at the head": (Line.change_head, PROMPT, 1),
-    "a sample ended": (Line.change_sample_ended, [1, 2, 3, 4, 5, 6], 2),
-    "nobody runs, so none is spared": (Line.change_nobody_runs, PROMPT[:8], 1),
-    "its prefix has grown": (Line.change_prefix, PROMPT, 1),
-}
+CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
+    # the change; the prompt and the samples of the first request, which misses one block
+    (WaitingQueue.free_block, PROMPT, 1),
+    (WaitingQueue.replace_head, PROMPT, 1),
+    (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),
+    (WaitingQueue.end_running_request, PROMPT[:8], 1),
+    (WaitingQueue.register_prefix, PROMPT, 1),
+]
 
 
-def make_line(prompt: list[int], num_samples: int, *, spares: bool) -> Line:
+def make_queue(prompt: list[int], num_samples: int, *, spares: bool) -> WaitingQueue:
     manager = BlockManager(6, 4, PrefixCache(4, DIGESTS["xxh3"]))
     space, running = SwapSpace(PreemptionPolicy(), manager), RequestQueue()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
@@ -68,36 +67,31 @@ def make_line(prompt: list[int], num_samples: int, *, spares: bool) -> Line:
     head = make_request("7", prompt, n=num_samples, seq_id=70)
     if num_samples > 1:
         head.num_common_prefix_tokens = len(prompt) - 1
-    return Line(manager, Admission(config, manager, space, running), running, holder, head)
+    return WaitingQueue(manager, Admission(config, manager, space, running), running, holder, head)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_refused_request_fits_as_soon_as_its_blocks_are_free(name: str):
-    change, prompt, num_samples = CHANGES[name]
-    line = make_line(prompt, num_samples, spares=change is Line.change_nobody_runs)
-    for _ in range(2):  # the second time from memory
-        assert line.admission.find_fit(line.head) is None
-    change(line)
-    assert line.admission.find_fit(line.head) is not None
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_swapped_request_fits_as_soon_as_its_blocks_are_free(name: str):
-    change, prompt, num_samples = CHANGES[name]
-    line = make_line(prompt, num_samples, spares=change is Line.change_nobody_runs)
+@pytest.mark.parametrize(("change", "prompt", "num_samples"), CHANGES)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_refused_request_fits_as_soon_as_its_blocks_are_free(
+    change: Callable[[WaitingQueue], None], prompt: list[int], num_samples: int, is_swapped: bool
+):
+    queue = make_queue(prompt, num_samples, spares=change is WaitingQueue.end_running_request)
 
     def fits() -> bool:
-        for (
-            sequence
-        ) in line.head.live_sequences:  # as if it had been swapped out, all of it computed
-            num_blocks = line.manager.num_blocks_for(len(sequence.token_ids))
-            first = 10 * sequence.index
-            sequence.host_block_table = list(range(first, first + num_blocks))
-            sequence.num_computed_tokens = len(sequence.token_ids)
-        line.head.num_common_prefix_tokens, line.head.swap_entry = 0, SwapEntry(1, 0)
-        line.head.status = RequestStatus.SWAPPED
-        return line.admission.find_fit(line.head) is not None
+        if is_swapped:
+            swap_out(queue.head, queue.manager)
+        return queue.admission.find_fit(queue.head) is not None
 
-    assert [fits(), fits()] == [False, False]
-    change(line)
+    assert [fits(), fits()] == [False, False]  # the second answer comes from memory
+    change(queue)
     assert fits()
+
+
+def swap_out(request: Request, manager: BlockManager) -> None:
+    """Put a request into the state after all its tokens were computed and swapped out."""
+    for sequence in request.live_sequences:
+        first, num_tokens = 10 * sequence.index, len(sequence.token_ids)
+        sequence.host_block_table = [*range(first, first + manager.num_blocks_for(num_tokens))]
+        sequence.num_computed_tokens = num_tokens
+    request.num_common_prefix_tokens, request.swap_entry = 0, SwapEntry(1, 0)
+    request.status = RequestStatus.SWAPPED

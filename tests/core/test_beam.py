@@ -1,4 +1,4 @@
-"""Beam search: small cases by hand. test_beam_transformers.py compares with transformers."""
+"""Test beam search on small cases; test_beam_transformers.py compares with transformers."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,9 @@ from jpaged.core.beam import BeamSearch, Continuation, Hypothesis
 
 END = 9
 
-# ------------------------------------------------------------------------- by hand
-
 
 def candidates(*rows: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Each beam's next tokens and their log-probabilities."""
+    """Return each beam's next tokens and their log-probabilities."""
     return np.array([list(row) for row in rows]), np.array(
         [list(row.values()) for row in rows], np.float32
     )
@@ -73,18 +71,19 @@ def test_answer_of_maximum_length_needs_no_end_token():
 def test_score_is_sum_of_logprobs_divided_by_length_power(length_penalty: float, score: float):
     search = BeamSearch(1, length_penalty=length_penalty)
     search.advance([[1, 2, 3]], [-3.0], *candidates({5: -1.0}), max_tokens=4)
-    assert search.hypotheses[0].score == score
-    assert search.hypotheses[0].cumulative_logprob == -4.0
+    assert search.hypotheses == [Hypothesis((1, 2, 3, 5), -4.0, score, False)]
 
 
 def two_answers_and_a_beam(**options) -> tuple[BeamSearch, list[Continuation]]:
-    """A search of width 2 that has just completed two answers, of scores -1 and -2 at length 1,
-    and whose best beam has the log-probability -3; 4 tokens are allowed."""
+    """Return a search of width 2 with answers of scores -1 and -2, and its beams after a step.
+
+    The best beam has the log-probability -3 at length 1, and max_tokens is 4.
+    """
     search = BeamSearch(2, end_token_ids=frozenset({END, 8}), **options)
     return search, first_step(search, {END: -1.0, 8: -2.0, 5: -3.0, 6: -4.0}, max_tokens=4)
 
 
-def test_a_search_ends_when_its_best_beam_scores_no_better_than_its_worst_answer():
+def test_search_ends_when_no_beam_beats_its_worst_answer():
     search, beams = two_answers_and_a_beam()
     assert beams == []
     assert [answer.score for answer in search.hypotheses] == [-1.0, -2.0]
@@ -93,7 +92,7 @@ def test_a_search_ends_when_its_best_beam_scores_no_better_than_its_worst_answer
 
 
 def answers_around_a_beam(**options) -> list[Continuation]:
-    """A search of width 2 with answers of -1 and -2.5 (of length 2) and a best beam of -2.25."""
+    """Return the beams of a search with answers of -1 and -2.5 and a best beam of -2.25."""
     search = BeamSearch(2, end_token_ids=frozenset({END}), **options)
     first_step(search, {END: -1.0, 5: -1.5, 6: -2.0}, max_tokens=4)
     rows = candidates({7: -0.75, END: -1.0, 6: -3.0}, {5: -4.0, 7: -5.0, 6: -6.0})
@@ -107,14 +106,15 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
     assert answers_around_a_beam(early_stopping=False)[0] == Continuation(0, 7, -2.25)
 
 
-def test_early_stopping_never_uses_present_length_if_longer_is_worse():
-    # With this penalty the worst answer has -5 and the beam -4.5, but at 4 tokens it has -9.
+def test_never_stopping_rule_uses_present_length_if_longer_scores_worse():
+    # The worst answer scores -5. The beam scores -4.5 now, and -9 at 4 tokens.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
-def test_early_stopping_never_ends_only_if_no_length_can_improve():
-    # At 4 tokens the beam of -3 would score -0.75 or, the penalty being 0, still -3.
+def test_never_stopping_rule_ends_only_if_no_length_can_improve():
+    # The best beam has -3. At 4 tokens its score would be -0.75 with a length penalty of 1, and -3
+    # with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
     assert [beam.token_id for beam in beams] == [5, 6]
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=0.0)[1] == []
@@ -129,7 +129,7 @@ def test_better_answer_replaces_the_worst():
     assert [answer.score for answer in search.hypotheses] == [-1.0, -1.75]
 
 
-def test_a_search_of_width_one_is_greedy_whatever_its_early_stopping():
+def test_width_one_search_is_greedy_with_any_early_stopping():
     search = BeamSearch(1, early_stopping="never", end_token_ids=frozenset({END}))
     assert first_step(search, {END: -0.6, 5: -0.8}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
@@ -173,43 +173,31 @@ def test_search_copies_its_arguments():
     assert search.num_candidates == 3
 
 
-# ------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize("width", [0, -3, 2.0, True, "2", None])
-def test_a_bad_width_is_refused(width):
-    with pytest.raises(ValueError, match=rf"width={width!r} "):
-        BeamSearch(width)
-
-
-@pytest.mark.parametrize("penalty", [float("nan"), float("inf"), -float("inf"), "1", None])
-def test_a_bad_length_penalty_is_refused(penalty):
-    with pytest.raises(ValueError, match=rf"length_penalty={penalty!r} "):
-        BeamSearch(2, length_penalty=penalty)
-
-
-@pytest.mark.parametrize("early_stopping", ["always", "", None, 1, 0.0])
-def test_a_bad_early_stopping_is_refused(early_stopping):
-    with pytest.raises(ValueError, match=rf"early_stopping={early_stopping!r} "):
-        BeamSearch(2, early_stopping=early_stopping)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("width", [0, -3, 2.0, True, "2", None]),
+        ("length_penalty", [float("nan"), float("inf"), -float("inf"), "1", None]),
+        ("early_stopping", ["always", "", None, 1, 0.0]),
+    ],
+)
+def test_bad_option_is_refused(name: str, values: list):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"{name}={value!r} "):
+            BeamSearch(**{"width": 2, name: value})
 
 
 @pytest.mark.parametrize(
-    ("outputs", "scores", "num_rows", "match"),
+    ("outputs", "scores", "num_rows", "num_logprobs", "match"),
     [
-        ([], [], 0, "at least one"),
-        ([[1], [2]], [0.0], 2, r"scores \(1\)"),
-        ([[1], [2]], [0.0, 0.0], 1, r"token_ids \(1\)"),
-        ([[1], [2, 3]], [0.0, 0.0], 2, r"lengths \[1, 2\]"),
+        ([], [], 0, 3, "at least one"),
+        ([[1], [2]], [0.0], 2, 3, r"scores \(1\)"),
+        ([[1], [2]], [0.0, 0.0], 1, 3, r"token_ids \(1\)"),
+        ([[1], [2, 3]], [0.0, 0.0], 2, 3, r"lengths \[1, 2\]"),
+        ([[]], [0.0], 1, 2, "the same shape"),
     ],
 )
-def test_mismatched_beam_arrays_are_refused(outputs, scores, num_rows, match):
-    rows = np.zeros((num_rows, 3), np.int32), np.zeros((num_rows, 3), np.float32)
+def test_mismatched_beam_arrays_are_refused(outputs, scores, num_rows, num_logprobs, match):
+    rows = np.zeros((num_rows, 3), np.int32), np.zeros((num_rows, num_logprobs), np.float32)
     with pytest.raises(ValueError, match=match):
         BeamSearch(2).advance(outputs, scores, *rows, max_tokens=8)
-
-
-def test_candidates_of_different_shapes_are_refused():
-    rows = np.zeros((1, 3), np.int32), np.zeros((1, 2), np.float32)
-    with pytest.raises(ValueError, match="the same shape"):
-        BeamSearch(2).advance([[]], [0.0], *rows, max_tokens=8)

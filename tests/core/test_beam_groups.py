@@ -1,4 +1,4 @@
-"""Beam search in the scheduler by literal plans: a search of width 2 over a made-up table."""
+"""Test beam search in the scheduler by literal plans of a search of width 2."""
 
 import core_fake_device
 import numpy as np
@@ -16,7 +16,7 @@ PROBABILITIES = {
     (1,): {4: 0.4, 5: 0.3, 6: 0.3},
     (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) overtakes (1, 4)
     (1, 4): {7: 0.4, 8: 0.3, 9: 0.3},
-    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # both go on, and (1, 4) is pruned
+    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # two continuations of (2, 4) prune (1, 4)
 }
 OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
 
@@ -39,7 +39,7 @@ def add_search(driver: Driver, name: str = "1", max_tokens: int = 4, **options) 
 
 
 def beams(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
-    """The outputs so far, best first."""
+    """Return the output tokens of the live beams, best first."""
     return [tuple(beam.output_token_ids) for beam in driver.requests[name].live_sequences]
 
 
@@ -49,11 +49,11 @@ def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
 
 
-def test_forks_copies_and_prunes():
+def test_search_forks_copies_and_prunes_beams():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 6, True)]  # a search samples once, from the whole prompt
+    assert shape(plan) == [(10, 0, 6, True)]  # one beam computes the whole prompt
     assert beams(driver) == [(1,), (2,)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
 
@@ -82,7 +82,6 @@ def test_forks_copies_and_prunes():
 
 @pytest.mark.parametrize("pruned", [0, 1])
 def test_beam_without_continuation_frees_its_blocks(pruned: int, monkeypatch: pytest.MonkeyPatch):
-    """Be it the first: the other one has both of the best continuations."""
     other = 1 - pruned
     following = {(1 + pruned,): {4: 0.1, 5: 0.1}, (1 + other,): {6: 0.6, 7: 0.4}}
     monkeypatch.setattr(__name__ + ".PROBABILITIES", PROBABILITIES | following)
@@ -129,17 +128,15 @@ def test_search_waits_until_all_beams_were_computed():
     while not driver.plans or not driver.plans[-1].scheduled[0].is_sampled:
         driver.step()
     assert shape(driver.step()) == [(10, 6, 1, True)]
-    assert (beams(driver), driver.requests["1"].live_sequences[0].candidates is None) == (
-        [(1,), (2,)],
-        False,
-    )
+    assert beams(driver) == [(1,), (2,)]
+    assert driver.requests["1"].live_sequences[0].candidates is not None
     assert shape(driver.step()) == [(11, 6, 1, True)]
     assert beams(driver) == [(2, 4), (1, 4)]
     driver.run()
 
 
 def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
-    """The step of both beams is launched and not read, when the first request takes a block."""
+    """Preempt both beams of request 2 while a step of the beams is in flight."""
     scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
     driver = Driver(scheduler, lag=1)
     driver.add(make_request("1", 2, max_tokens=11))
@@ -156,15 +153,15 @@ def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     return driver
 
 
-def test_preempted_beams_take_their_step_and_are_recomputed():
+def test_preempted_beams_read_their_step_in_flight_and_are_recomputed():
     driver = preempted_in_flight(PreemptionPolicy())
     assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
-    assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]  # the next ones, without any block
+    assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "2") == [[], []]
     while status(driver, "2") == "preempted":
         plan = driver.step()
-    assert shape(plan) == [(11, 0, 8, False)]  # what both have in common
+    assert shape(plan) == [(11, 0, 8, False)]  # the common prefix
     driver.read()
     plan = the(driver.step())
     assert (forks(plan), plan.block_copies) == ([(11, 12)], ())
@@ -173,24 +170,26 @@ def test_preempted_beams_take_their_step_and_are_recomputed():
     assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
 
 
-def test_swapped_out_beams_take_their_step_in_the_swap_entry():
+def test_swapped_out_beams_read_their_step_and_prune_the_swap_entry():
     driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5
-    assert [beam.host_block_table for beam in driver.requests["2"].live_sequences] == [
-        [0, 1, 2, 3],
-        [0, 1, 2, 4],
-    ]
+    live = driver.requests["2"].live_sequences
+    assert [beam.host_block_table for beam in live] == [[0, 1, 2, 3], [0, 1, 2, 4]]
     driver.read()
     assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]
-    assert [beam.host_block_table for beam in driver.requests["2"].live_sequences] == [
-        [0, 1, 2, 3]
-    ] * 2
+    live = driver.requests["2"].live_sequences
+    assert [beam.host_block_table for beam in live] == [[0, 1, 2, 3]] * 2
     driver.scheduler.check_integrity()
     while status(driver, "2") == "swapped":
         plan = driver.step()
-    ((_, places),) = the(plan).swap_ins
-    assert [entry for entry, _ in places] == [0, 1, 2, 3]  # the pruned beam's stays behind
+    ((_, copies),) = the(plan).swap_ins
+    assert [host_block for host_block, _ in copies] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # not the pruned beam's block
     plan = the(driver.step())
     assert (shape(plan), forks(plan)) == ([(11, 8, 1, True), (12, 8, 1, True)], [])
     assert not plan.is_decode

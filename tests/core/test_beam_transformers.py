@@ -1,4 +1,4 @@
-"""Beam search compared with transformers' own: equal answers, equal scores."""
+"""Test that beam search gives the answers and scores of transformers."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from covering import covering
 
 from jpaged.core.beam import BeamSearch
 
-# Both are imported by the tests alone: that takes seconds, and the other tests here need neither.
+# The tests import torch and transformers in functions, because the imports take seconds.
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 VOCAB = 40
@@ -30,7 +30,7 @@ Answers = Sequence[tuple[list[int], float | None]]
 
 @pytest.fixture(autouse=True)
 def torch_thread() -> Iterator[None]:
-    """PyTorch with one thread: several that share a busy CPU wait for one another for long."""
+    """Run PyTorch with one thread: several threads are slow on a busy CPU."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -41,8 +41,7 @@ def torch_thread() -> Iterator[None]:
 
 @functools.cache
 def tables():
-    """Tokens differ by position, because two orders of the same pairs would otherwise have equal
-    scores."""
+    """Return logits by position: without positions, reordered token pairs have equal scores."""
     import torch
 
     size = (2 + max(MAX_TOKENS), VOCAB, VOCAB)
@@ -52,7 +51,7 @@ def tables():
 
 
 def logits_after(tokens):
-    """float32 [B, V]: what the model says after the tokens, an int tensor [B, length]."""
+    """Return float32 logits [B, V] after the tokens, an int tensor [B, length]."""
     return tables()[tokens.shape[1], tokens[:, -1]] + tables()[0, tokens[:, -2]]
 
 
@@ -64,7 +63,7 @@ def logprobs_after(tokens: list[list[int]]) -> np.ndarray:
 
 @functools.cache
 def table_model() -> Any:
-    """A language model of transformers that looks its logits up: no rounding but the search's."""
+    """Return a transformers model with a table of logits, so that only the search rounds."""
     import torch
 
     transformers: Any = import_module("transformers")
@@ -90,7 +89,7 @@ def table_model() -> Any:
 def answers_of_transformers(
     prompts: list[list[int]], width: int, max_tokens: int, ends, **options
 ) -> list[Answers]:
-    """Each prompt's answers with their scores (None of greedy search), best first."""
+    """Return the answers of each prompt, best first; greedy search gives no scores (None)."""
     import torch
 
     result = table_model().generate(
@@ -127,7 +126,7 @@ def best_candidates(rows: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def run_search(search: BeamSearch, prompt: list[int], max_tokens: int) -> int:
-    """Drive a search to its end; the number of steps it took."""
+    """Run a search to its end, and return the number of steps."""
     outputs, scores = [[]], [0.0]
     for step in itertools.count(1):
         rows = logprobs_after([[*prompt, *output] for output in outputs])
@@ -172,7 +171,7 @@ def compare(prompts: list[list[int]], width: int, max_tokens: int, ends, seen: C
 
 
 def all_options():
-    """The options of a search with its end tokens, in all combinations."""
+    """Yield all combinations of options and end tokens."""
     for penalty, stopping, num_ends in itertools.product(
         LENGTH_PENALTIES, EARLY_STOPPING, NUM_ENDS
     ):
@@ -188,12 +187,12 @@ def all_options():
         keep=lambda width, max_tokens: (max_tokens == 20) == (width % 2 == 1),
     ),
 )
-def test_answers_and_scores_are_those_of_transformers(width: int, max_tokens: int):
+def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: int):
     seen = Counter()
     for options, ends in all_options():
         compare(PROMPTS, width, max_tokens, ends, seen, **options)
     assert seen["searches"] == 45 * len(PROMPTS)
-    # A third of the searches have no end token at all.
+    # A third of the searches have no end token.
     assert seen["ended inside"] > seen["searches"] / 2
     if width > 1:
         assert seen["went on after an answer"] > seen["searches"] / 3
@@ -203,7 +202,7 @@ def test_answers_and_scores_are_those_of_transformers(width: int, max_tokens: in
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_beam_search_without_max_tokens_equals_transformers(width: int):
+def test_single_prompts_give_the_answers_of_transformers(width: int):
     seen = Counter()
     for number, (options, ends) in enumerate(all_options()):
         compare([[number % VOCAB, 7]], width, 9, ends, seen, **options)

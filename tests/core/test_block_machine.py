@@ -1,8 +1,4 @@
-"""Random work on the block manager against a naive model that predicts every block id.
-
-The model of the prefix cache stores with each registered block all tokens up to its end, and knows
-no hashes and no chains.
-"""
+"""Compare random work on the block manager with a naive model that predicts every block id."""
 
 from collections import Counter
 
@@ -20,7 +16,11 @@ salts = st.sampled_from([None, "a"])
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """The model is a list of free ids, oldest first, and each sequence's table."""
+    """Compares the manager with a list of free ids, oldest first, and a table per sequence.
+
+    Attributes:
+        contents: Salt and all tokens up to the end of each registered block, oldest first.
+    """
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.free = list(range(1, NUM_USABLE + 1))
         self.tables: dict[int, list[int]] = {}
-        self.contents: dict[int, tuple] = {}  # of registered blocks, oldest first
+        self.contents: dict[int, tuple] = {}
         self.num_made = 0
 
     def make(self, token_ids: list[int], salt: str | None) -> Sequence:
@@ -41,7 +41,7 @@ class BlockMachine(RuleBasedStateMachine):
         return Counter(block_id for table in self.tables.values() for block_id in table)
 
     def model_append(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Append tokens one at a time to the model of the pool, and return the copies."""
+        """Append tokens one at a time to the model, and return the block copies."""
         table, copies = self.tables[sequence.seq_id], ()
         for position in range(
             sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
@@ -124,7 +124,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_behind=st.integers(0, 4))
     def register(self, data: st.DataObject, num_behind: int):
-        """As reading a step does, perhaps one that is not the last."""
+        """Register full blocks as if up to 4 of the computed tokens were still on the device."""
         sequence = data.draw(st.sampled_from(self.sequences))
         num_tokens = max(sequence.num_computed_tokens - num_behind, 0)
         self.manager.register_full_blocks(sequence, num_tokens)

@@ -1,3 +1,5 @@
+"""Test the costs of swapping and recomputing."""
+
 import math
 
 import pytest
@@ -22,13 +24,13 @@ def test_swap_cost_includes_both_directions(num_blocks: int, one_way: float):
     assert math.isclose(COSTS.swap_cost(num_blocks), 2 * one_way)
 
 
-def test_one_measured_swap_size_is_enough():
+def test_swap_cost_scales_with_blocks_after_one_measurement():
     costs = PreemptionCosts(((64, 1.0),), ((8, 0.1),))
     assert [round(costs.swap_cost(n), 9) for n in (1, 8, 20)] == [0.2, 0.2, 0.5]
 
 
 def test_large_swaps_cost_the_measured_time():
-    """Out of an H200 (Qwen3-0.6B, 128 blocks a chunk): one chunk, two and eight, which overlap."""
+    """Use times of Qwen3-0.6B on an H200, where chunks of 128 blocks overlap."""
     milliseconds = {64: 3.81, 256: 10.16, 1024: 35.58}
     costs = PreemptionCosts(((64, 1.0),), tuple((n, milliseconds[n]) for n in (64, 256)))
     assert math.isclose(costs.swap_cost(1024) / 2, milliseconds[1024], rel_tol=0.01)
@@ -40,7 +42,7 @@ def test_a_longer_swap_is_never_cheaper():
 
 
 @pytest.mark.parametrize("times", [(), ((0, 1.0),), ((8, 1.0), (8, 2.0)), ((8, -1.0),)])
-def test_bad_times_are_refused(times):
+def test_empty_unsorted_or_negative_times_are_refused(times):
     with pytest.raises(ValueError, match="swap_seconds="):
         PreemptionCosts(((64, 1.0),), times)
     with pytest.raises(ValueError, match="prefill_seconds="):

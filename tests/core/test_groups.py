@@ -1,24 +1,23 @@
-"""Parallel sampling by literal plans: one computes what all share, the others fork from it."""
+"""Test parallel sampling by literal plans."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import Driver, driver_of, make_request, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
 
 from jpaged.core.groups import common_prefix_length
 from jpaged.core.request import FinishReason, Sequence
 
 
-def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_last_writer():
-    driver = Driver(make_scheduler(block_size=4))
-    driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=3))
-    plan = the(driver.step())  # all but the last token of the prompt, from which each samples
+def test_samples_share_the_prompt_and_copy_its_last_block():
+    driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=3), block_size=4)
+    plan = the(driver.step())  # each sample computes the last token of the prompt
     assert shape(plan) == [(10, 0, 5, False)]
     assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
     assert tables(driver, "1") == [[1, 2], [], []]
     plan = the(driver.step())
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 5, 1, True), (11, 5, 1, True), (12, 5, 1, True)]
-    assert plan.block_copies == ((2, 3), (2, 4))  # the third has block 2 alone by then
+    assert plan.block_copies == ((2, 3), (2, 4))  # the last sample keeps block 2
     assert updates(plan) == [((1, 3),), ((1, 4),), ()]
     assert plan.is_decode
     assert tables(driver, "1") == [[1, 3], [1, 4], [1, 2]]
@@ -30,7 +29,6 @@ def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_l
 
 
 def test_many_groups_fork_in_one_step():
-    """However many copies that takes, all are made before any sequence writes."""
     driver = Driver(make_scheduler(300, 4, max_num_seqs=144, max_num_batched_tokens=144))
     for name in "123456789":
         driver.add(make_request(name, 3, max_tokens=3, seq_id=16 * int(name), n=16))
@@ -40,45 +38,33 @@ def test_many_groups_fork_in_one_step():
     driver.run()
 
 
-def test_a_prompt_of_one_token_has_nothing_to_share():
-    driver = Driver(make_scheduler(block_size=4))
-    driver.add(make_request("1", 1, max_tokens=2, seq_id=10, n=2))
+@pytest.mark.parametrize(
+    ("prompt", "num_shared", "forked", "copies", "expected"),
+    [
+        (1, 0, [], (), [[1], [2]]),
+        (4, 3, [(10, 11)], ((1, 2),), [[2], [1]]),
+        (5, 4, [(10, 11)], (), [[1, 2], [1, 3]]),
+    ],
+)
+def test_samples_share_all_prompt_tokens_except_the_last(
+    prompt: int, num_shared: int, forked: list, copies: tuple, expected: list
+):
+    driver = driver_of(make_request("1", prompt, seq_id=10, n=2))
+    if num_shared > 0:
+        assert shape(driver.step()) == [(10, 0, num_shared, False)]
     plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 1, True), (11, 0, 1, True)]
-    assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
-    assert tables(driver, "1") == [[1], [2]]
-    driver.run()
-
-
-def test_common_prefix_of_whole_blocks_is_shared_without_copies():
-    driver = Driver(make_scheduler(block_size=4))
-    driver.add(make_request("1", 5, max_tokens=2, seq_id=10, n=2))
-    assert shape(driver.step()) == [(10, 0, 4, False)]
-    plan = the(driver.step())
-    assert (forks(plan), plan.block_copies) == ([(10, 11)], ())
-    assert updates(plan) == [((1, 2),), ((1, 3),)]
-    assert plan.is_decode
-    driver.run()
-
-
-def test_prompt_of_whole_blocks_copies_its_last_block_per_sample():
-    driver = Driver(make_scheduler(block_size=4))
-    driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=2))
-    assert shape(driver.step()) == [(10, 0, 3, False)]
-    plan = the(driver.step())
-    assert (forks(plan), plan.block_copies) == ([(10, 11)], ((1, 2),))
-    assert tables(driver, "1") == [[2], [1]]
-    plan = the(driver.step())
-    assert (plan.block_copies, updates(plan)) == ((), [((1, 3),), ((1, 4),)])
+    assert shape(plan) == [(10, num_shared, 1, True), (11, num_shared, 1, True)]
+    assert (forks(plan), plan.block_copies, plan.is_decode) == (forked, copies, num_shared > 0)
+    assert tables(driver, "1") == expected
+    assert the(driver.step()).block_copies == ()
     driver.run()
 
 
 def test_samples_of_a_cached_prompt_join_with_whole_tables():
-    driver = Driver(make_scheduler(block_size=4, digest="xxh3"))
-    driver.add(make_request("1", list(range(9)), max_tokens=1))
+    driver = driver_of(make_request("1", list(range(9)), max_tokens=1), block_size=4, digest="xxh3")
     driver.run()
     driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
-    plan = the(driver.step())  # no sequence has a row to fork from
+    plan = the(driver.step())  # without row forks
     assert forks(plan) == []
     assert shape(plan) == [(10, 8, 1, True), (11, 8, 1, True)]
     assert updates(plan) == [((0, 1), (1, 2), (2, 4)), ((0, 1), (1, 2), (2, 5))]
@@ -111,7 +97,7 @@ def test_step_with_a_small_budget_computes_part_of_a_group():
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
     assert shape(driver.step()) == [(10, 2, 1, False)]
-    plan = the(driver.step())  # all have rows, one of them waits
+    plan = the(driver.step())  # all samples have rows, one row waits
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 3, 1, True), (11, 3, 1, True)]
     assert tables(driver, "1") == [[2], [3], [1]]
@@ -120,9 +106,8 @@ def test_step_with_a_small_budget_computes_part_of_a_group():
     driver.run()
 
 
-def test_the_overlapped_loop_plans_samples_ahead():
-    driver = Driver(make_scheduler(block_size=4), lag=1)
-    driver.add(make_request("1", 6, max_tokens=3, seq_id=10, n=2))
+def test_overlapped_loop_plans_samples_before_it_reads_their_steps():
+    driver = driver_of(make_request("1", 6, max_tokens=3, seq_id=10, n=2), lag=1, block_size=4)
     plans = [driver.step() for _ in range(4)]
     assert [shape(plan) for plan in plans] == [
         [(10, 0, 5, False)],
@@ -147,7 +132,7 @@ def test_preempted_group_recomputes_its_common_prefix_and_forks():
     assert tables(driver, "2") == [[], []]
     while status(driver, "2") == "preempted":
         plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 4, False)]  # the whole prompt now: each has an output after it
+    assert shape(plan) == [(10, 0, 4, False)]  # the whole prompt: each sample has an output token
     plan = the(driver.step())
     assert forks(plan) == [(10, 11)]
     assert shape(plan) == [(10, 4, 1, True), (11, 4, 1, True)]
@@ -168,8 +153,8 @@ def test_first_sample_that_ends_in_the_common_prefix_is_replaced(lag: int):
     assert [len(stream) for stream in driver.streams.values()] == [0, 3, 3]
 
 
-def starved_at_its_forks() -> Driver:
-    """Return a driver whose samples have forked and wait for blocks of an aborted request."""
+def driver_with_waiting_forks() -> Driver:
+    """Return a driver whose forked samples wait for blocks of an aborted request."""
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_batched_tokens=8), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=3))
     driver.add(make_request("2", 5, seq_id=20))
@@ -180,16 +165,19 @@ def starved_at_its_forks() -> Driver:
     return driver
 
 
-def test_forks_may_wait_for_blocks():
-    driver = starved_at_its_forks()
+@pytest.mark.parametrize(("ended", "expected"), [(None, [(10, 11), (10, 12)]), (1, [(10, 12)])])
+def test_forks_wait_for_blocks(ended: int | None, expected: list[tuple[int, int]]):
+    driver = driver_with_waiting_forks()
+    if ended is not None:
+        driver.scheduler.finish_sequence(samples(driver, "1")[ended], FinishReason.ABORT)
     driver.read()
     plan = the(driver.step())
-    assert (forks(plan), plan.released_seq_ids) == ([(10, 11), (10, 12)], (20,))
+    assert (forks(plan), plan.released_seq_ids) == (expected, (20,))
     driver.run()
 
 
 def test_children_join_alone_if_the_parent_ends_before_the_fork():
-    driver = starved_at_its_forks()
+    driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
     plan = the(driver.step())
@@ -197,15 +185,6 @@ def test_children_join_alone_if_the_parent_ends_before_the_fork():
     assert shape(plan) == [(11, 3, 1, True), (12, 3, 1, True)]
     assert updates(plan) == [((0, 4),), ((0, 1),)]
     assert not plan.is_decode
-    driver.run()
-
-
-def test_a_child_that_ends_before_it_got_a_row_is_not_released():
-    driver = starved_at_its_forks()
-    driver.scheduler.finish_sequence(samples(driver, "1")[1], FinishReason.ABORT)
-    driver.read()
-    plan = the(driver.step())
-    assert (forks(plan), plan.released_seq_ids) == ([(10, 12)], (20,))
     driver.run()
 
 
@@ -221,30 +200,24 @@ def test_group_waits_until_rows_for_all_samples_are_free():
     assert list(dict.fromkeys(joined)) == ["1", "2", "3"]
 
 
-def test_a_group_joins_only_if_all_of_it_fits():
-    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
-    driver.add(make_request("1", 5, max_tokens=3))
-    # Two blocks, a copy of the partly filled one and a spare: one more than are free.
-    driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+@pytest.mark.parametrize(("num_blocks", "expected"), [(6, "waiting"), (7, "running")])
+def test_group_joins_only_if_all_its_samples_fit(num_blocks: int, expected: str):
+    # Request 2 needs two blocks, a copy of the partial block, and a spare.
+    requests = make_request("1", 5, 3), make_request("2", 6, 2, n=2, seq_id=10)
+    driver = driver_of(*requests, num_blocks=num_blocks)
     driver.step()
-    assert (num_free(driver), status(driver, "2")) == (3, "waiting")
+    assert status(driver, "2") == expected
     driver.run()
-    roomy = Driver(make_scheduler(num_blocks=7, block_size=4))
-    roomy.add(make_request("1", 5, max_tokens=3))
-    roomy.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
-    roomy.step()
-    assert status(roomy, "2") == "running"
-    roomy.run()
 
 
-def test_a_group_that_was_refused_joins_once_enough_of_it_has_ended():
+def test_refused_group_joins_after_one_of_its_samples_ends():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 5, max_tokens=3))
     driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
     driver.step()
     assert (num_free(driver), status(driver, "2")) == (3, "waiting")
     driver.scheduler.finish_sequence(samples(driver, "2")[1], FinishReason.ABORT)
-    driver.step()  # though no block was freed since
+    driver.step()
     assert status(driver, "2") == "running"
     driver.run()
 
@@ -256,7 +229,7 @@ def test_no_request_joins_while_a_running_one_waits_for_blocks():
     driver.step()
     driver.scheduler.abort("2")
     driver.add(make_request("3", 1))
-    assert num_free(driver) == 2  # enough for the third, but the group needs three
+    assert num_free(driver) == 2  # enough for request 3, but request 1 needs three
     assert driver.scheduler.schedule() is None
     assert (num_free(driver), status(driver, "3")) == (2, "waiting")
     driver.read()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_faults import InjectedError, Injector, Place
+from core_plans import the
 from test_random_groups import Tally, Work
 
 from jpaged.core import scheduler
@@ -30,7 +31,7 @@ PLACES = [
 
 
 class FaultyDriver(Driver):
-    """Knows that a turn can plan nothing because the only request's planning failed."""
+    """Allows turns without a plan after the planning of the only request failed."""
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.goal)
@@ -73,36 +74,34 @@ def test_random_faults_in_planning():
 
 
 def test_planning_fault_of_one_request_leaves_the_others_running():
-    scheduler = make_scheduler(num_blocks=33)
-    driver = FaultyDriver(scheduler)
+    driver = FaultyDriver(make_scheduler(num_blocks=33))
     for name in "123":
         driver.add(make_request(name, 5))
     append = BlockManager.append
 
-    def fails_for_two(manager: BlockManager, sequence: Any, num_tokens: int) -> Any:
+    def fail_request_2(manager: BlockManager, sequence: Any, num_tokens: int) -> Any:
         if sequence.request.request_id == "2":
             raise InjectedError
         return append(manager, sequence, num_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockManager, "append", fails_for_two)
-        plan = driver.step()
-    assert plan is not None
+        patch.setattr(BlockManager, "append", fail_request_2)
+        plan = the(driver.step())
     assert [row.sequence.request.request_id for row in plan.scheduled] == ["1"]
     driver.run()
     reasons = [driver.requests[name].finish_reason for name in "123"]
     assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
 
 
-def test_inconsistent_state_raises_instead_of_failing_one_request():
+def test_planning_raises_if_a_fault_leaves_inconsistent_state():
     scheduler = make_scheduler(num_blocks=33)
     scheduler.add(make_request("1", 5))
 
-    def lose_a_block(manager: BlockManager, *_: Any) -> Any:
+    def leak_block(manager: BlockManager, *_: Any) -> Any:
         manager.pool.allocate(1)
         raise InjectedError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockManager, "append", lose_a_block)
+        patch.setattr(BlockManager, "append", leak_block)
         with pytest.raises(IntegrityError):
             scheduler.schedule()

@@ -1,11 +1,11 @@
-"""The prefix cache on the block manager, by literal block ids."""
+"""Test the prefix cache of a block manager by literal block ids."""
 
 import pytest
 from core_driver import DIGESTS
 from core_plans import queue_of
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.block_pool import BlockCounts, IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import BlockCounts, IntegrityError
 from jpaged.core.prefix_cache import REGISTRATION_ENDED, ROOT_ENTRY_ID, PrefixCache
 from jpaged.core.request import Sequence
 
@@ -24,7 +24,7 @@ def join(
     seq_id: int = 0,
     is_read: bool = True,
 ) -> Sequence:
-    """A sequence that takes what is cached, computes the rest, and is read if `is_read`."""
+    """Admit a sequence with its cached prefix and compute the rest; register it if `is_read`."""
     sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
     prefix = manager.find_prefix(sequence)
     num_tokens = len(token_ids) - len(prefix) * manager.block_size
@@ -63,53 +63,12 @@ def test_freed_full_blocks_are_found_by_a_lookup():
     manager.check_integrity([second])
 
 
-def test_a_hit_ends_where_the_tokens_differ():
+def test_cached_prefix_ends_where_the_tokens_differ():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:12]))
     assert hits(manager, [*LETTERS[:8], 99, 99, 99, 99, 12]) == [1, 2]
     assert hits(manager, [*LETTERS[:3], 99, *LETTERS[4:12]]) == []
-    assert hits(manager, LETTERS[4:12]) == []  # the same tokens elsewhere are not the same KV
-
-
-def test_blocks_in_use_are_shared():
-    manager = make_manager()
-    first = join(manager, LETTERS[:9])
-    second = join(manager, LETTERS[:9], seq_id=1)
-    assert (first.block_table, second.block_table) == ([1, 2, 3], [1, 2, 4])
-    assert [block.ref_cnt for block in manager.pool.blocks[:5]] == [0, 2, 2, 1, 1]
-    manager.check_integrity([first, second])
-    manager.free(first)
-    assert queue_of(manager)[-1] == 3
-    manager.free(second)
-    assert queue_of(manager)[-4:] == [3, 4, 2, 1]
-
-
-@pytest.mark.parametrize(("num_tokens", "expected"), [(1, []), (4, []), (5, [1]), (8, [1])])
-def test_prefix_lookup_leaves_one_token_to_compute(num_tokens: int, expected: list[int]):
-    manager = make_manager()
-    free(manager, join(manager, LETTERS[:8]))
-    assert hits(manager, LETTERS[:num_tokens]) == expected
-
-
-def test_end_of_a_sequence_is_evicted_before_its_beginning():
-    manager = make_manager(6)
-    free(manager, join(manager, LETTERS[:20]))
-    assert queue_of(manager) == [5, 4, 3, 2, 1]
-    taken = join(manager, LETTERS[50:58], is_read=False)
-    assert taken.block_table == [5, 4]
-    assert hits(manager, LETTERS[:21]) == [1, 2, 3]
-    assert manager.pool.block_counts() == BlockCounts(free=0, used=2, cached=3, total=5)
-    manager.check_integrity([taken])
-
-
-def test_the_least_recently_used_prefix_is_evicted_first():
-    manager = make_manager(5)
-    free(manager, join(manager, LETTERS[:8]), join(manager, LETTERS[50:58], seq_id=1))
-    assert queue_of(manager) == [2, 1, 4, 3]
-    free(manager, join(manager, LETTERS[:9], is_read=False))  # takes the other's tail
-    assert queue_of(manager) == [3, 4, 2, 1]
-    assert hits(manager, LETTERS[50:60]) == [3]
-    assert hits(manager, LETTERS[:9]) == [1, 2]
+    assert hits(manager, LETTERS[4:12]) == []  # the same tokens at other positions
 
 
 def test_different_salts_share_no_blocks():
@@ -126,9 +85,8 @@ def test_different_salts_share_no_blocks():
 def test_hash_collision_is_a_miss():
     manager = make_manager(digest="constant")
     first = join(manager, LETTERS[:8])
-    assert (
-        first.num_registered_blocks == REGISTRATION_ENDED
-    )  # its second block has the hash of its first
+    # The second block has the hash of the first.
+    assert first.num_registered_blocks == REGISTRATION_ENDED
     other = join(manager, LETTERS[50:58], seq_id=1)
     assert other.block_table == [3, 4]
     manager.check_integrity([first, other])
@@ -141,7 +99,7 @@ def test_hash_collision_is_a_miss():
 def test_blocks_after_an_evicted_parent_are_not_found():
     manager = make_manager(4)
     child = join(manager, LETTERS[:8])
-    manager.pool.free([1])  # out of order, as no sequence does it
+    manager.pool.free([1])  # a sequence would free block 2 first
     child.block_table = [2]
     manager.pool.free_block_queue.move_to_end(1)
     other = Sequence(1, LETTERS[50:58], 8)
@@ -155,47 +113,17 @@ def test_blocks_after_an_evicted_parent_are_not_found():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
-def test_two_blocks_with_the_same_tokens_share_an_entry():
-    manager = make_manager(6)
-    first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
-    for sequence in (first, second):
-        manager.register_full_blocks(sequence, 8)
-    assert hits(manager, LETTERS[:9]) == [1, 2]
-    free_first = first.block_table
-    manager.free(first)
-    first.num_computed_tokens = 0
-    assert free_first == [1, 2]
-    taken = join(manager, LETTERS[50:62], seq_id=2, is_read=False)
-    assert taken.block_table == [5, 2, 1]
-    assert hits(manager, LETTERS[:9]) == [3, 4]
-    manager.check_integrity([second, taken])
-
-
 def test_only_computed_and_known_tokens_are_registered():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
     assert hits(manager, LETTERS[:13]) == [1]
-    del sequence.token_ids[10:]  # two tokens are on the device still
+    del sequence.token_ids[10:]  # two tokens are still on the device
     manager.register_full_blocks(sequence, 12)
     assert hits(manager, LETTERS[:13]) == [1, 2]
     manager.free(sequence)
-    manager.register_full_blocks(sequence, 12)  # it lost its blocks meanwhile
+    manager.register_full_blocks(sequence, 12)  # without blocks
     assert hits(manager, LETTERS[:13]) == [1, 2]
-
-
-def test_hits_in_the_free_queue_count_as_needed_blocks():
-    manager = make_manager(4)
-    free(manager, join(manager, LETTERS[:8]))
-    sequence = Sequence(1, LETTERS[:13], 13)
-    prefix = manager.find_prefix(sequence)
-    assert [block.block_id for block in prefix] == [1, 2]
-    manager.admit(sequence, prefix)
-    assert queue_of(manager) == [3]
-    assert manager.num_new_blocks(sequence, 4) == 1 == manager.num_free_blocks
-    with pytest.raises(OutOfBlocksError):
-        manager.append(sequence, 5)
-    assert (sequence.block_table, queue_of(manager)) == ([1, 2], [3])
 
 
 def test_reset_clears_the_cache_and_stops_registration():
@@ -240,21 +168,7 @@ def test_pinned_blocks_are_never_evicted():
     free(manager, taken)
 
 
-def test_fork_continues_the_prefix_chain_of_its_parent():
-    manager = make_manager()
-    parent, child = join(manager, LETTERS[:6]), Sequence(1, LETTERS[:6], 6)
-    manager.fork(parent, child)
-    child.num_computed_tokens = 6
-    child.token_ids += LETTERS[90:93]
-    manager.append(child, 3)
-    child.num_computed_tokens = 9
-    manager.register_full_blocks(child, 9)
-    assert child.block_table == [1, 3, 4]
-    assert hits(manager, [*LETTERS[:6], *LETTERS[90:93]]) == [1, 3]
-    manager.check_integrity([parent, child])
-
-
-def test_seeds_differ_between_caches_and_hashes_between_contents():
+def test_two_caches_hash_the_same_tokens_differently():
     digests = set()
     for cache in (PrefixCache(4), PrefixCache(4)):
         manager = BlockManager(5, 4, cache)
@@ -263,76 +177,40 @@ def test_seeds_differ_between_caches_and_hashes_between_contents():
         assert content is not None
         digests.add(content.digest)
     assert len(digests) == 2
+
+
+def test_prefix_cache_of_another_block_size_is_refused():
     with pytest.raises(ValueError, match="prefix_cache has block_size=8"):
         BlockManager(5, 4, PrefixCache(8))
-
-
-def damage_content(manager: BlockManager, sequence: Sequence) -> None:
-    sequence.token_ids[0] = 99
 
 
 def test_check_integrity_names_holders_of_a_wrong_block():
     manager = make_manager()
     sequence = join(manager, LETTERS[:9])
-    damage_content(manager, sequence)
+    sequence.token_ids[0] = 99
     with pytest.raises(IntegrityError, match=r"holds block 1 \(ref_cnt=1\), which is cached with"):
         manager.check_integrity([sequence])
-
-
-def damage_salt(manager: BlockManager, sequence: Sequence) -> None:
-    sequence.cache_salt = "other"
-
-
-def damage_mark(manager: BlockManager, sequence: Sequence) -> None:
-    manager.pool.blocks[1].cache_entry = None
-
-
-def damage_swap(manager: BlockManager, sequence: Sequence) -> None:
-    one, two = manager.pool.blocks[1:3]
-    one.cache_entry, two.cache_entry = two.cache_entry, one.cache_entry
-
-
-def damage_parent(manager: BlockManager, sequence: Sequence) -> None:
-    cache_entry = manager.pool.blocks[1].cache_entry
-    assert cache_entry is not None
-    cache_entry.parent = cache_entry.entry_id
-
-
-def damage_digest(manager: BlockManager, sequence: Sequence) -> None:
-    cache_entry = manager.pool.blocks[1].cache_entry
-    assert cache_entry is not None
-    cache_entry.digest += 1
-
-
-def damage_number(manager: BlockManager, sequence: Sequence) -> None:
-    one, two = (block.cache_entry for block in manager.pool.blocks[1:3])
-    assert one is not None
-    assert two is not None
-    one.entry_id = two.entry_id
-
-
-def damage_cached_count(manager: BlockManager, sequence: Sequence) -> None:
-    manager.pool.num_cached_blocks += 1
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        damage_content,
-        damage_salt,
-        damage_mark,
-        damage_swap,
-        damage_parent,
-        damage_digest,
-        damage_number,
-        damage_cached_count,
+        "sequence.token_ids[0] = 99",
+        "sequence.cache_salt = 'other'",
+        "one.cache_entry = None",
+        "one.cache_entry, two.cache_entry = two.cache_entry, one.cache_entry",
+        "one.cache_entry.parent = one.cache_entry.entry_id",
+        "one.cache_entry.digest += 1",
+        "one.cache_entry.entry_id = two.cache_entry.entry_id",
+        "manager.pool.num_cached_blocks += 1",
     ],
 )
-def test_check_integrity_finds_damage(damage):
+def test_check_integrity_finds_damage(damage: str):
     manager = make_manager()
     sequence = join(manager, LETTERS[:12])
     manager.check_integrity([sequence])
-    damage(manager, sequence)
+    one, two = manager.pool.blocks[1:3]
+    exec(damage, {"manager": manager, "sequence": sequence, "one": one, "two": two})
     with pytest.raises(IntegrityError):
         manager.check_integrity([sequence])
 

@@ -1,7 +1,7 @@
-"""Requests by priority, and the queue that keeps them in order."""
+"""Test scheduling by priority and the sorted request queue."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import Driver, driver_of, make_request
 from core_plans import shape, status, the
 
 from jpaged.core.admission import Admission
@@ -12,8 +12,8 @@ from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
 
-def make_driver(lag: int = 0, **limits) -> Driver:
-    return Driver(make_scheduler(**{"by_priority": True, "block_size": 4, **limits}), lag)
+def make_driver(*requests: Request, lag: int = 0, **limits) -> Driver:
+    return driver_of(*requests, lag=lag, **{"by_priority": True, **limits})
 
 
 def statuses(driver: Driver) -> list[str]:
@@ -64,8 +64,7 @@ def test_urgent_request_preempts_the_least_urgent_for_blocks():
 
 
 def test_no_request_is_preempted_if_the_urgent_one_fits():
-    driver = make_driver()
-    driver.add(make_request("1", 8, max_tokens=4, priority=1))
+    driver = make_driver(make_request("1", 8, max_tokens=4, priority=1))
     driver.step()
     driver.add(make_request("2", 8, max_tokens=2))
     assert the(driver.step()).preempted_request_ids == ()
@@ -73,11 +72,14 @@ def test_no_request_is_preempted_if_the_urgent_one_fits():
     driver.run()
 
 
-def test_less_urgent_request_preempts_none():
-    driver = make_driver(max_num_seqs=1)
-    driver.add(make_request("1", 8, max_tokens=4, priority=1))
+@pytest.mark.parametrize(("by_priority", "priorities"), [(True, (1, 2)), (False, (0, 0))])
+def test_request_that_is_not_more_urgent_preempts_none(
+    by_priority: bool, priorities: tuple[int, int]
+):
+    first = make_request("1", 8, priority=priorities[0])
+    driver = make_driver(first, by_priority=by_priority, max_num_seqs=1)
     driver.step()
-    driver.add(make_request("2", 8, max_tokens=2, priority=2))
+    driver.add(make_request("2", 8, priority=priorities[1]))
     driver.run()
     assert not any(plan.preempted_request_ids for plan in driver.plans)
 
@@ -86,27 +88,16 @@ def test_less_urgent_request_preempts_none():
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preempted_request_returns_with_the_same_answer(lag: int, mode: PreemptionMode):
     policy = PreemptionPolicy(mode, 8)
-    driver = make_driver(lag, max_num_seqs=2, pressure=policy)
-    driver.add(make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10))
+    first = make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10)
+    driver = make_driver(first, lag=lag, max_num_seqs=2, pressure=policy)
     for _ in range(3):
         driver.step()
     driver.add(make_request("2", 5, max_tokens=2, priority=-1))
     plan = the(driver.step())
-    assert (plan.preempted_request_ids, bool(plan.swap_outs)) == (
-        ("1",),
-        mode is PreemptionMode.SWAP,
-    )
+    assert plan.preempted_request_ids == ("1",)
+    assert bool(plan.swap_outs) == (mode is PreemptionMode.SWAP)
     driver.run()
     assert [len(stream) for stream in driver.streams.values()] == [6, 6, 2]
-
-
-def test_new_request_preempts_none_without_priorities():
-    driver = Driver(make_scheduler(max_num_seqs=1))
-    driver.add(make_request("1", 2))
-    driver.step()
-    driver.add(make_request("2", 2))
-    driver.run()
-    assert not any(plan.preempted_request_ids for plan in driver.plans)
 
 
 def queue_of(
@@ -150,8 +141,8 @@ def test_queue_check_finds_disorder(ranks: list[tuple[int, int]]):
 
 
 def test_urgent_requests_get_the_tokens_of_a_step_first():
-    driver = make_driver(max_num_batched_tokens=4, num_blocks=30)
-    driver.add(make_request("1", 30, max_tokens=2, priority=1))
+    first = make_request("1", 30, max_tokens=2, priority=1)
+    driver = make_driver(first, max_num_batched_tokens=4, num_blocks=30)
     driver.step()
     driver.add(make_request("2", 3, max_tokens=2))
     assert shape(driver.step()) == [(2, 0, 3, True), (1, 4, 1, False)]
@@ -163,50 +154,48 @@ def test_no_request_is_preempted_if_the_urgent_one_would_not_fit():
     for name, priority in (("1", 0), ("2", 0), ("3", 5), ("4", 5)):
         driver.add(make_request(name, 2, max_tokens=4, priority=priority))
     driver.step()
-    driver.add(make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50))  # two seats short
+    driver.add(
+        make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50)
+    )  # two rows are missing
     assert the(driver.step()).preempted_request_ids == ()
     driver.run()
     assert [plan.preempted_request_ids for plan in driver.plans if plan.preempted_request_ids] == []
 
 
 def test_blocks_shared_with_victims_are_counted_once():
-    """As cached, which costs nothing, and as given back."""
     limits = {"num_blocks": 20, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(40)]
-    driver.add(make_request("1", [3] * 17, max_tokens=40, seq_id=1))
-    driver.add(make_request("2", [*common, 1], max_tokens=30, seq_id=2, priority=1))
+    driver.add(make_request("1", [3] * 17, max_tokens=40))
+    driver.add(make_request("2", [*common, 1], max_tokens=30, priority=1))
     driver.step()
     driver.step()
-    driver.add(make_request("3", common + [2] * 20, max_tokens=4, seq_id=3))
+    driver.add(make_request("3", common + [2] * 20, max_tokens=4))
     assert the(driver.step()).preempted_request_ids == ()
     assert statuses(driver) == ["running", "running", "waiting"]
     driver.run()
 
 
-def test_remaining_requests_continue_before_an_urgent_one_joins():
-    limits = {"num_blocks": 14, "max_num_batched_tokens": 128, "max_model_len": 48}
-    driver = make_driver(**limits)
-    driver.add(make_request("1", [3] * 8, max_tokens=12, seq_id=1))
-    driver.add(make_request("2", [4] * 8, max_tokens=12, seq_id=2))
-    driver.add(make_request("3", [5] * 9, max_tokens=12, seq_id=3, priority=1))
+def test_urgent_request_preempts_none_if_the_rest_could_not_continue():
+    driver = make_driver(num_blocks=14, max_num_batched_tokens=128, max_model_len=48)
+    driver.add(make_request("1", [3] * 8, max_tokens=12))
+    driver.add(make_request("2", [4] * 8, max_tokens=12))
+    driver.add(make_request("3", [5] * 9, max_tokens=12, priority=1))
     driver.step()
-    driver.add(make_request("4", [6] * 32, max_tokens=4, seq_id=4))
+    driver.add(make_request("4", [6] * 32, max_tokens=4))
     assert the(driver.step()).preempted_request_ids == ()
     driver.run()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_prefix_that_grows_without_free_rows_leads_to_preemption(lag: int):
-    """The refusal that is remembered is not of another prefix."""
-    driver = make_driver(
-        lag, num_blocks=13, block_size=8, max_num_seqs=2, max_model_len=96, digest="xxh3"
-    )
+def test_refusal_is_checked_again_when_the_cached_prefix_grows(lag: int):
+    limits = {"num_blocks": 13, "block_size": 8, "max_num_seqs": 2, "max_model_len": 96}
+    driver = make_driver(lag=lag, digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(9)]
-    driver.add(make_request("1", common, max_tokens=60, seq_id=1))
-    driver.add(make_request("2", [5] * 9, max_tokens=60, seq_id=2, priority=1))
+    driver.add(make_request("1", common, max_tokens=60))
+    driver.add(make_request("2", [5] * 9, max_tokens=60, priority=1))
     driver.step()
-    driver.add(make_request("3", common[:8] + [1] * 65, max_tokens=2, seq_id=3))
+    driver.add(make_request("3", common[:8] + [1] * 65, max_tokens=2))
     for _ in range(lag + 1):
         assert status(driver, "3") == "waiting"
         driver.step()
@@ -222,10 +211,10 @@ def test_unpinned_blocks_count_as_free():
     driver.run()
     pin = driver.scheduler.pin_prefix(common)
     assert pin is not None
-    driver.add(make_request("1", [3] * 29, max_tokens=20, seq_id=1))
-    driver.add(make_request("2", [*common, 5], max_tokens=16, seq_id=2, priority=1))
+    driver.add(make_request("1", [3] * 29, max_tokens=20))
+    driver.add(make_request("2", [*common, 5], max_tokens=16, priority=1))
     driver.step()
-    driver.add(make_request("3", [2] * 33, max_tokens=2, seq_id=3))
+    driver.add(make_request("3", [2] * 33, max_tokens=2))
     driver.step()
     assert status(driver, "3") == "waiting"
     driver.scheduler.block_manager.pins.unpin(pin)
@@ -243,13 +232,13 @@ def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch
     measured: list[str] = []
     measure_fit = Admission.measure_fit
 
-    def noted(self: Admission, request: Request) -> GroupFit:
+    def record_request(self: Admission, request: Request) -> GroupFit:
         measured.append(request.request_id)
         return measure_fit(self, request)
 
-    monkeypatch.setattr(Admission, "measure_fit", noted)
-    for _ in range(4):  # request 2 takes one block meanwhile
+    monkeypatch.setattr(Admission, "measure_fit", record_request)
+    for _ in range(4):  # request 2 allocates one block in these steps
         assert the(driver.step()).preempted_request_ids == ()
-    assert measured == ["3", "3"]  # once as things are, once as if request 2 gave its blocks back
+    assert measured == ["3", "3"]  # without and with preempting request 2
     monkeypatch.undo()
     driver.run()

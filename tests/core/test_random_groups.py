@@ -1,9 +1,4 @@
-"""Random groups under pressure, from seeds: denser in preemptions and ends than hypothesis makes.
-
-Half of the work shares a beginning, pools hold one request or a few, and requests and single
-samples end at any moment. `Tally` counts what happened, for work that never comes to the events it
-is meant for proves nothing.
-"""
+"""Run random groups in small pools, with many preemptions and ends, and count rare events."""
 
 import random
 from collections import Counter
@@ -30,20 +25,20 @@ EXPECTED = (
     "request ended while running",
     "request ended while preempted",
     "request ended while swapped",
-    "request ended between the chunks of its stem",
-    "request ended with a sample over",
+    "request ended between the chunks of its common prefix",
+    "request ended with a finished sample",
     "sample ended while waiting",
     "sample ended while running",
     "sample ended while preempted",
     "sample ended while swapped",
-    "sample ended between the chunks of its stem",
+    "sample ended between the chunks of its common prefix",
     "swapped out",
     "swapped out with steps in flight",
     "swapped in",
     "swapped in by a plan that does nothing else",
     "swapped in with hits in the prefix cache",
-    "image dropped",
-    "image of shared blocks",
+    "swap entry dropped",
+    "swap entry of shared blocks",
     "recomputed",
     "recomputed, several sequences",
     "preempted by priority",
@@ -55,22 +50,21 @@ EXPECTED = (
 
 
 class Tally(Counter[str]):
-    """What happened."""
+    """Counts events by name."""
 
     def note_end(self, what: str, request: Request) -> None:
         self[f"{what} ended while {request.status}"] += 1
         if request.num_common_prefix_tokens and request.status is RequestStatus.RUNNING:
-            self[f"{what} ended between the chunks of its stem"] += request.live_sequences[
-                0
-            ].has_row
+            has_row = request.live_sequences[0].has_row
+            self[f"{what} ended between the chunks of its common prefix"] += has_row
         if 0 < len(request.live_sequences) < len(request.sequences):
-            self[f"{what} ended with a sample over"] += 1
+            self[f"{what} ended with a finished sample"] += 1
 
     def note_plan(self, plan: StepPlan, requests: dict[str, Request]) -> None:
         self["swapped out"] += len(plan.swap_outs)
         self["swapped in"] += len(plan.swap_ins)
         self["swapped in by a plan that does nothing else"] += not plan.scheduled
-        self["image dropped"] += len(plan.dropped_swap_entry_ids)
+        self["swap entry dropped"] += len(plan.dropped_swap_entry_ids)
         self["row forked"] += len(plan.row_forks)
         self["block copied"] += len(plan.block_copies)
         for request in (requests[name] for name in plan.preempted_request_ids):
@@ -78,36 +72,32 @@ class Tally(Counter[str]):
             self["recomputed"] += is_lost
             self["recomputed, several sequences"] += is_lost and len(request.live_sequences) > 1
             if request.swap_entry is not None:
-                num_entries = sum(
-                    len(sequence.host_block_table) for sequence in request.live_sequences
-                )
-                self["image of shared blocks"] += num_entries > request.swap_entry.num_blocks
+                num_blocks = sum(len(s.host_block_table) for s in request.live_sequences)
+                self["swap entry of shared blocks"] += num_blocks > request.swap_entry.num_blocks
                 self["swapped out with steps in flight"] += not request.is_fully_read
 
     def note_hits(self, plan: StepPlan, sizes: dict[int, int]) -> None:
         sizes.update((out.swap_entry_id, len(out.block_ids)) for out in plan.swap_outs)
-        for swap_entry_id, places in plan.swap_ins:
-            self["swapped in with hits in the prefix cache"] += len(places) < sizes[swap_entry_id]
+        for swap_entry_id, copies in plan.swap_ins:
+            self["swapped in with hits in the prefix cache"] += len(copies) < sizes[swap_entry_id]
 
 
 class Work:
-    """One seed's worth: a scheduler, and what is thrown at it."""
+    """Runs a scheduler with the random requests and events of one seed."""
 
     def __init__(self, seed: int, tally: Tally):
         self.random, self.tally, self.goal = random.Random(seed), tally, [*SchedulingGoal][seed % 2]
         self.driver = self._make_driver()
         self.turn = Turn(self.driver)
         self.num_added = 0
-        self.image_sizes: dict[int, int] = {}
+        self.swap_entry_sizes: dict[int, int] = {}
 
     def _make_driver(self) -> Driver:
         pick = self.random
         block_size, max_model_len = pick.randint(1, 5), pick.randint(6, 24)
         most = -(-max_model_len // block_size)
         num_host_blocks = pick.choice([most, 3 * most, 8 * most])
-        policy = PreemptionPolicy(
-            pick.choice([*PreemptionMode, PreemptionMode.SWAP]), num_host_blocks, COSTS
-        )
+        mode = pick.choice([*PreemptionMode, PreemptionMode.SWAP])
         scheduler = make_scheduler(
             num_blocks=pick.randint(most + 1, 4 * most),
             block_size=block_size,
@@ -115,7 +105,7 @@ class Work:
             max_num_batched_tokens=pick.randint(1, 26),
             max_model_len=max_model_len,
             digest=pick.choice([None, *DIGESTS]),
-            pressure=policy,
+            pressure=PreemptionPolicy(mode, num_host_blocks, COSTS),
             by_priority=pick.random() < 0.3,
         )
         return Driver(scheduler, pick.randint(0, 2), goal=self.goal)
@@ -139,13 +129,12 @@ class Work:
         self.turn.after_step()
         if plan is not None:
             self.tally.note_plan(plan, self.driver.requests)
-            self.tally.note_hits(plan, self.image_sizes)
+            self.tally.note_hits(plan, self.swap_entry_sizes)
             running = list(self.driver.scheduler.running)
             for request in (self.driver.requests[name] for name in plan.preempted_request_ids):
-                urgent = [r for r in running if r.arrival_index > request.arrival_index]
-                self.tally["preempted by priority"] += any(
-                    r.sort_key < request.sort_key for r in urgent
-                )
+                later = [r for r in running if r.arrival_index > request.arrival_index]
+                is_outranked = any(r.sort_key < request.sort_key for r in later)
+                self.tally["preempted by priority"] += is_outranked
 
     def add(self) -> None:
         self.num_added += 1
@@ -186,24 +175,25 @@ class Work:
             end_token_ids=frozenset(self.random.sample(range(11), self.random.randint(0, 2))),
         )
 
-    def likely(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Most often one that was preempted, or is in its stem, if there is one."""
+    def prefer_rare(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Usually return only preempted requests and requests with a common prefix, if any."""
         rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 
     def end_request(self) -> None:
         scheduler = self.driver.scheduler
         if scheduler.unfinished_requests:
-            request = self.random.choice(self.likely(scheduler.unfinished_requests))
+            request = self.random.choice(self.prefer_rare(scheduler.unfinished_requests))
             self.tally.note_end("request", request)
             scheduler.finish(request.request_id, FinishReason.ABORT)
 
     def end_sample(self) -> None:
         scheduler = self.driver.scheduler
-        samples = [r for r in scheduler.unfinished_requests if r.beam is None]
-        if samples:
-            sequence = self.random.choice(self.random.choice(self.likely(samples)).live_sequences)
-            self.tally.note_end("sample", sequence.request)
+        requests = [r for r in scheduler.unfinished_requests if r.beam is None]
+        if requests:
+            request = self.random.choice(self.prefer_rare(requests))
+            sequence = self.random.choice(request.live_sequences)
+            self.tally.note_end("sample", request)
             scheduler.finish_sequence(sequence, FinishReason.ABORT)
 
     def reset(self) -> None:

@@ -1,14 +1,13 @@
-"""Test that a fault while reading a step ends one request only, and leaves the scheduler's state
-intact."""
+"""Test that a fault while a step is read ends one request only."""
 
 import random
 from collections import Counter
 from typing import Any
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import Driver, driver_of, make_request, make_scheduler
 from core_faults import InjectedError, Injector, Place
-from core_plans import tables
+from core_plans import tables, the
 from test_random_groups import Tally, Work
 
 from jpaged.core.beam import BeamSearch
@@ -35,19 +34,17 @@ PLACES = [
 
 
 class FaultyDriver(Driver):
-    """Reads while calls fail, and loses some tokens besides."""
+    """Injects faults while it reads a step, and drops some tokens."""
 
     injector = Injector(Counter())
     num_lost = 0
 
     def read(self) -> list[EmittedToken]:
         plan, sampled, candidates = self.in_flight.popleft()
-        lost = [row for row in range(len(sampled)) if self.loses(plan.scheduled[row].sequence)]
+        lost = [i for i, row in enumerate(plan.scheduled) if self.loses_token(row.sequence)]
         sampled[lost] = NO_TOKEN
-        is_sampled = {
-            plan.scheduled[row].sequence for row in lost if plan.scheduled[row].is_sampled
-        }
-        expected = {s.request for s in is_sampled if s.finish_reason is None}
+        sequences = [plan.scheduled[i].sequence for i in lost if plan.scheduled[i].is_sampled]
+        expected = {s.request for s in sequences if s.finish_reason is None}
         self.in_flight.appendleft((plan, sampled, candidates))
         self.injector.on = True
         emitted = super().read()
@@ -55,7 +52,7 @@ class FaultyDriver(Driver):
         self.check_faults(expected)
         return emitted
 
-    def loses(self, sequence: Sequence) -> bool:
+    def loses_token(self, sequence: Sequence) -> bool:
         return random.Random(f"{sequence.seq_id} {sequence.num_tokens}").random() < 0.005
 
     def check_faults(self, expected: set[Request]) -> None:
@@ -101,18 +98,7 @@ def test_random_faults_in_reading():
     assert num_lost >= 20
 
 
-POINTS = [
-    (BeamSearch, "advance", 1),
-    (SequenceTable, "add", 3),
-    (BlockManager, "fork", 0),
-    (BlockManager, "fork", 1),
-    (SequenceTable, "fork_rows", 1),
-    (SequenceTable, "retire", 0),
-    (BlockManager, "free", 0),
-]
-
-
-def failing_once(target: Any, calls_before: int, is_done: bool) -> Any:
+def fail_once(target: Any, calls_before: int, is_done: bool) -> Any:
     calls = 0
 
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -127,10 +113,21 @@ def failing_once(target: Any, calls_before: int, is_done: bool) -> Any:
     return wrapper
 
 
-@pytest.mark.parametrize(("owner", "name", "calls_before"), POINTS)
+@pytest.mark.parametrize(
+    ("owner", "name", "calls_before"),
+    [
+        (BeamSearch, "advance", 1),
+        (SequenceTable, "add", 3),
+        (BlockManager, "fork", 0),
+        (BlockManager, "fork", 1),
+        (SequenceTable, "fork_rows", 1),
+        (SequenceTable, "retire", 0),
+        (BlockManager, "free", 0),
+    ],
+)
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_failing_search_ends_alone(
+def test_fault_in_a_search_ends_no_other_request(
     owner: Any, name: str, calls_before: int, is_done: bool, lag: int
 ):
     driver = Driver(make_scheduler(num_blocks=33, max_num_seqs=8), lag)
@@ -139,7 +136,7 @@ def test_failing_search_ends_alone(
     driver.add(make_request("3", 5, max_tokens=6, beam=BeamSearch(2), seq_id=50))
     search = driver.requests["1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, failing_once(getattr(owner, name), calls_before, is_done))
+        patch.setattr(owner, name, fail_once(getattr(owner, name), calls_before, is_done))
         while not (failed := driver.failed):
             driver.step()
     assert [request.request_id for request, _ in failed] in (["1"], ["3"])
@@ -150,10 +147,9 @@ def test_failing_search_ends_alone(
     assert reasons.count(FinishReason.ERROR) == 1
 
 
-def test_a_beam_without_a_token_ends_its_search():
-    driver = Driver(make_scheduler(num_blocks=33), lag=1)
-    driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
-    driver.add(make_request("2", 5, max_tokens=9))
+def test_beam_without_a_token_ends_its_search():
+    search = make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10)
+    driver = driver_of(search, make_request("2", 5, max_tokens=9), lag=1, num_blocks=33)
     rows: list[int] = []
     while not rows:
         driver.step()
@@ -169,11 +165,10 @@ def test_a_beam_without_a_token_ends_its_search():
 
 
 def test_blocks_of_a_prompt_without_token_are_not_cached():
-    driver = Driver(make_scheduler(num_blocks=33, digest="xxh3"), lag=1)
-    driver.add(make_request("1", list(range(9))))
+    driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # another step of it is launched, then this is read
+    driver.step()  # launches another step, then reads the step without tokens
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()
@@ -181,18 +176,17 @@ def test_blocks_of_a_prompt_without_token_are_not_cached():
     assert driver.requests["2"].sequences[0].num_cached_tokens == 0
 
 
-def test_inconsistent_state_raises_instead_of_failing_one_request():
+def test_reading_raises_if_a_fault_leaves_inconsistent_state():
     driver = Driver(make_scheduler(num_blocks=33))
     driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
 
-    def lose_a_block(manager: BlockManager, *_: Any) -> Any:
+    def leak_block(manager: BlockManager, *_: Any) -> Any:
         manager.pool.allocate(1)
         raise InjectedError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockManager, "fork", lose_a_block)
-        plan = driver.scheduler.schedule()
-        assert plan is not None
+        patch.setattr(BlockManager, "fork", leak_block)
+        plan = the(driver.scheduler.schedule())
         result = driver.device.launch(plan)
-        with pytest.raises(IntegrityError):  # by the scheduler itself
+        with pytest.raises(IntegrityError):
             driver.scheduler.update(plan, *result)

@@ -1,5 +1,4 @@
-"""The scheduler with each of the paper's allocators, under random load on the fake device: keys and
-values are where they belong, every request ends, and none is preempted."""
+"""Test the scheduler with each of the paper's allocators on random requests."""
 
 import random
 from itertools import count
@@ -16,7 +15,7 @@ SEEDS = 12
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_all_requests_end_and_free_their_memory(system: str):
+def test_requests_end_and_free_their_memory_with_each_allocator(system: str):
     most_held = 0
     for seed in range(SEEDS):
         pick = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Random work on the scheduler, over a device that knows whose KV is where, against an oracle."""
+"""Compare random work on the scheduler and the fake device with an oracle."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
 from core_swapped import COSTS
 from core_turn import Turn
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,13 +20,17 @@ from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 
+MACHINE_SETTINGS = settings(
+    stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
 
 @st.composite
 def limits(draw: Callable) -> dict:
-    """Arguments of make_scheduler, down to one block of one token."""
+    """Draw arguments of make_scheduler, down to pools of one block."""
     max_model_len = draw(st.integers(2, 24))
     block_size = draw(st.integers(1, 5))
-    most = 2 + 3 * max_model_len // (2 * block_size)  # half as much again as one sequence needs
+    most = 2 + 3 * max_model_len // (2 * block_size)  # 1.5 times the need of one sequence
     return {
         "num_blocks": draw(st.integers(max(2, most // 2), most)),
         "block_size": block_size,
@@ -56,17 +60,16 @@ def searches(draw: Callable) -> BeamSearch:
     )
 
 
-# Swapping pays for some lengths and not for others.
 pressures = st.none() | st.builds(
     PreemptionPolicy,
     st.sampled_from(PreemptionMode),
     st.integers(0, 12),
     st.just(COSTS),
 )
-# Return a request with one sequence, several samples, or a beam search.
+# One sequence, several samples, or a beam search.
 groups = st.just(1) | st.integers(2, 4) | searches()
 
-# Anything, and what many have in common: all the beginnings of one text, and of nearly the same.
+# Random prompts, and prefixes of two texts that differ in one token.
 prompts = st.lists(st.integers(0, 10), max_size=9) | st.builds(
     lambda length, odd: ([1, 2, 3] * 6 + [odd] + [4, 5] * 3)[:length],
     st.integers(1, 20),
@@ -78,20 +81,23 @@ arrivals = st.lists(
 )
 
 
-def seats(group: int | BeamSearch) -> int:
+def num_rows(group: int | BeamSearch) -> int:
     return group if isinstance(group, int) else group.width
 
 
 def num_needed_blocks(
     scheduler: Scheduler, prompt: list[int], stop: StopCriteria, group: int | BeamSearch
 ) -> int:
-    """All tokens but the last of each sequence need a slot, and the full blocks of what all have
-    in common are there once: a search's prompt, and samples' but for its last token."""
+    """Return the maximum number of blocks of a request.
+
+    The last token of a sequence needs no slot. A search shares the full blocks of its prompt, and
+    samples share those of the prompt without its last token.
+    """
     size = scheduler.block_manager.block_size
     longest = min(len(prompt) + stop.max_tokens, scheduler.config.max_model_len)
     each = math.ceil((longest - 1) / size)
-    stem = (len(prompt) - isinstance(group, int)) // size
-    return stem + seats(group) * (each - stem)
+    shared = (len(prompt) - isinstance(group, int)) // size
+    return shared + num_rows(group) * (each - shared)
 
 
 def fits(
@@ -101,11 +107,11 @@ def fits(
     group: int | BeamSearch = 1,
     num_shared: int = 0,
 ) -> bool:
-    """Return whether a request must be refused, by an independent computation."""
+    """Return whether the scheduler must accept a request."""
     manager = scheduler.block_manager
     if not 1 <= len(prompt) < scheduler.config.max_model_len:
         return False
-    if seats(group) > scheduler.config.max_num_seqs:
+    if num_rows(group) > scheduler.config.max_num_seqs:
         return False
     num_blocks = manager.pool.num_usable_blocks - manager.pins.num_blocks + num_shared
     return num_needed_blocks(scheduler, prompt, stop, group) <= num_blocks
@@ -128,21 +134,21 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, go and end in every order; the rest must not notice."""
+    """Adds, ends, pins and reads requests in random order and checks all streams."""
 
     @initialize(
         limits=limits(),
         lag=st.integers(0, 2),
         burst=st.sampled_from([1, 1, 3]),
         goal=st.sampled_from(SchedulingGoal),
-        seats_per_free_seat=st.integers(1, 5),
+        rows_per_free_row=st.integers(1, 5),
     )
     def start(
-        self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, seats_per_free_seat: int
+        self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, rows_per_free_row: int
     ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
-        # With this few rows, all requests would join together.
-        self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", seats_per_free_seat)
+        # With the default, requests never wait for free rows in batches this small.
+        self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", rows_per_free_row)
         self.patch.start()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -156,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data(), more=st.lists(st.integers(0, 10), min_size=1, max_size=3))
     def go_on(self, data: st.DataObject, more: list[int]):
-        """A conversation's next turn: an earlier request's prompt, its answer so far, and more."""
+        """Add the next turn of a chat: the tokens of an earlier request and more."""
         earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.requests]))]
         sequence = earlier.sequences[0]
         self.add((sequence.token_ids + more, earlier.stop_criteria, sequence.cache_salt, 1, 0))
@@ -182,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert accepted == fits(scheduler, prompt, stop, group, num_shared)
 
     def num_shared(self, sequence: Sequence) -> int:
-        """Pinned blocks that a new sequence will find."""
+        """Return the number of pinned blocks that a new sequence shares."""
         size = self.driver.scheduler.block_manager.block_size
         most = (len(sequence.token_ids) - 1) // size if sequence.reads_prefix_cache else 0
         shared = [0]
@@ -202,13 +208,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.in_flight)
     @rule()
     def read(self):
-        """The host may also catch up with the device."""
+        """Read the results of a step in flight."""
         self.driver.read()
 
     @precondition(lambda self: self.driver.in_flight)
     @rule(data=st.data())
     def postpone_rows(self, data: st.DataObject):
-        """Some rows of the newest step are to be computed again."""
         self.driver.postpone_rows(
             lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
         )
@@ -226,12 +231,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data())
     def finish_sample(self, data: st.DataObject):
-        """As a stop string does."""
+        """End one sample, as after a stop string."""
         scheduler = self.driver.scheduler
-        live_sequences = [
-            s for r in scheduler.unfinished_requests if r.beam is None for s in r.live_sequences
-        ]
-        sequence = data.draw(st.sampled_from(live_sequences))
+        requests = [r for r in scheduler.unfinished_requests if r.beam is None]
+        sequence = data.draw(st.sampled_from([s for r in requests for s in r.live_sequences]))
         scheduler.finish_sequence(sequence, FinishReason.ABORT)
         request = sequence.request
         assert (request in scheduler.unfinished_requests) == bool(request.live_sequences)
@@ -239,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
-        """A prefix may be pinned that is there, as long as all requests still fit."""
+        """Pin a cached prefix, or expect a refusal if a request would no longer fit."""
         scheduler = self.driver.scheduler
         manager, pins = scheduler.block_manager, scheduler.block_manager.pins
         num_blocks = len(prompt) // manager.block_size
@@ -266,8 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if sequence.block_table and sequence.reads_prefix_cache:
             num_shared = len(manager.pins.holder_counts.keys() & sequence.block_table)
         if request.num_rows > 1:
-            stem = len(prompt) - (request.beam is None)
-            num_shared = min(num_shared, stem // manager.block_size)
+            num_shared_tokens = len(prompt) - (request.beam is None)
+            num_shared = min(num_shared, num_shared_tokens // manager.block_size)
         return needed - num_shared
 
     @precondition(lambda self: self.pins)
@@ -278,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.scheduler.block_manager.pins.unpin(pin)
 
     @invariant()
-    def books_add_up(self):
+    def state_is_consistent(self):
         self.driver.scheduler.check_integrity()
 
     def teardown(self):
@@ -293,57 +296,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.stop()
 
     def check_releases(self) -> None:
-        """Each stay in the batch is reported once, all but those that ended after the last plan."""
-        stays, here = [], set[int]()
+        """Check that plans release each row of the batch once, except rows still on the device."""
+        joined, released, batch = [], [], set[int]()
         for plan in self.driver.plans:
-            here -= set(plan.released_seq_ids)
-            children = [child.seq_id for _, child in plan.row_forks]
-            scheduled = [row.sequence.seq_id for row in plan.scheduled]
-            stays += [
-                seq_id for seq_id in dict.fromkeys(children + scheduled) if seq_id not in here
-            ]
-            here.update(children, scheduled)
-        released_seq_ids = [
-            seq_id for plan in self.driver.plans for seq_id in plan.released_seq_ids
-        ]
-        remaining = list(self.driver.device.tables)
-        assert sorted(stays) == sorted(released_seq_ids + remaining)
+            released += plan.released_seq_ids
+            batch -= set(plan.released_seq_ids)
+            rows = {child.seq_id for _, child in plan.row_forks}
+            rows |= {row.sequence.seq_id for row in plan.scheduled}
+            joined += rows - batch
+            batch |= rows
+        assert sorted(joined) == sorted([*released, *self.driver.device.tables])
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=300,
-    stateful_step_count=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestSchedulerMachine.settings = settings(MACHINE_SETTINGS, max_examples=300)
 
 
 @pytest.mark.soak
-class TestSchedulerForLong(SchedulerMachine.TestCase):
-    """The same work, long enough for what happens once in a thousand runs."""
+class TestSchedulerMachineSoak(SchedulerMachine.TestCase):
+    """Runs many more examples."""
 
-    settings = settings(TestSchedulerMachine.settings, max_examples=10_000)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    limits(),
-    st.lists(st.tuples(arrivals, st.integers(0, 4)), min_size=1, max_size=4),
-)
-def test_both_loops_give_the_same_tokens(limits: dict, work: list):
-    answers = []
-    for lag in (0, 1, 2):
-        driver = Driver(make_scheduler(**{**limits, "by_priority": True}), lag)
-        for number, (arrivals, pause) in enumerate(work):
-            for place, arrival in enumerate(arrivals):
-                prompt, stop, _, group, _ = arrival
-                if fits(driver.scheduler, prompt, stop, group):
-                    seq_id = 10**6 * (10 * number + place)
-                    driver.add(make(f"{number}.{place}", arrival, seq_id))
-            for _ in range(pause):
-                driver.step()
-        driver.run()
-        found = [r.beam.hypotheses for r in driver.requests.values() if r.beam is not None]
-        answers.append((driver.streams, found))
-    assert answers[0] == answers[1] == answers[2]
+    settings = settings(MACHINE_SETTINGS, max_examples=10_000)

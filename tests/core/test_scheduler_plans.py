@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
-from core_plans import shape
+from core_driver import Driver, driver_of, make_request, make_requests, make_scheduler
+from core_plans import shape, the, updates
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan
@@ -18,11 +18,9 @@ def tables(driver: Driver) -> list[list[int]]:
 
 
 def test_prompt_is_computed_and_then_decoded():
-    driver = Driver(make_scheduler(block_size=4))
-    driver.add(make_request("1", 6, max_tokens=4))
-    plan = driver.step()
+    driver = driver_of(make_request("1", 6, max_tokens=4), block_size=4)
+    plan = the(driver.step())
     assert shape(plan) == [(1, 0, 6, True)]
-    assert plan is not None
     assert (plan.step_id, plan.num_tokens, plan.is_decode) == (0, 6, False)
     assert plan.scheduled[0].block_updates == ((0, 1), (1, 2))
     plans = [driver.step() for _ in range(3)]
@@ -34,8 +32,7 @@ def test_prompt_is_computed_and_then_decoded():
 
 
 def test_chunked_prefill_stays_within_the_token_budget():
-    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=5))
-    driver.add(make_request("1", 12, max_tokens=2))
+    driver = driver_of(make_request("1", 12, max_tokens=2), block_size=4, max_num_batched_tokens=5)
     plans = [driver.step() for _ in range(4)]
     assert [shape(p) for p in plans] == [
         [(1, 0, 5, False)],
@@ -50,9 +47,7 @@ def test_chunked_prefill_stays_within_the_token_budget():
 
 
 def test_mixed_steps_decode_first_and_fill_up_with_chunks():
-    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=6))
-    driver.add(make_request("1", 3, max_tokens=6))
-    driver.add(make_request("2", 10, max_tokens=3))
+    driver = driver_of(*make_requests((3, 6), (10, 3)), block_size=4, max_num_batched_tokens=6)
     plans = [driver.step() for _ in range(4)]
     assert [shape(p) for p in plans] == [
         [(1, 0, 3, True), (2, 0, 3, False)],
@@ -61,8 +56,7 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # Return the numbers of tokens in a step: its chunks, its finished prompts and its decode
-    # rows.
+    # Tokens of the chunks, one for each finished prompt, and one for each decode row.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 
@@ -77,7 +71,7 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
-    # A block that is to be written again is not shared yet.
+    # A block that a later step writes again is not registered yet.
     assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
     assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
@@ -85,16 +79,15 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert [len(driver.streams[name]) for name in "12"] == [6, 6]
 
 
-def test_overlapped_loop_plans_a_step_before_reading_the_previous_one():
-    driver = Driver(make_scheduler(block_size=4), lag=1)
-    driver.add(make_request("1", 3, max_tokens=3))
+def test_overlapped_loop_plans_a_step_before_it_reads_the_previous_step():
+    driver = driver_of(make_request("1", 3, max_tokens=3), lag=1, block_size=4)
     sequence = driver.requests["1"].sequences[0]
     assert shape(driver.step()) == [(1, 0, 3, True)]
     assert (len(sequence.token_ids), sequence.num_pending_tokens) == (3, 1)
     assert shape(driver.step()) == [(1, 3, 1, True)]
     assert (len(sequence.token_ids), sequence.num_pending_tokens) == (4, 1)
     assert shape(driver.step()) == [(1, 4, 1, True)]
-    # All of max_tokens is on its way: nothing more to plan, only to read.
+    # All max_tokens tokens are planned.
     assert driver.step() is None
     driver.run()
 
@@ -118,18 +111,10 @@ def test_min_tokens_counts_the_stop_token(min_tokens: int, expected: int):
     assert len(driver.streams["1"]) == expected
 
 
-def test_one_token_prompt_is_not_a_decode_step():
-    driver = Driver(make_scheduler())
-    driver.add(make_request("1", 1))
-    plans = [driver.step(), driver.step()]
-    assert [p.is_decode for p in plans if p] == [False, True]
-
-
-def test_last_chunk_of_one_token_is_not_a_decode_step():
-    driver = Driver(make_scheduler(max_num_batched_tokens=4))
-    driver.add(make_request("1", 5))
-    plans = [driver.step() for _ in range(3)]
-    assert [p.is_decode for p in plans if p] == [False, False, True]
+@pytest.mark.parametrize(("prompt", "is_decode"), [(1, [False, True]), (5, [False, False, True])])
+def test_last_prompt_token_is_not_a_decode_step(prompt: int, is_decode: list[bool]):
+    driver = driver_of(make_request("1", prompt), max_num_batched_tokens=4)
+    assert [the(driver.step()).is_decode for _ in is_decode] == is_decode
 
 
 def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
@@ -139,17 +124,15 @@ def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
     assert shape(driver.step()) == [(1, 0, 2, True), (2, 0, 2, True)]
     assert (len(driver.scheduler.running), len(driver.scheduler.waiting)) == (2, 1)
     driver.step()
-    plan = driver.step()
+    plan = the(driver.step())
     assert shape(plan) == [(3, 0, 2, True)]
-    assert plan is not None
     assert plan.released_seq_ids == (1, 2)
     driver.run()
 
 
 def test_no_request_overtakes_the_first_waiting_request():
-    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
-    driver.add(make_request("1", 8, max_tokens=3))
-    driver.add(make_request("2", 12, max_tokens=3))  # three blocks and a spare: only three are free
+    driver = driver_of(make_request("1", 8, max_tokens=3), num_blocks=6, block_size=4)
+    driver.add(make_request("2", 12, max_tokens=3))  # needs three blocks and a spare
     driver.add(make_request("3", 1, max_tokens=3))
     assert shape(driver.step()) == [(1, 0, 8, True)]
     assert [r.request_id for r in driver.scheduler.waiting] == ["2", "3"]
@@ -157,44 +140,33 @@ def test_no_request_overtakes_the_first_waiting_request():
     assert [p.preempted_request_ids for p in driver.plans if p.preempted_request_ids] == []
 
 
-def test_single_request_needs_no_spare_block():
-    driver = Driver(make_scheduler(num_blocks=3, block_size=4))
-    driver.add(make_request("1", 8, max_tokens=1))
-    assert shape(driver.step()) == [(1, 0, 8, True)]
-
-
 def test_last_arrived_request_is_preempted_and_recomputed():
-    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
-    driver.add(make_request("1", 7, max_tokens=8))
-    driver.add(make_request("2", 1, max_tokens=8))
+    driver = driver_of(*make_requests((7, 8), (1, 8)), num_blocks=6, block_size=4)
     driver.step()
     assert tables(driver) == [[1, 2], [3]]
     for _ in range(5):
         driver.step()
     assert tables(driver) == [[1, 2, 4], [3, 5]]
-    plan = driver.step()  # the first needs a fourth block
+    plan = the(driver.step())  # request 1 needs a fourth block
     assert shape(plan) == [(1, 12, 1, True)]
-    assert plan is not None
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
-    assert plan.scheduled[0].block_updates == ((3, 5),)  # the tail of the preempted one
+    assert plan.scheduled[0].block_updates == ((3, 5),)  # freed by request 2
     second = driver.requests["2"]
     assert second.status is RequestStatus.PREEMPTED
     assert (second.sequences[0].num_computed_tokens, second.sequences[0].block_table) == (0, [])
-    # Two blocks and a spare are more than are free while the first runs.
+    # Request 2 needs two blocks and a spare, which are free once request 1 has finished.
     assert shape(driver.step()) == [(1, 13, 1, True)]
-    plan = driver.step()
+    plan = the(driver.step())
     assert shape(plan) == [(2, 0, 7, True)]
-    assert plan is not None
     assert (plan.preempted_request_ids, plan.released_seq_ids) == ((), (1,))
     assert plan.scheduled[0].block_updates == ((0, 3), (1, 5))
     driver.run()
 
 
 def test_preempted_requests_return_in_order_of_arrival():
-    driver = Driver(make_scheduler(num_blocks=7, block_size=2, max_num_seqs=3), lag=1)
-    driver.add(make_request("1", 2, max_tokens=9))
-    driver.add(make_request("2", 1, max_tokens=9))
-    driver.add(make_request("3", 1, max_tokens=9))
+    driver = driver_of(
+        *make_requests((2, 9), (1, 9), (1, 9)), lag=1, num_blocks=7, block_size=2, max_num_seqs=3
+    )
     driver.run()
     assert [p.preempted_request_ids for p in driver.plans if p.preempted_request_ids] == [
         ("3",),
@@ -206,16 +178,13 @@ def test_preempted_requests_return_in_order_of_arrival():
 
 
 def test_last_arrived_request_can_preempt_itself():
-    driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2))
-    driver.add(make_request("1", 3, max_tokens=4))
-    driver.add(make_request("2", 1, max_tokens=4))
+    driver = driver_of(*make_requests((3, 4), (1, 4)), num_blocks=5, block_size=2, max_num_seqs=2)
     driver.step()
     driver.step()
-    plan = driver.step()
+    plan = the(driver.step())
     assert shape(plan) == [(1, 4, 1, True)]
-    assert plan is not None
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
-    assert plan.scheduled[0].block_updates == ((2, 4),)  # the last free one, not the second's
+    assert plan.scheduled[0].block_updates == ((2, 4),)  # the last free block
     driver.run()
 
 
@@ -226,28 +195,25 @@ def test_request_waits_for_draining_blocks_instead_of_preempting():
     driver.add(make_request("2", 2, max_tokens=7))
     for _ in range(3):
         driver.step()
-    # The first has stopped, and a step in flight still holds its blocks.
+    # Request 1 has stopped, and a step in flight still holds its blocks.
     assert driver.requests["1"].is_finished
     assert tables(driver) == [[3]]
     assert driver.scheduler.block_manager.num_free_blocks == 0
     assert driver.step() is None
-    plan = driver.step()
+    plan = the(driver.step())
     assert shape(plan) == [(2, 4, 1, True)]
-    assert plan is not None
     assert (plan.preempted_request_ids, plan.released_seq_ids) == ((), (1,))
     driver.run()
 
 
 def test_preempted_request_returns_with_all_its_tokens():
-    driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2), lag=1)
-    driver.add(make_request("1", 3, max_tokens=3))
-    driver.add(make_request("2", 1, max_tokens=6))
-    driver.add(make_request("3", 1, max_tokens=1))
+    driver = driver_of(
+        *make_requests((3, 3), (1, 6), (1, 1)), lag=1, num_blocks=5, block_size=2, max_num_seqs=2
+    )
     for _ in range(2):
         driver.step()
     second = driver.requests["2"].sequences[0]
-    plan = driver.step()
-    assert plan is not None
+    plan = the(driver.step())
     assert plan.preempted_request_ids == ("2",)
     assert (len(second.token_ids), second.num_pending_tokens) == (3, 0)
     driver.run()
@@ -258,21 +224,18 @@ def test_preempted_request_returns_with_all_its_tokens():
 
 
 def test_preempted_request_waits_until_its_pending_token_is_read():
-    driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=2)
-    driver.add(make_request("1", 7, max_tokens=3))
-    driver.add(make_request("2", 1, max_tokens=6))
+    driver = driver_of(*make_requests((7, 3), (1, 6)), lag=2, num_blocks=5, max_num_seqs=2)
     for _ in range(4):
         driver.step()
     sequence = driver.requests["2"].sequences[0]
-    assert driver.step() is None  # it needs a second block and none is free: it preempts itself
+    assert driver.step() is None  # request 2 needs a second block and preempts itself
     assert driver.requests["2"].status is RequestStatus.PREEMPTED
-    assert driver.requests["1"].is_finished  # meanwhile there is room
+    assert driver.requests["1"].is_finished
     assert driver.scheduler.block_manager.num_free_blocks == 4
     assert sequence.num_pending_tokens == 1
     assert driver.step() is None
-    plan = driver.step()
+    plan = the(driver.step())
     assert shape(plan) == [(2, 0, 5, True)]
-    assert plan is not None
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2, 1))
     driver.run()
 
@@ -282,12 +245,12 @@ def test_preempted_request_waits_until_its_pending_token_is_read():
 def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
-    """Plans of lone sequences that decode, with samples, beams, preempted and cached ones."""
-    short_way = Scheduler._schedule_decode
+    """Compare the plans of random requests with samples, beams, cached prefixes and preemptions."""
+    schedule_decode = Scheduler._schedule_decode
     taken: list[bool] = []
 
-    def noted(*args: Any) -> bool:
-        taken.append(may_take and short_way(*args))
+    def record_decode(*args: Any) -> bool:
+        taken.append(may_take and schedule_decode(*args))
         return taken[-1]
 
     def run() -> list[StepPlan]:
@@ -306,7 +269,7 @@ def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
         driver.run()
         return driver.plans
 
-    monkeypatch.setattr(Scheduler, "_schedule_decode", noted)
+    monkeypatch.setattr(Scheduler, "_schedule_decode", record_decode)
     may_take = True
     plans = run()
     assert any(taken)
@@ -314,8 +277,6 @@ def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
     may_take = False
     for plan, expected in zip(plans, run(), strict=True):
         assert shape(plan) == shape(expected)
-        assert [r.block_updates for r in plan.scheduled] == [
-            r.block_updates for r in expected.scheduled
-        ]
+        assert updates(plan) == updates(expected)
         assert plan.block_copies == expected.block_copies
         assert plan.preempted_request_ids == expected.preempted_request_ids

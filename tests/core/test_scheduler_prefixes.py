@@ -1,20 +1,20 @@
-"""The scheduler with a prefix cache: when blocks register, with which prefix requests join."""
+"""Test the scheduler with a prefix cache."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
+from core_plans import the
 
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import RequestStatus, Sequence
 
 
 def make_driver(lag: int = 0, **limits) -> Driver:
-    return Driver(make_scheduler(**{"digest": "xxh3", "block_size": 4, **limits}), lag)
+    return Driver(make_scheduler(**{"digest": "xxh3", **limits}), lag)
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
-    """(sequence, start, tokens) of each row."""
-    assert plan is not None
-    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens) for r in plan.scheduled]
+    """Return (seq_id, start, num_scheduled_tokens) of each row."""
+    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens) for r in the(plan).scheduled]
 
 
 def hits(driver: Driver, token_ids: list[int]) -> list[int]:
@@ -25,21 +25,21 @@ def hits(driver: Driver, token_ids: list[int]) -> list[int]:
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_request_computes_only_tokens_after_its_cached_prefix():
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_request_computes_only_tokens_after_its_cached_prefix(num_tokens: int):
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))
     driver.run()
-    driver.add(make_request("2", [*PROMPT[:8], 0, 0], max_tokens=2))
-    plan = driver.step()
-    assert rows(plan) == [(2, 8, 2)]
-    assert plan is not None
+    driver.add(make_request("2", PROMPT[:8] + [0] * num_tokens, max_tokens=2))
+    plan = the(driver.step())
+    assert rows(plan) == [(2, 8, num_tokens)]
     assert plan.scheduled[0].block_updates == ((0, 1), (1, 2), (2, 4))
-    assert not plan.is_decode
+    assert not plan.is_decode  # the host supplies the tokens
     assert driver.requests["2"].sequences[0].num_cached_tokens == 8
     driver.run()
     cache = driver.scheduler.block_manager.prefix_cache
     assert cache is not None
-    assert (cache.num_query_tokens, cache.num_hit_tokens) == (19, 8)
+    assert (cache.num_query_tokens, cache.num_hit_tokens) == (17 + num_tokens, 8)
 
 
 def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
@@ -48,22 +48,10 @@ def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
     driver.run()
     driver.add(make_request("2", [0], max_tokens=2))
     driver.step()
-    # Three of four blocks are free, two of them cached: the hits and a block more would be all.
+    # Request 3 needs all three free blocks, two of them cached, so no spare block would be left.
     driver.add(make_request("3", PROMPT, max_tokens=1))
     assert rows(driver.step()) == [(2, 1, 1)]
     assert rows(driver.step()) == [(3, 8, 1)]
-    driver.run()
-
-
-def test_prompt_with_one_uncached_token_is_not_a_decode_step():
-    driver = make_driver()
-    driver.add(make_request("1", PROMPT, max_tokens=2))
-    driver.run()
-    driver.add(make_request("2", PROMPT, max_tokens=3))
-    plan = driver.step()
-    assert rows(plan) == [(2, 8, 1)]
-    assert plan is not None
-    assert not plan.is_decode  # its token must come from the host
     driver.run()
 
 
@@ -101,7 +89,7 @@ def test_step_after_a_stop_registers_only_known_tokens():
     driver.run()
     history = driver.requests["1"].sequences[0].token_ids
     assert (len(history), len(driver.plans)) == (8, 2)
-    assert hits(driver, [*history, 0]) == [1, 2]  # the stop token's KV is the wasted step's
+    assert hits(driver, [*history, 0]) == [1, 2]  # the last step computed the stop token's KV
 
 
 @pytest.mark.parametrize("lag", [1, 2])
@@ -115,7 +103,7 @@ def test_aborted_prompt_leaves_its_computed_blocks_in_the_cache(lag: int):
     assert hits(driver, [*PROMPT, *PROMPT]) == [1, 2]
 
 
-def test_preempted_request_finds_its_own_cached_blocks():
+def test_preempted_request_resumes_after_its_cached_blocks():
     driver = make_driver(num_blocks=6)
     driver.add(make_request("1", [1, 2, 3, 4, 5, 6, 7], max_tokens=8))
     driver.add(make_request("2", [9, 9, 9, 9], max_tokens=8))
@@ -126,22 +114,11 @@ def test_preempted_request_finds_its_own_cached_blocks():
     while second.seq_id not in {seq_id for seq_id, _, _ in rows(driver.plans[-1])}:
         driver.step()
     assert rows(driver.plans[-1])[-1] == (2, 4, known - 4)
-    assert second.num_cached_tokens == 0  # of its first admission
+    assert second.num_cached_tokens == 0  # at the first admission
     driver.run()
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_steps_in_flight_of_preempted_request_register_no_blocks(lag: int):
-    driver = make_driver(lag, num_blocks=5, block_size=2, max_num_seqs=2)
-    driver.add(make_request("1", 3, max_tokens=5))
-    driver.add(make_request("2", 1, max_tokens=5))
-    while driver.requests["2"].status is not RequestStatus.PREEMPTED:
-        driver.step()
-    assert driver.requests["2"].sequences[0].num_registered_blocks == 0
-    driver.run()
-
-
-def test_request_that_ignores_the_cache_still_fills_it():
+def test_request_that_ignores_the_cache_registers_its_blocks():
     driver = make_driver()
     for name in "12":
         driver.add(make_request(name, PROMPT, max_tokens=2, reads=False))
@@ -159,7 +136,7 @@ def test_shared_prefix_lets_a_waiting_request_fit():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
-    # Four blocks and a spare exceed the three free blocks, until two of the four are shared.
+    # Request 2 needs four blocks and a spare, and three are free until it shares two blocks.
     assert rows(driver.step()) == [(1, 0, 9)]
     assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
     driver.run()
@@ -177,7 +154,7 @@ def test_refused_first_request_is_checked_again_only_after_a_change(
     driver.add(make_request("1", PROMPT, max_tokens=14))
     driver.add(make_request("2", [0] * 20, max_tokens=2))
     driver.run()
-    assert lookups == [1, 2, 2]  # on joining; refused; when the first had ended
+    assert lookups == [1, 2, 2]  # request 1 joins; request 2 is refused, then joins after request 1
 
 
 def test_finished_request_does_not_free_shared_blocks():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from core_driver import Driver
-from core_speculation import RandomSpeculation, SpeculativeDriver
+from core_speculation import RandomSpeculation, SpeculativeDevice, SpeculativeDriver
 from test_random_groups import Tally, Work
 
 EXPECTED = (
@@ -45,6 +45,8 @@ def count_work(num_seeds: int, first: int = 0) -> Counter[str]:
             error.add_note(f"seed {seed}: SpeculativeWork({seed}, Tally()).run() repeats it")
             raise
         device, speculation = work.driver.device, work.driver.scheduler.speculation
+        assert isinstance(device, SpeculativeDevice)
+        assert speculation is not None
         tally["draft accepted"] += device.num_accepted
         tally["draft rejected"] += device.num_rejected
         tally["draft without a slot"] += device.num_cut

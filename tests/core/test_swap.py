@@ -1,7 +1,7 @@
-"""Preemption by swap, by literal block ids."""
+"""Test preemption by swapping with literal block ids."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import Driver, driver_of, make_request, make_requests, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
 from core_swapped import SWAP, swapped_out
 
@@ -15,7 +15,7 @@ def test_sequence_is_swapped_out_and_in():
     driver = swapped_out()
     plan = driver.plans[-1]
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
-    assert plan.swap_outs == ((1, (3, 5)),)  # image 1
+    assert plan.swap_outs == ((1, (3, 5)),)
     assert updates(plan) == [((3, 5),)]  # block 5 is read before it is written
     (sequence,) = samples(driver, "2")
     assert (status(driver, "2"), driver.scheduler.num_swapped) == ("swapped", 1)
@@ -23,7 +23,7 @@ def test_sequence_is_swapped_out_and_in():
     assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_host_blocks) == ([[]], 2)
     driver.step()
     assert driver.requests["1"].is_finished
-    plan = the(driver.step())  # no sequence computes while the blocks travel
+    plan = the(driver.step())  # no row computes in the step of the swap-in
     assert (shape(plan), plan.num_tokens) == ([], 0)
     assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)
     assert driver.scheduler.swap_space.num_used_host_blocks == 0
@@ -46,13 +46,10 @@ def test_swap_in_waits_until_steps_in_flight_are_read(lag: int):
     driver.run()
 
 
-def swapped_group(digest: str | None = None, lag: int = 0) -> Driver:
-    scheduler = make_scheduler(num_blocks=8, block_size=2, pressure=SWAP, digest=digest)
-    driver = Driver(scheduler, lag)
-    driver.add(make_request("1", 3, max_tokens=8))
-    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
-    while not driver.plans or not driver.plans[-1].preempted_request_ids:
-        driver.step()
+def swapped_group() -> Driver:
+    requests = make_request("1", 3, max_tokens=8), make_request("2", 4, seq_id=10, n=2)
+    driver = driver_of(*requests, num_blocks=8, block_size=2, pressure=SWAP)
+    driver.step_until_preemption()
     return driver
 
 
@@ -61,11 +58,11 @@ def test_shared_blocks_are_swapped_once_and_shared_again():
     assert driver.plans[-2].block_copies == ((4, 5),)
     assert driver.plans[-1].swap_outs == ((1, (3, 5, 4)),)
     assert [s.host_block_table for s in samples(driver, "2")] == [[0, 1], [0, 2]]
-    while not driver.plans[-1].swap_ins:  # with three blocks free it could come, and not go on
+    while not driver.plans[-1].swap_ins:
         driver.step()
-    ((_, places),) = driver.plans[-1].swap_ins
-    assert [entry for entry, _ in places] == [0, 1, 2]
-    shared, first, second = (block_id for _, block_id in places)
+    ((_, copies),) = driver.plans[-1].swap_ins
+    assert [host_block for host_block, _ in copies] == [0, 1, 2]
+    shared, first, second = (block_id for _, block_id in copies)
     assert tables(driver, "2") == [[shared, first], [shared, second]]
     blocks = driver.scheduler.block_manager.pool.blocks
     assert [blocks[block_id].ref_cnt for block_id in (shared, first, second)] == [2, 1, 1]
@@ -75,7 +72,7 @@ def test_shared_blocks_are_swapped_once_and_shared_again():
 def test_sample_that_ends_while_swapped_out_is_not_swapped_in():
     driver = swapped_group()
     driver.scheduler.finish_sequence(samples(driver, "2")[0], FinishReason.ABORT)
-    assert driver.scheduler.swap_space.num_used_host_blocks == 3  # the image is one piece
+    assert driver.scheduler.swap_space.num_used_host_blocks == 3  # the whole swap entry
     plan = the(driver.step())
     assert plan.swap_ins == ((1, ((0, 7), (2, 5))),)
     assert tables(driver, "2") == [[7, 5]]
@@ -103,22 +100,28 @@ def test_swap_entry_dropped_before_the_next_plan_is_never_created():
     driver.add(make_request("2", 1, max_tokens=6))
     for _ in range(4):
         driver.step()
-    assert scheduler.schedule() is None  # the second gives way to itself: there is nothing to plan
+    assert scheduler.schedule() is None  # request 2 preempts itself
     assert status(driver, "2") == "swapped"
     scheduler.abort("2")
     assert scheduler.swap_space.pop_swap_changes() == ((), (), ())
     driver.run()
 
 
-def test_cached_blocks_are_not_copied_back():
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_swap_in_copies_no_cached_block(is_pinned: bool):
     driver = swapped_out(digest="xxh3")
-    (sequence,) = samples(driver, "2")
+    manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
+    pin = manager.pins.pin(manager.find_prefix(sequence)) if is_pinned else None
     driver.step()
     plan = the(driver.step())
-    assert plan.swap_ins == ((1, ((1, 5),)),)  # block 3 was never overwritten
+    assert plan.swap_ins == ((1, ((1, 5),)),)  # block 3 is still cached
     assert tables(driver, "2") == [[3, 5]]
     assert (sequence.num_registered_blocks, sequence.num_computed_tokens) == (1, 6)
+    assert manager.pool.blocks[3].ref_cnt == 1 + is_pinned
     driver.run()
+    if pin is not None:
+        manager.pins.unpin(pin)
+        driver.check_end()
 
 
 def test_swap_in_copies_nothing_if_all_blocks_are_cached():
@@ -129,8 +132,7 @@ def test_swap_in_copies_nothing_if_all_blocks_are_cached():
         driver.step()
     while status(driver, "2") == "swapped":
         plan = the(driver.step())
-    (swap_entry_id, places) = plan.swap_ins[0]
-    assert (swap_entry_id, places) == (1, ())
+    assert plan.swap_ins[0] == (1, ())
     driver.run()
 
 
@@ -138,7 +140,7 @@ def test_partial_block_is_copied_even_if_a_full_one_is_cached():
     driver = swapped_out(digest="xxh3")
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     sequence.token_ids.append(0)
-    block = manager.pool.blocks[5]  # as if another had computed all eight of these tokens
+    block = manager.pool.blocks[5]  # as if another sequence had computed all eight tokens
     parent = manager.find_prefix(sequence, 4)[0].cache_entry
     assert manager.prefix_cache is not None
     assert parent is not None
@@ -164,9 +166,7 @@ def test_swapped_request_finds_blocks_cached_again_after_a_reset():
     swap_space, request = driver.scheduler.swap_space, driver.requests["2"]
     swap_space.swap_in(request, swap_space.measure_fit(request).hits)
     assert sequence.block_table[0] == other.block_table[0]
-    assert (
-        sequence.num_registered_blocks == REGISTRATION_ENDED
-    )  # what it computed before counts no more
+    assert sequence.num_registered_blocks == REGISTRATION_ENDED
 
 
 def test_cache_reset_while_swapped_out_stops_registration():
@@ -174,42 +174,24 @@ def test_cache_reset_while_swapped_out_stops_registration():
     driver.scheduler.reset_prefix_cache()
     driver.step()
     plan = the(driver.step())
-    assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)  # all of it
+    assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)  # all blocks
     driver.run()
     manager, history = driver.scheduler.block_manager, samples(driver, "2")[0].token_ids
     assert manager.find_prefix(Sequence(99, history, 1)) == []
 
 
 def test_cache_reset_before_swapping_out_stops_registration():
-    scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=SWAP, digest="xxh3")
-    driver = Driver(scheduler)
-    driver.add(make_request("1", 7, max_tokens=8))
-    driver.add(make_request("2", 1, max_tokens=8))
+    driver = driver_of(*make_requests((7, 8), (1, 8)), num_blocks=6, pressure=SWAP, digest="xxh3")
     for _ in range(5):
         driver.step()
     driver.scheduler.reset_prefix_cache()
     driver.run()
     assert [len(plan.swap_ins) for plan in driver.plans].count(1) == 1
     history = samples(driver, "2")[0].token_ids
-    assert scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
-
-
-def test_swap_in_uses_pinned_blocks():
-    driver = swapped_out(digest="xxh3")
-    manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
-    pin = manager.pins.pin(manager.find_prefix(sequence))
-    assert manager.pins.holder_counts == {3: 1}
-    driver.step()
-    plan = the(driver.step())
-    assert plan.swap_ins == ((1, ((1, 5),)),)
-    assert manager.pool.blocks[3].ref_cnt == 2
-    driver.run()
-    manager.pins.unpin(pin)
-    driver.check_end()
+    assert driver.scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
 
 
 def test_prefix_can_be_pinned_while_a_swapped_sequence_has_unread_tokens():
-    """It has computed more than it knows."""
     scheduler = make_scheduler(
         num_blocks=9, max_model_len=28, block_size=4, digest="xxh3", pressure=SWAP
     )
@@ -243,30 +225,26 @@ def test_swap_in_leaves_a_spare_block_for_running_requests():
     scheduler, request = driver.scheduler, driver.requests["2"]
     scheduler.abort("1")
     taken = scheduler.block_manager.pool.allocate(3)
-    assert num_free(driver) == 2  # as many as the image holds
+    assert num_free(driver) == 2  # the number of blocks in the swap entry
     running = RequestQueue()
     running.add(make_request("3", 1))
     books = scheduler.config, scheduler.block_manager, scheduler.swap_space
-    alone, beside = Admission(*books, RequestQueue()), Admission(*books, running)
-    assert beside.find_fit(request) is None
+    alone, shared = Admission(*books, RequestQueue()), Admission(*books, running)
+    assert shared.find_fit(request) is None
     assert alone.find_fit(request) == ([[]], 2)
     request.live_sequences.append(sample := Sequence(99, [1], 1, host_block_table=[2]))
     assert alone.find_fit(request) is None
-    request.live_sequences.remove(
-        sample
-    )  # a request that needed one more block has ended, so the check is repeated
+    request.live_sequences.remove(sample)  # the group has changed, so the check is repeated
     assert alone.find_fit(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
-    assert beside.find_fit(request) == ([[]], 2)
+    assert shared.find_fit(request) == ([[]], 2)
     driver.run()
 
 
 def test_group_is_swapped_while_computing_its_common_prefix():
-    scheduler = make_scheduler(
-        num_blocks=8, block_size=2, max_num_batched_tokens=4, pressure=SWAP, by_priority=True
-    )
-    driver = Driver(scheduler)
-    driver.add(make_request("1", 6, max_tokens=2, seq_id=10, n=2, priority=1))
+    limits = {"num_blocks": 8, "block_size": 2, "max_num_batched_tokens": 4}
+    request = make_request("1", 6, max_tokens=2, seq_id=10, n=2, priority=1)
+    driver = driver_of(request, pressure=SWAP, by_priority=True, **limits)
     assert shape(driver.step()) == [(10, 0, 4, False)]
     driver.add(make_request("2", 11, max_tokens=1))
     plan = the(driver.step())
@@ -283,20 +261,18 @@ def test_group_is_swapped_while_computing_its_common_prefix():
 
 
 def test_swap_in_of_shared_partial_block_needs_a_copy_block():
-    scheduler = make_scheduler(
-        num_blocks=6, block_size=4, max_num_seqs=6, max_num_batched_tokens=8, pressure=SWAP
-    )
-    driver = Driver(scheduler)
-    driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
-    driver.add(make_request("2", 3, max_tokens=2, seq_id=20, n=2))
+    first = make_request("1", 4, max_tokens=1, seq_id=10, n=4)
+    second = make_request("2", 3, max_tokens=2, seq_id=20, n=2)
+    limits = {"num_blocks": 6, "max_num_seqs": 6, "max_num_batched_tokens": 8}
+    driver = driver_of(first, second, pressure=SWAP, **limits)
     driver.step()
     plan = the(driver.step())  # the copies of request 1 take the blocks that request 2 needs
     assert (plan.preempted_request_ids, len(plan.block_copies)) == (("2",), 3)
     assert [s.host_block_table for s in samples(driver, "2")] == [[0], [0]]
     assert driver.requests["1"].is_finished
-    pool = scheduler.block_manager.pool
+    pool = driver.scheduler.block_manager.pool
     taken = pool.allocate(4)
-    assert scheduler.schedule() is None  # one block is free, for the image and not for the copy
+    assert driver.scheduler.schedule() is None  # one block is free, none for the copy
     pool.free(taken)
     plan = the(driver.step())
     assert len(plan.swap_ins) == 1

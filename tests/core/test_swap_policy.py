@@ -1,7 +1,7 @@
 """Test whether a preempted group is swapped or recomputed."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import driver_of, make_request
 from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
@@ -14,7 +14,7 @@ def test_request_is_recomputed_if_swap_space_is_full():
     assert (status(driver, "2"), driver.plans[-1].swap_outs) == ("preempted", ())
     driver.run()
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=2))
-    assert status(driver, "2") == "swapped"  # just fits
+    assert status(driver, "2") == "swapped"
     driver.run()
 
 
@@ -25,7 +25,7 @@ def test_swap_space_counts_existing_swap_entries():
     for request in (first, second):
         manager.append(request.live_sequences[0], 12)
         request.live_sequences[0].num_computed_tokens = 12
-    assert space.should_swap(second)  # three of five
+    assert space.should_swap(second)  # needs three of five host blocks
     space.swap_out(first)
     assert (space.num_used_host_blocks, space.should_swap(second)) == (3, False)
     space.drop(first)
@@ -36,7 +36,7 @@ def test_swap_space_counts_existing_swap_entries():
     ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
 )
 def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expected: str):
-    # Six tokens to compute, two blocks each way; of equal costs recomputing needs no memory.
+    # Six tokens to compute or two blocks to copy each way. Equal costs mean recomputing.
     costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.AUTO, 8, costs))
     assert status(driver, "2") == expected
@@ -44,16 +44,12 @@ def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expe
 
 
 def test_auto_preemption_counts_shared_tokens_once():
-    # Three tokens in common, and one of each sample: five to compute; three blocks.
+    # Five tokens to compute (three shared, one per sample) or three blocks to copy.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
-    scheduler = make_scheduler(
-        num_blocks=8, block_size=2, pressure=PreemptionPolicy(PreemptionMode.AUTO, 8, costs)
-    )
-    driver = Driver(scheduler)
-    driver.add(make_request("1", 3, max_tokens=8))
-    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
-    while not driver.plans or not driver.plans[-1].preempted_request_ids:
-        driver.step()
+    policy = PreemptionPolicy(PreemptionMode.AUTO, 8, costs)
+    requests = make_request("1", 3, max_tokens=8), make_request("2", 4, seq_id=10, n=2)
+    driver = driver_of(*requests, num_blocks=8, block_size=2, pressure=policy)
+    driver.step_until_preemption()
     assert status(driver, "2") == "preempted"
     driver.run()
 
@@ -71,17 +67,14 @@ def test_bad_policies_are_refused(arguments: tuple, message: str):
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_complete_request_is_preempted_without_swapping_out(
-    mode: PreemptionMode,
-):
+def test_complete_request_is_preempted_without_swapping_out(mode: PreemptionMode):
     policy = PreemptionPolicy(mode, num_host_blocks=20)
-    driver = Driver(make_scheduler(num_blocks=5, block_size=2, pressure=policy), lag=1)
-    driver.add(make_request("1", 2, max_tokens=6))
-    driver.add(make_request("2", 2, max_tokens=3))
+    requests = make_request("1", 2, max_tokens=6), make_request("2", 2, max_tokens=3)
+    driver = driver_of(*requests, lag=1, num_blocks=5, block_size=2, pressure=policy)
     for _ in range(3):
         driver.step()
     assert num_free(driver) == 0
-    assert samples(driver, "2")[0].num_tokens == 5  # all there will be, the last not read yet
+    assert samples(driver, "2")[0].num_tokens == 5  # all its tokens, the last one not read
     plan = the(driver.step())
     assert shape(plan) == [(1, 4, 1, True)]
     assert (plan.preempted_request_ids, plan.swap_outs, plan.released_seq_ids) == ((), (), (2,))

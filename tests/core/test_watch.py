@@ -1,32 +1,31 @@
-"""A picture kept up to date by looks, against the pool itself."""
+"""Compare a replica of the pool, built from the changes of a watch, with the pool."""
 
 from weakref import WeakSet
 
 import pytest
-from core_driver import make_request, make_scheduler
+from core_driver import driver_of, make_request, make_scheduler
+from core_swapped import SWAP
 from covering import num_examples
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import invariant
 from pool_replica import PoolReplica
-from test_accounts import driver_of
 from test_random_groups import Tally, Work
-from test_scheduler_machine import SchedulerMachine
+from test_scheduler_machine import MACHINE_SETTINGS, SchedulerMachine
 
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.observe.pool_changes import CACHED, PoolChanges, PoolWatch
 from jpaged.observe.pool_report import BlockState, block_map
 
 
 class Replica(PoolReplica):
-    """Kept up to date by the looks of a watch."""
+    """Applies the changes that a watch reports, and compares the result with the pool."""
 
     def __init__(self, scheduler: Scheduler, num_token_blocks: int = 10**6):
         super().__init__()
         self.scheduler = scheduler
         self.watch = PoolWatch(scheduler, num_token_blocks)
 
-    def look(self) -> PoolChanges:
+    def update(self) -> PoolChanges:
         changes = self.watch.look()
         self.take(changes)
         return changes
@@ -35,7 +34,7 @@ class Replica(PoolReplica):
         self._check_blocks()
         self._check_sequences()
         self._check_tokens()
-        assert not self.watch.look(), "nothing happened since"
+        assert not self.watch.look(), "changes without a step"
 
     def _check_blocks(self) -> None:
         infos = block_map(self.scheduler)
@@ -67,27 +66,27 @@ class Replica(PoolReplica):
         for sequence in self.scheduler.sequences.by_id.values():
             known = sequence.token_ids[: sequence.num_computed_tokens]
             for index, block_id in enumerate(sequence.block_table):
-                own = known[index * size : (index + 1) * size]
-                assert self.tokens.get(block_id, [])[: len(own)] == own
+                expected = known[index * size : (index + 1) * size]
+                assert self.tokens.get(block_id, [])[: len(expected)] == expected
 
 
 def test_watch_reports_the_life_of_a_request():
     driver = driver_of(make_request("1", 6, max_tokens=4), num_blocks=6, digest="xxh3")
     replica = Replica(driver.scheduler)
-    assert not replica.look()
+    assert not replica.update()
     driver.step()
-    changes = replica.look()
+    changes = replica.update()
     [table] = changes.tables
     assert (table.request_id, table.num_kept, table.new_blocks) == ("1", 0, (1, 2))
     assert (table.status, table.num_prompt_tokens, table.num_computed_tokens) == ("running", 6, 6)
     assert changes.blocks[:2] == ([1, 2], [1, 1])
     driver.step()
-    changes = replica.look()
+    changes = replica.update()
     assert (changes.tables, changes.grown) == ([], {1: 7})
     driver.run()
-    changes = replica.look()
+    changes = replica.update()
     assert changes.gone == [1]
-    assert changes.blocks[:2] == ([1, 2], [CACHED, CACHED])  # the third came and went
+    assert changes.blocks[:2] == ([1, 2], [CACHED, CACHED])  # block 3 was allocated and freed
     replica.check()
 
 
@@ -98,10 +97,10 @@ def test_watch_reports_copy_on_write():
     while driver.scheduler.has_unfinished_requests:
         if plan := driver.step():
             replica.watch.note(plan)
-        changes = replica.look()
+        changes = replica.update()
         kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
         copies |= changes.copies
-    assert (1, 1) in kept  # of two entries the second is another block
+    assert (1, 1) in kept  # the second of two blocks was replaced
     assert copies == {3: 2}
     replica.check()
 
@@ -110,41 +109,30 @@ def test_watch_reports_a_trimmed_table_that_grows_again():
     driver = driver_of(make_request("1", 12, max_tokens=9), num_blocks=9)
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.step()
-    replica.look()
+    replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # as if the step had not been made
+    sequence.num_computed_tokens = 3  # as if the step had computed 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
     sequence.num_computed_tokens = 12
-    replica.look()
+    replica.update()
     replica.check()
     assert replica.tables[1] == sequence.block_table == [1, 4, 5]
-
-
-def test_late_watch_reports_the_whole_state():
-    driver = driver_of(make_request("1", 9, max_tokens=3), num_blocks=9, digest="xxh3")
-    driver.run()
-    driver.add(make_request("2", 9, max_tokens=3))
-    driver.step()
-    replica = Replica(driver.scheduler)
-    replica.look()
-    replica.check()
-    assert len(replica.counts) == 5
 
 
 def test_watch_reports_tokens_a_few_blocks_at_a_time():
     driver = driver_of(make_request("1", 12, max_tokens=2), num_blocks=9, digest="xxh3")
     driver.step()
     watch = PoolWatch(driver.scheduler, num_token_blocks=2)
-    told = [watch.look().tokens for _ in range(3)]
-    assert [len(tokens) for tokens in told] == [2, 1, 0]
-    merged = told[0] | told[1]
+    tokens = [watch.look().tokens for _ in range(3)]
+    assert [len(blocks) for blocks in tokens] == [2, 1, 0]
+    merged = tokens[0] | tokens[1]
     assert [*merged[1], *merged[2], *merged[3]] == [(1 + i) % 11 for i in range(12)]
     assert not PoolWatch(driver.scheduler).look().tokens
 
 
-def test_watch_is_notified_until_it_is_closed_or_dropped():
+def test_watch_is_registered_until_it_is_closed_or_deleted():
     watches = WeakSet[PoolWatch]()
     first, second, third = (PoolWatch(make_scheduler(), watches=watches) for _ in range(3))
     first.close()
@@ -157,19 +145,19 @@ def test_watch_is_notified_until_it_is_closed_or_dropped():
 
 
 def test_watch_reports_a_pinned_block_with_new_content():
-    """Between two looks its prefix is unpinned and evicted; pins hold as many blocks as before."""
+    """Unpin, evict and pin again between two updates, so that the number of pins is equal."""
     driver = driver_of(make_request("1", 5, max_tokens=1), num_blocks=3, digest="xxh3")
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.run()
     pin = manager.pins.pin([manager.pool.blocks[1]])
-    replica.look()
+    replica.update()
     manager.pins.unpin(pin)
     before = replica.hashes[1]
     for name in "23":
         driver.add(make_request(name, 5, max_tokens=1))
         driver.run()
     manager.pins.pin([manager.pool.blocks[1]])
-    replica.look()
+    replica.update()
     replica.check()
     assert 0 != replica.hashes[1] != before
 
@@ -184,52 +172,46 @@ def test_watch_agrees_with_snapshots_of_random_groups(seed: int):
         step()
         if work.random.random() < 0.5:
             for each in (replica, Replica(work.driver.scheduler)):
-                each.look()
+                each.update()
                 each.check()
 
     work.step = watched_step
     work.run()
-    replica.look()
+    replica.update()
     replica.check()
 
 
 def test_watch_reports_swap_entries():
-    pressure = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=9)
-    work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
-    driver = driver_of(*work, num_blocks=7, pressure=pressure)
+    requests = (make_request(name, 8, max_tokens=12) for name in "12")
+    driver = driver_of(*requests, num_blocks=7, pressure=SWAP)
     replica = Replica(driver.scheduler)
     while not driver.scheduler.num_swapped:
         driver.step()
-    replica.look()
+    replica.update()
     assert replica.images == [("2", driver.scheduler.swap_space.num_used_host_blocks)]
     assert replica.sequences[2].status == "swapped"
     driver.run()
-    replica.look()
+    replica.update()
     assert not replica.images
     replica.check()
 
 
 class WatchedMachine(SchedulerMachine):
-    """The scheduler's random work, seen by two who look at different times."""
+    """Updates one replica after each step of the random work, and another after every third."""
 
     replicas: tuple[Replica, ...] = ()
-    num_looks = 0
+    num_steps = 0
 
     @invariant()
     def replicas_agree(self):
         if not self.replicas:
             self.replicas = Replica(self.driver.scheduler), Replica(self.driver.scheduler)
-        self.num_looks += 1
+        self.num_steps += 1
         for replica, every in zip(self.replicas, (1, 3), strict=True):
-            if self.num_looks % every == 0:
-                replica.look()
+            if self.num_steps % every == 0:
+                replica.update()
                 replica.check()
 
 
 TestWatch = WatchedMachine.TestCase
-TestWatch.settings = settings(
-    max_examples=num_examples(60),
-    stateful_step_count=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestWatch.settings = settings(MACHINE_SETTINGS, max_examples=num_examples(60))
