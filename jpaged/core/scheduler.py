@@ -591,6 +591,8 @@ class Scheduler:
         step. Drafts without a slot are dropped by the device.
         """
         manager, limits = self.block_manager, []
+        # As many block updates as a packed row has room for (`StepProgram.sizes`).
+        max_updates = 1 + manager.num_blocks_for(num_drafts)
         num_spare = manager.num_free_blocks - self.running.num_rows
         if step.has_preempted or step.is_waiting_for_blocks or self._waits_for_blocks:
             num_spare = 0
@@ -599,7 +601,8 @@ class Scheduler:
             max_slots = sequence.request.max_num_tokens - 1
             if row.is_sampled and sequence.request.beam is None:
                 wanted = sequence.num_computed_tokens + sequence.num_pending_drafts + num_drafts
-                found = manager.reserve(sequence, min(wanted, max_slots), max(num_spare, 0))
+                most = max(min(num_spare, max_updates - len(row.block_updates)), 0)
+                found = manager.reserve(sequence, min(wanted, max_slots), most)
                 num_spare -= len(found.updates)
                 sequence.num_pending_drafts += num_drafts
                 if found.updates:
@@ -634,6 +637,8 @@ class Scheduler:
             while less_urgent := [r for r in self.running if r.priority > head.priority]:
                 if not head.is_fully_read or self._admission.find_fit(head) is not None:
                     return
+                if self._waits_for_blocks and self._trim_reservations():
+                    continue  # the empty blocks may be enough
                 if not self._admission.would_fit_after_preemption(
                     head, less_urgent, step.token_budget
                 ):

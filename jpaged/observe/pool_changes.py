@@ -2,7 +2,7 @@
 
 `pool_report.py` counts the whole pool on each call. The first `PoolWatch.look` takes O(blocks)
 time; each later call takes O(changed blocks + sequences that hold blocks) time. The pool does not
-record its changes. A watch finds changed blocks at the tail of the free queue, and in the block
+record its changes. A watch finds changed blocks at both ends of the free queue, and in the block
 tables and pins that changed or were removed.
 """
 
@@ -180,7 +180,8 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        return set(islice(reversed(pool.free_block_queue), num_blocks_freed))
+        queue = pool.free_block_queue  # empty blocks are freed to its head, all others to its tail
+        return {*islice(reversed(queue), num_blocks_freed), *islice(queue, num_blocks_freed)}
 
     def _diff_pins(self, maybe_changed: set[int]) -> list[int] | None:
         pins = self._scheduler.block_manager.pins

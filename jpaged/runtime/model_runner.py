@@ -178,7 +178,7 @@ class ModelRunner:
         """
         if plan.num_drafts:
             incoming_chunks = self._launch_moves(plan, sampling)
-            [handle] = self._launch_verification([plan])
+            [handle] = self._launch_verification([plan], [self._rows.rows(plan.scheduled)])
             if incoming_chunks is not None:
                 self._swap_entries.finish_swap_ins(self._launch, incoming_chunks)
             return handle
@@ -300,16 +300,14 @@ class ModelRunner:
 
         `fits_burst` must be true for every plan. All plans must verify drafts, or none.
         """
-        if plans[0].num_drafts:
-            for plan in plans:
-                self._update_rows(plan, sampling)
-            return self._launch_verification(plans)
         rows, level = [], SamplerLevel.GREEDY
-        size = round_up(self._buckets.burst_batch_sizes, max(len(plan.scheduled) for plan in plans))
-        for plan in plans:
+        for plan in plans:  # a plan may release rows that the plans before it compute
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
+        if plans[0].num_drafts:
+            return self._launch_verification(plans, rows)
+        size = round_up(self._buckets.burst_batch_sizes, max(len(plan.scheduled) for plan in plans))
         name = "decode_burst", (size, next(it for it in BURST_LEVELS if it.covers(level)))
         packed = self._packers[name](*_burst_inputs(plans, rows))
         sampled = _start_copy_to_host(self._launch(*name, packed=packed)["sampled"], level)
@@ -318,9 +316,15 @@ class ModelRunner:
             for i, (plan, plan_rows) in enumerate(zip(plans, rows, strict=True))
         ]
 
-    def _launch_verification(self, plans: list[StepPlan]) -> list[StepHandle]:
-        """Launch one verify step, or a burst of verify steps, and return one handle per plan."""
-        rows = [self._rows.rows(plan.scheduled) for plan in plans]
+    def _launch_verification(
+        self, plans: list[StepPlan], rows: list[np.ndarray]
+    ) -> list[StepHandle]:
+        """Launch one verify step, or a burst of verify steps, and return one handle per plan.
+
+        Args:
+            plans: The plans, whose rows are up to date.
+            rows: Device rows of each plan's sequences.
+        """
         level = self._verify_level(self._rows.level(np.concatenate(rows)))
         sizes = self._buckets.verify_batch_sizes
         size = round_up(sizes, max(len(plan.scheduled) for plan in plans))

@@ -1,5 +1,4 @@
-"""Test which unrecorded GEMMs are measured, where and how often, and the compiler options of
-programs."""
+"""Test which unrecorded GEMMs are measured and how often, and the compiler options of programs."""
 
 import fcntl
 import re
@@ -31,17 +30,8 @@ from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import MESH_AXIS, make_mesh
 from pallas_kernels import Backend
 
-GATHER = r" all-gather(-start)?\("
-"""A collective in XLA's text."""
-
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 128,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 64,
-}
+GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 64}
+GPT2 |= {"n_embd": 32, "n_layer": 2, "n_head": 2}
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -58,8 +48,8 @@ def model_of(config: dict[str, Any]) -> Any:
     return make_abstract_model(read_model_config(config), jnp.dtype(jnp.float32))
 
 
-class Lowered:
-    """Keeps the options it is compiled with."""
+class FakeLowered:
+    """A lowered program that records the options of each `compile`."""
 
     def __init__(self):
         self.options: list[dict] = []
@@ -79,40 +69,46 @@ def decode(kind: str, rows: int) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Return the measured products without compiling anything."""
+    """Return the (part, rows) of each measurement, without compiling anything."""
     found: list[tuple[str, int]] = []
-    note = lambda model, part, rows, backend: found.append((part, rows))  # noqa: E731
-    monkeypatch.setattr(gemm_autotuning, "measure_gemms", note)
+
+    def record(model: Any, part: str, rows: int, backend: Backend) -> None:
+        found.append((part, rows))
+
+    monkeypatch.setattr(gemm_autotuning, "measure_gemms", record)
     return found
 
 
+def compiler(folder: Path | None, config: dict[str, Any] = GPT2) -> AutotuningCompiler:
+    return AutotuningCompiler(model_of(config), Backend.XLA, folder)
+
+
 @pytest.mark.parametrize("options", [CUBLAS_AUTOTUNING, NO_AUTOTUNING, SYNCHRONOUS_COLLECTIVES])
-def test_compiler_accepts_the_options(options: dict):
-    """It refuses those that it does not."""
+def test_xla_accepts_the_compiler_options(options: dict):
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert jax.jit(lambda x: x @ x).lower(shape).compile(options) is not None
 
 
-def test_only_products_of_many_rows_are_measured(measured: list, tmp_path: Path):
-    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+def test_only_gemms_of_many_rows_are_measured(measured: list, tmp_path: Path):
+    autotuning, lowered = compiler(tmp_path), FakeLowered()
     for recipe in (
         Recipe(("sample", (256, 0)), print),
         Recipe(("prompt_logprobs", 512), print, gemm_key=("head", 64)),
         decode("decode", 8),
         prefill(128, 8),
     ):
-        assert it.compile(recipe, lowered) == "program"
+        assert autotuning.compile(recipe, lowered) == "program"
     assert measured == []
     assert lowered.options == [NO_AUTOTUNING] * 4
-    assert it.compile(decode("decode_burst", MIN_MEASURED_ROWS), lowered) == "program"
+    assert autotuning.compile(decode("decode_burst", MIN_MEASURED_ROWS), lowered) == "program"
     assert lowered.options[4:] == [CUBLAS_AUTOTUNING]
     assert measured == [("layer", MIN_MEASURED_ROWS), ("head", MIN_MEASURED_ROWS)]
 
 
 @pytest.mark.parametrize("rows", [8, MIN_MEASURED_ROWS])
-def test_program_is_compiled_with_its_own_options(rows: int, measured: list, tmp_path: Path):
-    recipe, lowered = replace(decode("decode", rows), options={"own": 1}), Lowered()
-    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(recipe, lowered)
+def test_recipe_options_extend_the_compiler_options(rows: int, measured: list, tmp_path: Path):
+    recipe, lowered = replace(decode("decode", rows), options={"own": 1}), FakeLowered()
+    compiler(tmp_path).compile(recipe, lowered)
     Compiler().compile(recipe, lowered)
     assert lowered.options == [
         {**(NO_AUTOTUNING if rows < MIN_MEASURED_ROWS else CUBLAS_AUTOTUNING), "own": 1},
@@ -120,9 +116,7 @@ def test_program_is_compiled_with_its_own_options(rows: int, measured: list, tmp
     ]
 
 
-def test_tensor_parallel_programs_use_synchronous_collectives(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_tensor_parallel_programs_use_synchronous_collectives(monkeypatch: pytest.MonkeyPatch):
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
     own = Recipe(("sum", None), lambda x: jax.lax.psum(x, MESH_AXIS), (shape,), options={"own": 1})
     assert own.on_mesh(None).options == {"own": 1}
@@ -139,59 +133,55 @@ def test_tensor_parallel_programs_use_synchronous_collectives(
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_collectives_have_no_separate_stream():
-    """Without the option they have one where something else may run meanwhile."""
+    """Without the option, a collective gets a stream if another operation can run concurrently."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
 
     def step(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, MESH_AXIS).sum(0) + x @ x @ x
 
-    def are_in_line(recipe: Recipe) -> list[bool]:
-        lines = recipe.with_unique_name().compile().as_text().splitlines()
-        return ['"is_sync":true' in line for line in lines if re.search(GATHER, line)]
+    def are_synchronous(recipe: Recipe) -> list[bool]:
+        text = recipe.with_unique_name().compile().as_text()
+        gathers = re.findall(r".* all-gather(?:-start)?\(.*", text)
+        return ['"is_sync":true' in line for line in gathers]
 
     shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     shared = Recipe(("gather", None), step, (shape,)).on_mesh(make_mesh(jax.devices(), 2))
-    assert are_in_line(shared) == [True]
-    assert are_in_line(replace(shared, options={})) == [False]
+    assert are_synchronous(shared) == [True]
+    assert are_synchronous(replace(shared, options={})) == [False]
 
 
 def test_processes_with_one_folder_measure_each_size_once(measured: list, tmp_path: Path):
-    first, second = (AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path) for _ in range(2))
-    first.compile(prefill(512, 8), Lowered())
-    first.compile(prefill(512, 256), Lowered())
-    second.compile(prefill(512, 8), Lowered())
-    second.compile(prefill(1024, 256), Lowered())
+    first, second = compiler(tmp_path), compiler(tmp_path)
+    first.compile(prefill(512, 8), FakeLowered())
+    first.compile(prefill(512, 256), FakeLowered())
+    second.compile(prefill(512, 8), FakeLowered())
+    second.compile(prefill(1024, 256), FakeLowered())
     assert measured == [("layer", 512), ("head", 8), ("head", 256), ("layer", 1024)]
-    AutotuningCompiler(model_of(LLAMA), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    compiler(tmp_path, LLAMA).compile(prefill(512, 8), FakeLowered())
     assert measured[4:] == [("layer", 512), ("head", 8)]
 
 
-def test_without_a_folder_products_are_measured_once_too(measured: list):
-    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, None), Lowered()
+@pytest.mark.parametrize("folder", [None, "file/folder"])
+def test_gemms_are_measured_once_without_a_writable_folder(
+    folder: str | None, measured: list, tmp_path: Path
+):
+    (tmp_path / "file").write_text("")
+    autotuning, lowered = compiler(tmp_path / folder if folder else None), FakeLowered()
     for _ in range(2):
-        it.compile(prefill(512, 8), lowered)
+        assert autotuning.compile(prefill(512, 8), lowered) == "program"
     assert measured == [("layer", 512), ("head", 8)]
     assert lowered.options == [CUBLAS_AUTOTUNING] * 2
-
-
-def test_unwritable_folder_does_not_stop_the_start(measured: list, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    it = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
-    assert it.compile(prefill(512, 8), Lowered()) == "program"
-    assert measured == [("layer", 512), ("head", 8)]
-    it.compile(prefill(512, 8), Lowered())  # nor is anything measured twice for want of a mark
-    assert measured == [("layer", 512), ("head", 8)]
 
 
 def test_measurements_of_another_device_are_not_used(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    compiler(tmp_path).compile(prefill(512, 8), FakeLowered())
     client = SimpleNamespace(platform_version="another")
     other = SimpleNamespace(device_kind=jax.local_devices()[0].device_kind, client=client)
     monkeypatch.setattr(jax, "local_devices", lambda: [other])
-    AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    compiler(tmp_path).compile(prefill(512, 8), FakeLowered())
     assert measured == [("layer", 512), ("head", 8)] * 2
 
 
@@ -206,18 +196,18 @@ sys.stdin.read()
 
 def test_measuring_process_waits_for_others(measured: list, tmp_path: Path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
-    it, lowered = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+    autotuning, lowered = compiler(tmp_path), FakeLowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        compiling = threading.Thread(target=it.compile, args=(prefill(512, 8), lowered))
+        compiling = threading.Thread(target=autotuning.compile, args=(prefill(512, 8), lowered))
         compiling.start()
         compiling.join(0.3)
         assert (measured, lowered.options) == ([], [])
         other.kill()
         compiling.join(60)
     assert lowered.options == [CUBLAS_AUTOTUNING]
-    with (tmp_path / "measuring.lock").open("w") as lock:  # given back
+    with (tmp_path / "measuring.lock").open("w") as lock:  # the compiler released the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -225,10 +215,9 @@ def test_wait_for_a_measuring_process_is_bounded(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)
-    it = AutotuningCompiler(model_of(GPT2), Backend.XLA, tmp_path)
     with (tmp_path / "measuring.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert it.compile(prefill(512, 8), Lowered()) == "program"
+        assert compiler(tmp_path).compile(prefill(512, 8), FakeLowered()) == "program"
     assert measured == [("layer", 512), ("head", 8)]
 
 
@@ -237,10 +226,10 @@ def test_wait_for_a_measuring_process_is_bounded(
     [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4)],
     ids=["gpt2", "opt", "llama", "qwen2"],
 )
-def test_measured_products_are_those_of_a_layer(
+def test_all_gemms_of_a_layer_and_the_head_are_measured(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Queries, keys and values; output; both of the feed-forward; and apart from them the head."""
+    """A layer has four: queries, keys and values; output; and two of the feed-forward."""
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:
@@ -256,7 +245,7 @@ def test_measured_products_are_those_of_a_layer(
     assert "tensor<16x128xf32>" in texts[-1]
 
 
-def test_tensor_parallel_measurement_uses_the_shard_products(monkeypatch: pytest.MonkeyPatch):
+def test_tensor_parallel_measurement_uses_the_gemms_of_a_shard(monkeypatch: pytest.MonkeyPatch):
     texts: list[str] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
     mesh = make_mesh(jax.devices(), 2)
@@ -266,12 +255,8 @@ def test_tensor_parallel_measurement_uses_the_shard_products(monkeypatch: pytest
     assert "-> tensor<16x64xf32>" in texts[-1]
 
 
-def test_products_of_own_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch):
-    class Foreign:
-        def lower(self, *_: Any) -> Any:
-            text = "stablehlo.custom_call @mosaic_gpu_v2"
-            return SimpleNamespace(as_text=lambda: text)
-
-    model = model_of(LLAMA)
-    monkeypatch.setattr(gemm_autotuning.jax, "jit", lambda _: Foreign())
+def test_gemms_of_pallas_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch):
+    lowered = SimpleNamespace(as_text=lambda: "stablehlo.custom_call @mosaic_gpu_v2")
+    jitted, model = SimpleNamespace(lower=lambda *_: lowered), model_of(LLAMA)
+    monkeypatch.setattr(gemm_autotuning.jax, "jit", lambda _: jitted)
     assert measure_gemms(model, "layer", 256, Backend.XLA) == 0

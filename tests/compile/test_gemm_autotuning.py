@@ -1,10 +1,10 @@
-"""Recorded GEMM measurements reach XLA's own cache, once, and nothing there is overwritten."""
+"""Test how recorded GEMM measurements are copied to XLA's autotuning cache."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,7 @@ import pytest
 
 from bench.common import SHAPES
 from jpaged.compile import gemm_autotuning
-from jpaged.compile.gemm_autotuning import (
-    EMPTY_RECORD,
-    GemmRecord,
-    read_record,
-    weights_digest,
-)
+from jpaged.compile.gemm_autotuning import EMPTY_RECORD, GemmRecord, read_record, weights_digest
 from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import SplitModel
@@ -37,9 +32,8 @@ def cache(tmp_path: Path, jax_settings: None) -> Path:
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gemm_autotuning, "AUTOTUNING_DIR", tmp_path)
     path = gemm_autotuning.gemm_record_path(DEVICE)
-    write_record(
-        path, GemmRecord({"m": [8]}, {"version/two": b"faster", "version/one": b"\x80fast"})
-    )
+    results = {"version/two": b"faster", "version/one": b"\x80fast"}
+    write_record(path, GemmRecord({"m": [8]}, results))
     return path
 
 
@@ -68,7 +62,7 @@ def test_record_is_written_where_xla_reads_it(cache: Path, recorded: Path):
         assert files == {"version/one": b"\x80fast", "version/two": b"own"}
 
 
-def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: Path):
+def test_nothing_is_written_without_a_record_or_a_cache(cache: Path, recorded: Path):
     another = SimpleNamespace(device_kind="another")
     assert gemm_autotuning.install_gemm_record(another) == EMPTY_RECORD
     assert not cache.exists()
@@ -77,7 +71,7 @@ def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: P
     assert not cache.exists()
 
 
-def test_cache_path_that_is_a_file_is_not_touched(
+def test_cache_url_is_not_used_as_a_folder(
     recorded: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(recorded.parent)
@@ -86,7 +80,7 @@ def test_cache_path_that_is_a_file_is_not_touched(
     assert not (recorded.parent / "gs:").exists()
 
 
-def test_unwritable_folder_does_not_stop_the_start(cache: Path, recorded: Path):
+def test_unwritable_cache_folder_gives_an_empty_record(cache: Path, recorded: Path):
     cache.write_text("a file")
     assert gemm_autotuning.install_gemm_record(DEVICE) == EMPTY_RECORD
     assert cache.read_text() == "a file"
@@ -95,11 +89,7 @@ def test_unwritable_folder_does_not_stop_the_start(cache: Path, recorded: Path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"\xff",
-        b"[]",
-        b"{}",
+        *(b"", b"{", b"\xff", b"[]", b"{}"),
         b'{"rows": {}, "results": []}',
         b'{"rows": {"m": 8}, "results": {}}',
         b'{"rows": {"m": ["8"]}, "results": {}}',
@@ -126,16 +116,18 @@ def test_damaged_record_gives_a_warning_and_is_not_written(
     assert not cache.exists()
 
 
-def test_shipped_records_can_be_read():
-    records = [*gemm_autotuning.AUTOTUNING_DIR.iterdir()]
+def test_shipped_records_contain_the_published_shapes():
+    records = [read_record(path) for path in gemm_autotuning.AUTOTUNING_DIR.iterdir()]
     assert records
-    for path in records:
-        record = read_record(path)
-        assert all(record.results.values())
+    for record in records:
         assert record.rows
+        assert all(record.results.values())
+        for shape in SHAPES:
+            for model, rows in rows_measured(shape).items():
+                assert record.rows[model] == rows
 
 
-def test_model_is_recorded_only_if_all_its_products_are():
+def test_record_covers_a_model_only_with_all_its_gemms():
     def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -148,21 +140,10 @@ def test_model_is_recorded_only_if_all_its_products_are():
     assert not EMPTY_RECORD.covers(leaves, {8})
 
 
-def test_shipped_records_contain_the_published_shapes():
-    for path in gemm_autotuning.AUTOTUNING_DIR.iterdir():
-        record = read_record(path)
-        for shape in SHAPES:
-            for model, rows in rows_measured(shape).items():
-                assert record.rows[model] == rows
-
-
 def test_failed_write_leaves_no_partial_record(
     cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(*_: Any) -> None:
-        raise OSError("full")
-
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("full")))
     gemm_autotuning.install_gemm_record(DEVICE)
     assert not [file for file in cache.rglob("*") if file.is_file()]
 

@@ -1,4 +1,4 @@
-"""Test which settings of the process an engine's start changes, and that it restores them."""
+"""Test how an engine start changes garbage collection, JAX options and the compilation cache."""
 
 import gc
 import re
@@ -14,14 +14,14 @@ from jpaged.engine.startup import pause_garbage_collection
 
 
 class Node:
-    """Something that the collector walks."""
+    """An object that the garbage collector tracks."""
 
     itself: "Node"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_objects_of_a_start_are_frozen_for_the_garbage_collector(enabled: bool):
-    """Unless the caller has switched the collector off, and so it stays."""
+    """If the caller has disabled the collector, nothing is frozen and it stays disabled."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -30,40 +30,40 @@ def test_objects_of_a_start_are_frozen_for_the_garbage_collector(enabled: bool):
             assert not gc.isenabled()
             made = Node()
         assert gc.isenabled() is enabled
-        assert is_walked(before) is is_walked(made) is not enabled
+        assert is_tracked(before) is is_tracked(made) is not enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def is_walked(node: Node) -> bool:
+def is_tracked(node: Node) -> bool:
     return any(it is node for it in gc.get_objects())
 
 
 def test_objects_of_a_failed_start_are_collected():
     made: list[Node] = []
 
-    def fails() -> None:
+    def fail() -> None:
         with pause_garbage_collection():
             made.append(Node())
             raise ValueError("at the start")
 
     with pytest.raises(ValueError, match="at the start"):
-        fails()
+        fail()
     assert gc.isenabled()
-    assert is_walked(made[0])
+    assert is_tracked(made[0])
 
 
 def test_earlier_engines_are_collected_at_a_start():
     node = Node()
-    node.itself = node  # as an engine that has failed
+    node.itself = node  # a cycle, as in a failed engine
     left = weakref.ref(node)
     del node
     with pause_garbage_collection():
         assert left() is None
 
 
-def options_after(theirs: object) -> object:
-    """Options of JAX's client, as an engine of a quarter of the device leaves them."""
+def client_options_after_start(theirs: object) -> object:
+    """Return JAX's client options after the start of an engine with `theirs` set before."""
     name = "jax_pjrt_client_create_options"
     before = jax.config.values[name]
     jax.config.update(name, theirs)
@@ -76,18 +76,15 @@ def options_after(theirs: object) -> object:
 
 @pytest.mark.parametrize("theirs", [{"memory_fraction": 0.5}, "memory_fraction:0.5"])
 def test_client_options_of_the_caller_are_kept(theirs: object):
-    """JAX's own option, where the caller has set it, is the whole of it."""
-    assert options_after(theirs) == theirs
+    assert client_options_after_start(theirs) == theirs
 
 
-def test_launches_use_the_dispatch_thread_of_xla(monkeypatch: pytest.MonkeyPatch):
+def test_tfrt_client_is_used_unless_the_environment_disables_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(CLIENT_VARIABLE, raising=False)
-    assert options_after(None) == {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
-
-
-def test_environment_variable_selects_the_client(monkeypatch: pytest.MonkeyPatch):
+    enabled = {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
+    assert client_options_after_start(None) == enabled
     monkeypatch.setenv(CLIENT_VARIABLE, "0")
-    assert options_after(None) == {"memory_fraction": 0.25}
+    assert client_options_after_start(None) == {"memory_fraction": 0.25}
 
 
 def test_writable_cache_folder_is_created(tmp_path: Path):
@@ -99,7 +96,7 @@ def test_writable_cache_folder_is_created(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["file", "file/folder", "a\0b", "a" * 300])
-def test_unusable_cache_folder_is_refused_by_name(tmp_path: Path, name: str):
+def test_unusable_cache_folder_raises_an_error_with_its_path(tmp_path: Path, name: str):
     (tmp_path / "file").touch()
     folder = tmp_path / name
     words = re.escape(f"compilation_cache_dir={str(folder)!r} cannot be written to (")
@@ -118,6 +115,6 @@ def test_unwritable_home_only_disables_the_cache(
 
 
 def test_read_only_cache_is_used():
-    config = EngineConfig(compilation_cache_dir="/proc/self")  # where no file can be made
+    config = EngineConfig(compilation_cache_dir="/proc/self")  # where files cannot be created
     with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*not in the folder"):
         assert with_usable_cache(config) is config

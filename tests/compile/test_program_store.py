@@ -1,4 +1,4 @@
-"""Lowered programs on disk: found again if nothing changed, traced again if anything did."""
+"""Test the store of lowered programs: keys, damaged files, failed writes and pruning."""
 
 import functools
 import os
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ DEVICE = jax.local_devices()[0]
 
 @pytest.fixture
 def jax_cache(tmp_path: Path) -> Iterator[Path]:
-    """An empty one, for everything that is compiled."""
+    """Return JAX's compilation cache: an empty folder that gets every compiled program."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -39,7 +40,7 @@ def jax_cache(tmp_path: Path) -> Iterator[Path]:
 def _set_jax_cache(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it looks at its settings once
+    compilation_cache.reset_cache()  # JAX reads these settings only once
 
 
 def make_store(folder: Path, made_from: object = "a model") -> ProgramStore:
@@ -59,7 +60,7 @@ def save(store: ProgramStore, made: Recipe) -> None:
 
 
 def save_bytes(store: ProgramStore, key: str, payload: bytes) -> None:
-    """As a program that is serialised to them."""
+    """Save a program whose serialization is `payload`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export.Exported, "serialize", lambda _: payload)
         store.save(key, recipe().exported())
@@ -71,10 +72,10 @@ def test_stored_program_gives_the_same_results(tmp_path: Path):
     a = jnp.arange(4, dtype=jnp.float32)
     total = program({"a": a}, jnp.ones(4, jnp.float32))["sum"]
     assert total.tolist() == [1, 2, 3, 4]
-    assert a.is_deleted()  # donated as before
+    assert a.is_deleted()  # still donated
 
 
-def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_cache: Path):
+def test_second_start_traces_and_compiles_nothing(tmp_path: Path, jax_cache: Path):
     traced = []
 
     def start() -> Any:
@@ -96,40 +97,33 @@ def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_
     assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (2, files)
 
 
-def test_shapes_and_models_are_part_of_the_key(tmp_path: Path):
-    save(make_store(tmp_path), recipe())
-    assert make_store(tmp_path).load(recipe(8).key) is None
-    assert make_store(tmp_path, "another model").load(recipe().key) is None
-
-
-def test_functions_and_settings_are_part_of_the_key(
+def test_key_includes_shapes_model_code_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save(make_store(tmp_path), recipe())
-    with monkeypatch.context() as patch:
-        original = tuning.num_splits
-        patch.setattr(tuning, "num_splits", lambda gemm: 2 * original(gemm))
-        assert make_store(tmp_path).load(recipe().key) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "MIN_SPLIT_DEPTH", 256)
-        assert make_store(tmp_path).load(recipe().key) is None
-    with monkeypatch.context() as patch:
-        record = replace(steps.PROGRAMS["mask"], function=lambda logits, allowed: logits)
-        patch.setitem(cast(dict, steps.PROGRAMS), "mask", record)
-        assert make_store(tmp_path).load(recipe().key) is None
-    with monkeypatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_example=1")
-        assert make_store(tmp_path).load(recipe().key) is None
+    assert make_store(tmp_path).load(recipe(8).key) is None
+    assert make_store(tmp_path, "another model").load(recipe().key) is None
+    splits = tuning.num_splits
+    step = replace(steps.PROGRAMS["mask"], function=lambda logits, allowed: logits)
+    for change in (
+        lambda patch: patch.setattr(tuning, "num_splits", lambda gemm: 2 * splits(gemm)),
+        lambda patch: patch.setattr(tuning, "MIN_SPLIT_DEPTH", 256),
+        lambda patch: patch.setitem(cast(dict, steps.PROGRAMS), "mask", step),
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_example=1"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert make_store(tmp_path).load(recipe().key) is None
     with jax.default_matmul_precision("highest"):
         assert make_store(tmp_path).load(recipe().key) is None
-    with monkeypatch.context() as patch:  # no program depends on it
+    with monkeypatch.context() as patch:  # programs do not depend on these variables
         patch.setenv("NVIDIA_VISIBLE_DEVICES", "GPU-1")
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
         assert make_store(tmp_path).load(recipe().key) is not None
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
-def test_device_and_its_cores_are_part_of_the_key(tmp_path: Path):
+def test_key_includes_the_device_its_cores_and_its_memory(tmp_path: Path):
     def store(**changes: Any) -> ProgramStore:
         facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132, "share": 7}
         facts |= changes
@@ -139,15 +133,16 @@ def test_device_and_its_cores_are_part_of_the_key(tmp_path: Path):
 
     save(store(), recipe())
     assert store(core_count=66).load(recipe().key) is None
-    assert store(share=8).load(recipe().key) is None  # XLA schedules by it
+    assert store(share=8).load(recipe().key) is None  # XLA schedules for the memory limit
     assert store(device_kind="another GPU").load(recipe().key) is None
     assert store().load(recipe().key) is not None
 
 
-CUTS = [slice(0, -7), slice(0, 0), slice(1, None)]
-
-
-@pytest.mark.parametrize("part", CUTS, ids=["no end", "nothing", "no beginning"])
+@pytest.mark.parametrize(
+    "part",
+    [slice(0, -7), slice(0, 0), slice(1, None)],
+    ids=["without its end", "empty", "without its beginning"],
+)
 def test_truncated_file_is_not_loaded(tmp_path: Path, part: slice):
     save(make_store(tmp_path), recipe())
     (file,) = (tmp_path / "programs").iterdir()
@@ -172,21 +167,13 @@ def test_unwritable_folder_gives_one_warning(tmp_path: Path, recwarn: pytest.War
 
 def test_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(make_store(tmp_path), recipe())
-
-    def refuse(*_: object) -> None:
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError("read-only")))
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
 def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(make_store(tmp_path), recipe())
-
-    def refuse(*_: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("no space left")))
     with pytest.warns(UserWarning, match="no space left"):
         save(make_store(tmp_path), recipe(8))
     assert len([*(tmp_path / "programs").iterdir()]) == 1
@@ -197,7 +184,7 @@ def test_folder_is_private(tmp_path: Path):
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_number_is_computed_once(tmp_path: Path):
+def test_stored_number_is_computed_once(tmp_path: Path):
     assert make_store(tmp_path).load_or_compute("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
     assert make_store(tmp_path).load_or_compute("bytes", unused) == 42
@@ -217,11 +204,11 @@ def test_least_recently_used_files_are_deleted_first(tmp_path: Path):
     assert store.load(recipe(16).key) is not None
 
 
-def test_draft_is_compiled_regardless_of_the_cache(jax_cache: Path):
+def test_program_with_a_unique_name_bypasses_the_jax_cache(jax_cache: Path):
     recipe(32).compile()
     for count in (2, 3):
         recipe(32).with_unique_name().compile()
         assert len([*jax_cache.glob("*-cache")]) == count
     a = jnp.zeros(32, jnp.float32)
     recipe(32).with_unique_name().compile()({"a": a}, jnp.ones(32, jnp.float32))
-    assert a.is_deleted()  # donated as in the program itself
+    assert a.is_deleted()  # still donated

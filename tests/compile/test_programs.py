@@ -1,4 +1,4 @@
-"""In which order programs are built, whatever they are."""
+"""Test the program builder: order, progress reports, failures and JAX settings of its threads."""
 
 import threading
 import time
@@ -49,34 +49,30 @@ class FakeRecipe(Recipe):
 
 
 class Log:
-    """Makes recipes that say when they are lowered and compiled."""
+    """A log of lowered and compiled programs, and the factory of their recipes."""
 
     def __init__(self):
         self.said: list[str] = []
 
     def recipe(
-        self,
-        name: tuple,
-        gemm_key: Any = None,
-        work: Any = lambda: None,
-        trace: Any = lambda: None,
+        self, name: tuple, gemm_key: Any = None, work: Any = lambda: None, trace: Any = lambda: None
     ) -> Recipe:
         options = {"own": name}
         return FakeRecipe(name, work, (self.said, trace), gemm_key=gemm_key, options=options)
 
-    def at(self, what: str) -> int:
-        return self.said.index(what)
+    def index(self, line: str) -> int:
+        return self.said.index(line)
 
 
 def test_programs_are_reported_and_found_by_name():
-    log, told = Log(), []
+    log, counts = Log(), []
     names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
-    with ProgramBuilder(2, report_progress=lambda *counts: told.append(counts)) as builder:
+    with ProgramBuilder(2, report_progress=lambda *count: counts.append(count)) as builder:
         builder.add(map(log.recipe, names))
-        builder.add([log.recipe(("decode", 8))])  # known
+        builder.add([log.recipe(("decode", 8))])  # the same name again
         programs = builder.programs()
     assert {program.name for program in programs.values()} == {*programs} == {*names}
-    assert told == [(i + 1, 6) for i in range(6)]
+    assert counts == [(i + 1, 6) for i in range(6)]
     assert log.said.count("lower decode 8") == 1
 
 
@@ -101,14 +97,14 @@ def test_each_program_is_reported_when_compiled():
     log, free = Log(), threading.Event()
     with ProgramBuilder(2) as builder:
         builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
-        told = builder.iter_built()
-        first, _ = next(told)
+        built = builder.iter_built()
+        first, _ = next(built)
         free.set()
-        assert [first, *(name for name, _ in told)] == [("decode", 1), ("decode", 9)]
+        assert [first, *(name for name, _ in built)] == [("decode", 1), ("decode", 9)]
         assert len([*builder.iter_built()]) == 2
 
 
-def test_drafts_are_compiled_while_others_are_only_lowered():
+def test_other_programs_are_compiled_after_the_drafts():
     log, free = Log(), threading.Event()
     drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
     others = [log.recipe(name) for name in ALWAYS]
@@ -124,8 +120,8 @@ def test_drafts_are_compiled_while_others_are_only_lowered():
         assert builder.workspace(drafts, lambda: builder.add(others)) == 2 * (40 + 7 - 5)
         builder.programs()
     watcher.join()
-    first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
-    assert log.at("compiled draft 1") < first_other
+    first_other = min(log.index(f"compile {kind} None") for kind, _ in ALWAYS)
+    assert log.index("compiled draft 1") < first_other
 
 
 def test_drafts_and_programs_use_the_same_compiler_options(tmp_path: Path):
@@ -166,7 +162,7 @@ def test_compile_failure_is_raised_and_stops_all_work():
 
 
 def test_closed_builder_starts_no_further_program():
-    """A failure, or Ctrl-C, while drafts are made: what runs is waited for, and that is all."""
+    """Closing waits for the running trace. Ctrl-C and failures close the builder too."""
     log, before = Log(), threading.active_count()
     tracing, free = threading.Event(), threading.Event()
 
@@ -175,18 +171,18 @@ def test_closed_builder_starts_no_further_program():
         free.wait()
 
     drafts = [log.recipe(("prefill", 1), trace=trace), log.recipe(("sample", 1))]
-    with ThreadPoolExecutor(2) as beside, ProgramBuilder(1) as builder:
+    with ThreadPoolExecutor(2) as pool, ProgramBuilder(1) as builder:
         others = list(map(log.recipe, ALWAYS))
-        workspace = beside.submit(builder.workspace, drafts, lambda: builder.add(others))
+        workspace = pool.submit(builder.workspace, drafts, lambda: builder.add(others))
         tracing.wait()
-        beside.submit(lambda: (time.sleep(0.3), free.set()))
+        pool.submit(lambda: (time.sleep(0.3), free.set()))
     assert workspace.exception() is not None
     assert log.said == ["lower draft 1"]
     assert threading.active_count() == before
 
 
 class TracedRecipe(Recipe):
-    """Compiles to its text."""
+    """A recipe whose compiled program is the lowered text."""
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
@@ -206,7 +202,7 @@ def test_programs_are_traced_with_the_settings_of_their_creator(
 
 
 def test_worker_thread_borrows_and_restores_jax_settings():
-    def look() -> tuple[bool, str | None, str | None]:
+    def read_settings() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device
         return config.jax_debug_nans, config.jax_default_matmul_precision, guard
@@ -216,9 +212,9 @@ def test_worker_thread_borrows_and_restores_jax_settings():
         jax.default_matmul_precision("float32"),
         jax.transfer_guard_host_to_device("log"),
     ):
-        settings, expected = ThreadSettings(), look()
-    assert expected == (True, "float32", "log") != look()
+        settings, expected = ThreadSettings(), read_settings()
+    assert expected == (True, "float32", "log") != read_settings()
     with ThreadPoolExecutor(1) as pool:
-        before = pool.submit(look).result()
-        assert pool.submit(settings.run, look).result() == expected
-        assert pool.submit(look).result() == before
+        before = pool.submit(read_settings).result()
+        assert pool.submit(settings.run, read_settings).result() == expected
+        assert pool.submit(read_settings).result() == before

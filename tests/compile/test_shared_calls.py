@@ -1,4 +1,4 @@
-"""Programs that share what is lowered once compute what those with their own do."""
+"""Test `SharedCalls`, which lowers a function once for several programs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     "backend", [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full)]
 )
-def test_shared_calls_change_no_token(backend: Backend):
+def test_shared_call_gives_the_same_truncation_mask(backend: Backend):
     shared, given = SharedCalls(backend), arguments()
     keep = partial(truncation_mask, backend=backend)
     expected = truncation_mask(**given, backend=backend)
@@ -60,7 +60,7 @@ def test_shared_call_is_lowered_once_per_shape_and_keyword():
     assert seen == [((4,), "int32", 2), ((2,), "int32", 2), ((4,), "int8", 2), ((4,), "int32", 5)]
 
 
-def test_shared_calls_launch_the_same_kernels_on_a_gpu():
+def test_shared_call_lowers_to_the_same_number_of_kernels():
     def lowered(call: Callable) -> str:
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), arguments())
         run = partial(call, partial(truncation_mask, backend=Backend.TRITON))

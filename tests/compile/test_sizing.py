@@ -1,10 +1,10 @@
-"""Test how much of a device's memory an engine uses, and that the pool is sized while the model
-loads."""
+"""Test how an engine divides a device's memory, and that sizing runs while the model loads."""
 
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jpaged.compile.sizing import POOL_BLOCK_MULTIPLE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.checkpoint import read_config, resolve_checkpoint
+from jpaged.models.config import ModelConfig
 from jpaged.models.loader import ModelPlan, make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, per_device_bytes
@@ -26,23 +27,26 @@ MODEL = read_model_config(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
+def device(stats: dict[str, int] | None) -> SimpleNamespace:
+    return SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+
+
+def device_of(limit: int) -> SimpleNamespace:
+    return device({"bytes_limit": limit, "bytes_in_use": 0})
+
+
+def sizing(limit: int, held: int = 0, model: ModelConfig = MODEL, **options: Any) -> Sizing:
     stats = {"bytes_limit": limit, "bytes_in_use": held}
-    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
-    split = SplitModel.of(make_abstract_model(MODEL, FLOAT32))
-    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, [device])
-    stats["bytes_in_use"] = limit  # from then on it is this engine's
+    split = SplitModel.of(make_abstract_model(model, FLOAT32))
+    made = Sizing(EngineConfig(**options), model, split, FLOAT32, [device(stats)])
+    stats["bytes_in_use"] = limit  # later allocations belong to this engine
     return made
 
 
 def test_smallest_tensor_parallel_device_limits_the_pool():
-    def device(limit: int) -> SimpleNamespace:
-        stats = {"bytes_limit": limit, "bytes_in_use": 0}
-        return SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
-
     config = EngineConfig(tensor_parallel_size=2, preemption_mode="swap", swap_space=0.01)
     split = SplitModel.of(make_abstract_model(MODEL, FLOAT32, make_mesh(jax.devices(), 2)))
-    devices = [device(2**30), device(2**29)]
+    devices = [device_of(2**30), device_of(2**29)]
     runtime, account, _ = Sizing(config, MODEL, split, FLOAT32, devices).fit(0)
     assert account.limit == 2**29
     per_block = account.kv_cache // runtime.num_blocks
@@ -52,19 +56,17 @@ def test_smallest_tensor_parallel_device_limits_the_pool():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_model_too_large_for_one_device_fits_two(count: int):
-    """Llama-3's of 70 billion parameters, 131 GiB, in nine tenths of an H200's 139.8 GiB."""
-    stats = {"bytes_limit": int(0.9 * 139.8 * 2**30), "bytes_in_use": 0}
-    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+    """Llama-3-70B has 131 GiB of weights. An engine gets 90% of an H200's 139.8 GiB."""
+    h200 = device_of(int(0.9 * 139.8 * 2**30))
     model, dtype = read_model_config(ALL_SHAPES["llama-70b"]), jnp.dtype(jnp.bfloat16)
     split = SplitModel.of(make_abstract_model(model, dtype, make_mesh(jax.devices(), count)))
     limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    limits["max_model_len"] = 2048
-    config = EngineConfig(tensor_parallel_size=count, **limits)
+    config = EngineConfig(tensor_parallel_size=count, max_model_len=2048, **limits)
     if count == 1:
         with pytest.raises(ValueError, match=r"weights take 131\.4 GiB as bfloat16.*more devices"):
-            Sizing(config, model, split, dtype, [device])
+            Sizing(config, model, split, dtype, [h200])
         return
-    runtime, account, _ = Sizing(config, model, split, dtype, [device] * count).fit(3 * 2**30)
+    runtime, account, _ = Sizing(config, model, split, dtype, [h200] * count).fit(3 * 2**30)
     assert account.weights == pytest.approx(65.7 * 2**30, rel=1e-3)
     assert (runtime.num_blocks - 1) * runtime.block_size > 64 * 2048
 
@@ -80,28 +82,24 @@ def test_model_too_large_for_one_device_fits_two(count: int):
 def test_virtual_devices_share_the_host_memory(
     count: int, room: float, words: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: None)
     split = SplitModel.of(make_abstract_model(MODEL, FLOAT32, make_mesh(jax.devices(), count)))
     whole = per_device_bytes(SplitModel.of(make_abstract_model(MODEL, FLOAT32)).leaves)
     monkeypatch.setattr(sizing_module, "physical_memory_bytes", lambda: int(room * whole))
     config = EngineConfig(tensor_parallel_size=count)
     if words is None:
-        Sizing(config, MODEL, split, FLOAT32, [device] * count)
+        Sizing(config, MODEL, split, FLOAT32, [device(None)] * count)
         return
-    with pytest.raises(ValueError, match=words) as refused:
-        Sizing(config, MODEL, split, FLOAT32, [device] * count)
-    assert "more devices" not in str(refused.value)  # they would be of the same machine
+    with pytest.raises(ValueError, match=words) as error:
+        Sizing(config, MODEL, split, FLOAT32, [device(None)] * count)
+    assert "more devices" not in str(error.value)  # they would share the same memory
 
 
 def test_narrower_kv_dtype_gives_more_blocks():
-    """The account, a block in host memory and the arrays go by the pool's dtype."""
-    wide, _, _ = sizing(2**30, preemption_mode="swap", swap_space=0.01).fit(0)
+    """The account, the size of a host block and the arrays follow the pool's dtype."""
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
-    stats = {"bytes_limit": 2**30, "bytes_in_use": 0}
-    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
-    split = SplitModel.of(make_abstract_model(model, FLOAT32))
-    config = EngineConfig(preemption_mode="swap", swap_space=0.01)
-    runtime, account, shapes = Sizing(config, model, split, FLOAT32, [device]).fit(0)
+    options: dict[str, Any] = {"preemption_mode": "swap", "swap_space": 0.01}
+    wide, _, _ = sizing(2**30, **options).fit(0)
+    runtime, account, shapes = sizing(2**30, model=model, **options).fit(0)
     per_block = block_bytes(model, 16, FLOAT32)
     assert 4 * per_block == block_bytes(MODEL, 16, FLOAT32)
     assert 3.9 * wide.num_blocks < runtime.num_blocks <= 4.1 * wide.num_blocks
@@ -124,7 +122,7 @@ def test_pool_gets_the_remaining_memory():
 
 @pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
 def test_memory_account_includes_logits_of_bursts(max_num_seqs: int, steps: int, rows: int):
-    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
+    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     none, some = (
         sizing(2**31, num_scheduler_steps=n, **limits).fit(0)[1].workspace for n in (1, steps)
     )
@@ -137,7 +135,7 @@ def test_engine_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_the_pool_is_sized_while_the_model_loads(
+def test_pool_is_sized_while_the_model_loads(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ):
     begun, before = threading.Event(), threading.active_count()
@@ -159,11 +157,7 @@ def test_the_pool_is_sized_while_the_model_loads(
 
 def test_compile_error_ends_the_start(monkeypatch: pytest.MonkeyPatch):
     before = threading.active_count()
-
-    def workspace(*_: Any) -> int:
-        raise RuntimeError("does not compile")
-
-    monkeypatch.setattr(Sizing, "workspace", workspace)
+    monkeypatch.setattr(Sizing, "workspace", Mock(side_effect=RuntimeError("does not compile")))
     with pytest.raises(RuntimeError, match="does not compile"):
         startup.build_parts(EngineConfig(compilation_cache_dir=None))
     assert threading.active_count() == before

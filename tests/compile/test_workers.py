@@ -1,4 +1,4 @@
-"""Processes that compile for an engine's start: what they take on, refuse and leave behind."""
+"""Test compile workers: their jobs, their failures, their messages and how they end."""
 
 import json
 import os
@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from start_helpers import FLOAT32, Start, names
 from jpaged import processes
 from jpaged.compile.workers import (
     CompileJob,
+    CompilePool,
     choose_num_workers,
     from_json,
     make_compile_jobs,
@@ -39,8 +38,13 @@ def start(tmp_path: Path, jax_settings: None) -> Start:
     return Start(tmp_path)
 
 
-def untold(*_: int) -> None:
-    """Progress that is not wanted."""
+def ignore_progress(*_: int) -> None:
+    pass
+
+
+def compile_all(pool: CompilePool, start: Start) -> list[str]:
+    """Return the sorted names of the programs that the workers or this process compiled."""
+    return names(pool.iter_compiled(start.recipes, start.runtime, ignore_progress))
 
 
 ONE_LAYER = {
@@ -66,7 +70,7 @@ from jpaged.compile import compilation
 from jpaged.compile.workers import CompilePool
 
 
-def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhile
+def start_unsized(pool, limits):  # as on a GPU, where the KV pool is sized during the start
     events.update(["start"])
     return start(pool, replace(limits, num_blocks=0))
 
@@ -112,21 +116,13 @@ def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
     assert json.loads(second.stdout) == [tokens, 0, total + misses, 0]
 
 
-@pytest.mark.full
-def test_worker_with_another_digest_compiles_nothing(start: Start):
-    """Here code has the tests' checks in it, which it has not in a worker."""
-    with start.pool() as pool:
-        assert pool.start(start.runtime)
-        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
-    assert found == names(start.recipes)
-    assert sum("code, settings or device memory" in line for line in start.said) == 2
-    assert not any(start.store.has(recipe.key) for recipe in start.recipes)
-
-
-def test_workers_accept_any_checkpoint_path(
+def test_worker_with_another_digest_compiles_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The name is not UTF-8, and Python's standard encoding is ASCII."""
+    """The digests differ because only this process has the type checks of the tests.
+
+    The checkpoint's path is not UTF-8, and Python's standard encoding is ASCII.
+    """
     folder = tmp_path / "modèle-caf\udce9"
     folder.mkdir()
     shutil.copy(EMBEDDED_MODEL / "config.json", folder)
@@ -134,9 +130,8 @@ def test_workers_accept_any_checkpoint_path(
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with start.pool() as pool:
         assert pool.start(start.runtime)
-        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
-    assert found == names(start.recipes)
-    # The workers have read config.json in this folder, so the digest includes it.
+        assert compile_all(pool, start) == names(start.recipes)
+    # A worker reports another digest only after it has read config.json in the folder.
     assert sum("code, settings or device memory" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
@@ -146,36 +141,28 @@ def test_programs_of_a_lost_worker_are_compiled_by_the_engine(start: Start):
         pool.start(start.runtime)
         for child in pool.processes:
             child.kill()
-        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
-    assert found == names(start.recipes)
+        assert compile_all(pool, start) == names(start.recipes)
 
 
+def raise_no_thread(_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(sys, "executable", "/nowhere/python"), (threading.Thread, "start", raise_no_thread)],
+    ids=["no process", "no thread"],
+)
 def test_engine_compiles_all_programs_without_workers(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, value: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(owner, name, value)
     with start.pool() as pool:
         assert not pool.start(start.runtime)
-        assert len([*pool.iter_compiled(start.recipes, start.runtime, untold)]) == len(
-            start.recipes
-        )
+        assert compile_all(pool, start) == names(start.recipes)
     (said,) = start.said
     assert "a compile worker could not be started" in said
-
-
-def test_engine_compiles_all_programs_without_threads(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    descriptors = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with start.pool() as pool:
-        assert not pool.start(start.runtime)
-        found = names(pool.iter_compiled(start.recipes, start.runtime, untold))
-    assert found == names(start.recipes)
-    assert len(start.said) == 1
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -196,7 +183,7 @@ while "waits" in sys.argv and channel.recv(1000):
 
 
 def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
-    """Start fake workers, one of each list of arguments: what it sends, and whether it waits."""
+    """Start one fake worker per list of arguments: the bytes that it sends, and "waits"."""
     left = iter(arguments)
 
     def command(module: str, channel: int) -> list[str]:
@@ -210,47 +197,45 @@ def test_programs_reported_by_a_lost_worker_are_not_compiled_again(
 ):
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
     sent = b"".join(frame_message(to_json({"compiled": name})) for name in done)
-    sent += (
-        frame_message(to_json({"level": "info"})) + frame_message(to_json({"compiled": "cut"}))[:-3]
-    )
-    told: list[int] = []
+    truncated = frame_message(to_json({"compiled": "cut"}))[:-3]
+    sent += frame_message(to_json({"level": "info"})) + truncated
+    counts: list[int] = []
     start_fakes(monkeypatch, [sent.hex()], [sent.hex()])
     with start.pool() as pool:
-        found = [*pool.iter_compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
+        found = [*pool.iter_compiled(start.recipes, start.runtime, lambda n, _: counts.append(n))]
     assert [repr(recipe.name) for recipe in found[:2]] == done
     assert names(found) == names(start.recipes)
-    assert told == [*range(1, len(found) + 1)]
+    assert counts == [*range(1, len(found) + 1)]
 
 
 def test_engine_does_not_wait_for_an_ended_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
-    """The others may take long: this one never says a word."""
+    """The first worker ends immediately; the second one runs and never sends a message."""
     start_fakes(monkeypatch, [""], ["", "waits"])
     first = select_worker_recipes(start.recipes, 0, 2)
     with start.pool() as pool:
         pool.start(start.runtime)
-        found = pool.iter_compiled(start.recipes, start.runtime, untold)
+        found = pool.iter_compiled(start.recipes, start.runtime, ignore_progress)
         assert names(next(found) for _ in first) == names(first)
 
 
 @pytest.fixture(scope="module")
-def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+def job_and_limits(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     script = Path(__file__).parent.with_name("start_helpers.py")
-    told = subprocess.check_output([sys.executable, script, tmp_path_factory.mktemp("cache")])
-    return told.splitlines()
+    output = subprocess.check_output([sys.executable, script, tmp_path_factory.mktemp("cache")])
+    return output.splitlines()
 
 
 @pytest.mark.parametrize(
     "num_messages",
     [
-        pytest.param(0, id="no order"),
-        pytest.param(1, marks=pytest.mark.full, id="no runtime"),
-        pytest.param(2, id="at work"),
+        pytest.param(0, id="without a job"),
+        pytest.param(1, marks=pytest.mark.full, id="without limits"),
+        pytest.param(2, id="while it compiles"),
     ],
 )
-def test_a_worker_ends_when_its_channel_closes(num_messages: int, order_and_runtime: list[bytes]):
-    """The engine's process may be gone for good, without a word."""
+def test_worker_ends_when_its_channel_closes(num_messages: int, job_and_limits: list[bytes]):
     child = Child("jpaged.compile.workers")
-    for message in order_and_runtime[:num_messages]:
+    for message in job_and_limits[:num_messages]:
         send(child.sock, message)
     child.sock.close()
     assert child.exit_code(60) == 1
@@ -276,89 +261,80 @@ def test_output_of_imported_modules_goes_to_stderr(tmp_path: Path, monkeypatch: 
     child.kill_and_close()
 
 
-def test_after_the_end_no_worker_is_started(start: Start):
-    """A thread may come to it late."""
+def test_closed_pool_starts_no_worker(start: Start):
+    """The thread that sizes the KV pool may call `start` after the pool is closed."""
     with start.pool() as pool:
         pass
     assert not pool.start(start.runtime)
-    assert names(pool.iter_compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
+    assert compile_all(pool, start) == names(start.recipes)
     assert pool.processes == []
 
 
 @pytest.mark.parametrize(
-    ("platform", "processors", "reserved", "options", "has_gemm_record", "asked", "expected"),
+    ("changes", "expected"),
     [
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
-        ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
-        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 14),
-        ("gpu", 192, 180 * GIB, {"memory_fraction": 0.9}, True, None, 16),
-        ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 0, 0),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 3, 3),
-        ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, True, None, 2),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 8),
-        ("gpu", 16, 72 * GIB, {"memory_fraction": 0.9}, False, None, 4),
-        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, False, None, 8),
-        ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, True, None, 0),
-        ("gpu", 16, 24 * GIB, None, True, None, 0),
-        ("gpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
-        ("cpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
+        ({}, 8),
+        ({"client_options": "memory_fraction:0.9;preallocate:true"}, 8),
+        ({"cores": 192}, 14),
+        ({"cores": 192, "reserved": 180 * GIB}, 16),
+        ({"cores": 5}, 2),
+        ({"num_compile_workers": 0}, 0),
+        ({"num_compile_workers": 3}, 3),
+        ({"reserved": 22 * GIB}, 2),
+        ({"has_gemm_record": False}, 8),
+        ({"has_gemm_record": False, "reserved": 72 * GIB}, 4),
+        ({"has_gemm_record": False, "cores": 192}, 8),
+        ({"client_options": {"memory_fraction": 1.0}, "reserved": 24 * GIB}, 0),
+        ({"client_options": None, "reserved": 24 * GIB}, 0),
+        ({"reserved": None}, 0),
+        ({"platform": "cpu", "reserved": None}, 0),
     ],
 )
+@pytest.mark.usefixtures("jax_settings")
 def test_number_of_workers_follows_cores_and_memory(
-    platform: str,
-    processors: int,
-    reserved: int | None,
-    options: Any,
-    has_gemm_record: bool,
-    asked: int | None,
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
-    client_options: Callable[[Any], None],
+    changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ):
-    client_options(options)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
-    stats = {"bytes_limit": reserved} if reserved else None
-    device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
-    config = EngineConfig(num_compile_workers=asked)
-    assert choose_num_workers(config, device, has_gemm_record=has_gemm_record) == expected
+    facts: dict[str, Any] = {
+        "platform": "gpu",
+        "cores": 16,
+        "reserved": 126 * GIB,
+        "client_options": {"memory_fraction": 0.9},
+        "num_compile_workers": None,
+        "has_gemm_record": True,
+    }
+    facts |= changes
+    jax.config.update("jax_pjrt_client_create_options", facts["client_options"])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(facts["cores"]))
+    stats = facts["reserved"] and {"bytes_limit": facts["reserved"]}
+    device = SimpleNamespace(platform=facts["platform"], memory_stats=lambda: stats)
+    config = EngineConfig(num_compile_workers=facts["num_compile_workers"])
+    found = choose_num_workers(config, device, has_gemm_record=facts["has_gemm_record"])
+    assert found == expected
 
 
-@pytest.fixture
-def client_options(jax_settings: None) -> Callable[[Any], None]:
-    return partial(jax.config.update, "jax_pjrt_client_create_options")
-
-
-def orders_of(start: Start) -> list[CompileJob]:
-    config = EngineConfig(num_compile_workers=2)
-    device = jax.local_devices()[0]
+def make_jobs(start: Start, **options: Any) -> list[CompileJob]:
+    config, device = EngineConfig(num_compile_workers=2, **options), jax.local_devices()[0]
     return make_compile_jobs(
         config, EMBEDDED_MODEL, FLOAT32, device, start.store, has_gemm_record=True
     )
 
 
 def test_workers_compile_for_the_same_number_of_devices(start: Start):
-    config, device = EngineConfig(tensor_parallel_size=2), jax.local_devices()[0]
-    config = replace(config, num_compile_workers=2)
-    jobs = make_compile_jobs(
-        config, EMBEDDED_MODEL, FLOAT32, device, start.store, has_gemm_record=True
-    )
-    assert [job.num_devices for job in jobs] == [2, 2]
+    assert [job.num_devices for job in make_jobs(start, tensor_parallel_size=2)] == [2, 2]
 
 
 def test_disabled_cache_starts_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
-    assert len(orders_of(start)) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        assert orders_of(start) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", None)
-        assert orders_of(start) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(start, "store", None)
-        assert orders_of(start) == []
+    assert len(make_jobs(start)) == 2
+    for owner, name, value in (
+        (os, "access", lambda *_: False),
+        (sys, "executable", None),
+        (start, "store", None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert make_jobs(start) == []
     jax.config.update("jax_compilation_cache_dir", None)
-    assert orders_of(start) == []
+    assert make_jobs(start) == []
 
 
 def test_worker_messages_are_json(start: Start):

@@ -5,11 +5,13 @@ import pytest
 from core_driver import make_request, make_scheduler
 from core_plans import queue_of, shape, the, updates
 from core_speculation import RandomSpeculation, SpeculativeDriver
+from test_watch import Replica
 
 from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, StepPlan
 from jpaged.core.request import FinishReason, NoTokenError
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.speculation import MIN_PLAIN_STEPS, NUM_TRIAL_STEPS, Speculation
+from jpaged.observe.pool_changes import CACHED
 
 
 def speculative_scheduler(num_drafts: int = 3, rate: float = 1.0, **options) -> Scheduler:
@@ -153,6 +155,31 @@ def test_drafts_never_preempt():
     assert driver.device.num_accepted > 0
 
 
+def test_urgent_request_takes_reserved_blocks_before_it_preempts():
+    scheduler = speculative_scheduler(7, num_blocks=9, max_model_len=32, by_priority=True)
+    plans = [decoding(scheduler, length=8, max_tokens=20, priority=1), the(scheduler.schedule())]
+    for plan in plans:
+        read(scheduler, plan, [1] + [REJECTED] * 7)
+    assert queue_of(scheduler.block_manager) == [7, 8]
+    scheduler.add(make_request("2", 12, max_tokens=2))
+    plan = the(scheduler.schedule())
+    assert plan.preempted_request_ids == ()
+    assert shape(plan) == [(2, 0, 12, True), (1, 10, 1, True)]
+
+
+def test_step_adds_as_many_blocks_as_a_packed_row_has_room_for():
+    """Without a cap, a row would catch up with the drafts of all steps in flight at once."""
+    scheduler = speculative_scheduler(num_blocks=12, block_size=1, max_model_len=11)
+    scheduler.add(make_request("1", 3, max_tokens=8))
+    scheduler.update(the(scheduler.schedule()), np.array([9]))
+    scheduler.add(make_request("2", 9, max_tokens=2))
+    plan = the(scheduler.schedule())
+    assert (plan.limits, updates(plan)) == ((4,), [((3, 4),)])  # request 2 waits for blocks
+    scheduler.abort("2")
+    plan = the(scheduler.schedule())
+    assert (plan.limits, updates(plan)) == ((8,), [((4, 5), (5, 6), (6, 7), (7, 8))])
+
+
 def test_beams_and_grammars_take_plain_steps():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
@@ -174,6 +201,26 @@ def test_decode_rows_take_no_drafts_next_to_a_prompt():
     scheduler.update(mixed, np.array([3, 4]))
     assert scheduler.running["1"].sequences[0].block_table == [1, 2]
     scheduler.check_integrity()
+
+
+def test_watch_reports_a_cached_block_that_a_reservation_evicts():
+    """The trimmed block is first in the free queue, and the watch has never seen its table."""
+    scheduler = speculative_scheduler(max_model_len=20, digest="xxh3")
+    read(scheduler, decoding(scheduler, "1", 7, max_tokens=2), [1, *[NO_DRAFT] * 3])
+    plan, manager = decoding(scheduler, "2", 3, max_tokens=9), scheduler.block_manager
+    read(scheduler, plan, [1, REJECTED, REJECTED, REJECTED])
+    [sequence], pool = scheduler.running["2"].sequences, manager.pool
+    pool.free(pool.allocate(manager.num_free_blocks - pool.num_cached_blocks))  # now used last
+    replica = Replica(scheduler)
+    replica.update()
+    evicted = queue_of(manager)[0]
+    assert replica.counts[evicted] == CACHED
+    manager.trim(sequence)
+    manager.reserve(sequence, 20, 2)
+    assert sequence.block_table[-1] == evicted
+    manager.trim(sequence)
+    replica.update()
+    replica.check()
 
 
 def verify(policy: Speculation, num_accepted: int, num_rows: int = 4) -> None:

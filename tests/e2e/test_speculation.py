@@ -142,6 +142,20 @@ def test_requests_that_come_and_go_change_no_answer(
     assert after.num_preemptions > before.num_preemptions
 
 
+def test_row_may_leave_within_a_burst(engines: Engines, shallow_folder: Path):
+    """A step of a burst preempts a row that earlier steps of the burst compute."""
+    options: dict[str, Any] = {"block_size": 4, "max_model_len": 120}
+    tight: dict[str, Any] = {"num_blocks": 40, "preemption_mode": "recompute"}
+    speculative = engines(
+        shallow_folder, speculative_config=NGRAM, **LOOPS["bursts"], **options, **tight
+    )
+    plain = engines(shallow_folder, **options)
+    kinds = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)] * 9
+    before = speculative.stats().num_preemptions
+    check_same(speculative, plain, [f"{REPEATING[1][:12]}{i}" for i in range(len(kinds))], kinds)
+    assert speculative.stats().num_preemptions > before
+
+
 def test_constrained_rows_take_plain_steps(engines: Engines):
     """Other rows of the batch verify drafts again when the constrained request has ended."""
     speculative, plain = engines(speculative_config=NGRAM), engines()

@@ -1,4 +1,4 @@
-"""Ragged batches over a poisoned pool, and the yardstick of their errors, for the kernel tests."""
+"""Ragged batches over a KV pool with NaN, error bounds and lowering for the kernel tests."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,60 +7,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import Backend, KVScales, LayerKV
 from tests.covering import covering
 from tests.reference import kernels as reference
 
-IMPLEMENTATIONS = [
-    Backend.XLA,
-    Backend.INTERPRET,
-    pytest.param(Backend.TRITON, marks=pytest.mark.gpu),
-]
+TRITON_ON_GPU = pytest.param(Backend.TRITON, marks=pytest.mark.gpu)
+XLA_AND_TRITON = [Backend.XLA, TRITON_ON_GPU]
+IMPLEMENTATIONS = [Backend.XLA, Backend.INTERPRET, TRITON_ON_GPU]
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 F8 = jnp.float8_e4m3fn
+
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+KERNEL_CALL = r"custom_call @\S*(triton|mosaic_gpu)"
+
+
+def on_device(device=H200):
+    """Return a context in which ops are traced for a GPU that this machine may not have."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lower(function, *arguments, device=H200):
+    """Return the text of a function lowered for a GPU."""
+    with on_device(device):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def on_backends(*axes, **options):
     """Return combinations of some options and a backend, the last, as `covering` does.
 
-    The covering set is of the backends that run without a GPU. A GPU runs every combination.
+    The covering set contains only backends that run without a GPU. A GPU runs every combination.
     """
-    on_gpu = pytest.param(Backend.TRITON, marks=pytest.mark.gpu)
     without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
-    return without_gpu + covering(*axes, [on_gpu], strength=1)
+    return without_gpu + covering(*axes, [TRITON_ON_GPU], strength=1)
 
 
-def in_turn(cases, dtypes, num_by_xla=None):
+def with_dtypes(cases, dtypes, num_by_xla=None):
     """Return every case on every backend with each dtype.
 
-    The default tier has one dtype of a case and backend, the next one of the next case, and XLA
-    with the first `num_by_xla` cases, or with all.
+    The default tier tests each case and backend with one dtype, and changes the dtype from case to
+    case. It tests XLA only with the first `num_by_xla` cases, or with all.
     """
 
     def is_default(case, dtype, backend):
-        turn = cases.index(case)
+        index = cases.index(case)
         if backend is Backend.XLA:
-            if num_by_xla is not None and turn >= num_by_xla:
+            if num_by_xla is not None and index >= num_by_xla:
                 return False
-            turn += 1
-        return dtypes.index(dtype) == turn % len(dtypes)
+            index += 1
+        return dtypes.index(dtype) == index % len(dtypes)
 
     return on_backends(cases, dtypes, strength=0, keep=is_default)
 
 
-def in_pool(x, dtype):
-    """Convert an array to `dtype`, as a pool stores it: `F8` numbers are stored in pairs."""
+def to_pool(x, dtype):
+    """Convert an array to `dtype` in the layout of a pool, which stores `F8` numbers in pairs."""
     narrow = np.asarray(x).astype(dtype)
     return jnp.asarray(reference.paired(narrow) if dtype == F8 else narrow)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case of attention.
+    """Parameters of an attention test.
 
-    `lens` has a pair for each sequence: total tokens, and new tokens of the step. `scales` are the
-    scales of an FP8 pool. Without scales the pool has the dtype of the queries.
+    `lens` has (total, new) numbers of tokens for each sequence. `scales` are the scales of an FP8
+    pool. Without scales the pool has the dtype of the queries.
     """
 
     dtype: Any = F32
@@ -105,10 +118,13 @@ class Batch(NamedTuple):
     q_decode: jax.Array
     q_prefill: jax.Array
 
+    @property
+    def decode_arguments(self):
+        return self.q_decode, self.kv, self.block_tables, self.seq_lens
 
-def require(backend):
-    if backend is Backend.TRITON and jax.default_backend() != "gpu":
-        pytest.skip("no GPU here")
+    @property
+    def prefill_arguments(self):
+        return self.q_prefill, self.kv, self.block_tables, self.query_start_loc, self.seq_lens
 
 
 def edge_lens(block_size):
@@ -120,7 +136,7 @@ def edge_lens(block_size):
 
 
 def build(case, seed=0):
-    """Return a batch. Slots without a token contain NaN, including those of the null block."""
+    """Return a batch. Slots without a token contain NaN, also in the null block."""
     rng = np.random.default_rng(seed)
     seq_lens = np.array([total for total, _ in case.lens], np.int32)
     query_lens = np.array([new for _, new in case.lens], np.int32)
@@ -134,7 +150,7 @@ def build(case, seed=0):
             slots = table[positions // case.block_size], positions % case.block_size
             pool[slots] = rng.standard_normal((length, *shape[2:]))
         quotients = jnp.asarray(pool) / jnp.float32(scale)
-        pools.append(in_pool(quotients, F8 if case.scales else case.dtype))
+        pools.append(to_pool(quotients, F8 if case.scales else case.dtype))
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     rows = (case.heads[0], case.head_size)
     q_decode = rng.standard_normal((len(seq_lens), *rows))
@@ -163,8 +179,11 @@ def _block_tables(rng, seq_lens, block_size):
 
 
 def assert_close(got, reference, dtype):
-    """Check that the error against float64 is at most twice the error of a plain implementation in
-    `dtype`, plus the rounding of sums in another order."""
+    """Check that the error against float64 is small.
+
+    The bound is twice the error of a plain implementation in `dtype`, plus the rounding of sums in
+    another order.
+    """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)
     plain = np.asarray(reference(jnp.dtype(dtype)), np.float64)

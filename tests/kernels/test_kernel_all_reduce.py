@@ -1,4 +1,4 @@
-"""Test all-reduces: results, errors of absent devices, and where the kernel runs."""
+"""Test all-reduces: results, errors for delayed devices, and when the kernel is used."""
 
 import time
 from functools import partial
@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
-from kernel_cases import BF16, F16, F32
+from jax.sharding import Mesh, PartitionSpec
+from kernel_cases import BF16, F16, F32, lower, on_device
 
 from jpaged.models.sharding import MESH_AXIS, barrier_all_reduce, make_mesh
 from jpaged.runtime.peer_memory import PeerMemory
@@ -26,12 +26,11 @@ from pallas_kernels import (
 from pallas_kernels.all_reduce.tuning import all_reduce_config, max_payload_bytes
 from tests.reference import kernels as reference
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 REPLICATED, SPLIT = PartitionSpec(), PartitionSpec(MESH_AXIS)
 WIDTH = 4096
 NO_TRITON_IN_MESH = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12),
-    reason="takes the kind of device from the mesh, whose devices are processors here",
+    reason="JAX 0.12 takes the kind of device from the mesh, whose devices are CPUs in this test",
 )
 
 
@@ -43,39 +42,28 @@ def mesh_of(count: int) -> Mesh:
     return mesh
 
 
-def gpus(count: int) -> Mesh:
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs GPUs")
-    return mesh_of(count)
-
-
-def on_all(mesh: Mesh, function: Any, *specs: PartitionSpec, out: Any = SPLIT) -> Any:
+def shard_map(mesh: Mesh, function: Any, *specs: PartitionSpec, out: Any = SPLIT) -> Any:
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     )
 
 
-def lowered(count: int, rows: int, dtype: Any = BF16, width: int = WIDTH) -> str:
-    """Return the lowered text of two sums of rows, for H200s."""
-    mesh = make_mesh(jax.devices(), count)
-    assert mesh is not None
+def count_calls(text: str) -> tuple[int, int]:
+    """Return the numbers of all-reduces by the kernel and by XLA in a lowered text."""
+    return text.count("custom_call @mosaic_gpu"), text.count('"stablehlo.all_reduce"')
 
+
+def lower_two_sums(count: int, rows: int, dtype: Any = BF16, width: int = WIDTH) -> str:
     def twice(x, header):
         x = device_sum(x, MESH_AXIS, header=header, buffer_index=0)
         return device_sum(x, MESH_AXIS, header=header, buffer_index=1)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_device():
         words = exchange_word_counts(count, Backend.TRITON)
-        assert words is not None
-        given = (
-            jax.ShapeDtypeStruct((rows, width), dtype),
-            jax.ShapeDtypeStruct((count * words[0],), jnp.int32),
-        )
-        traced = on_all(mesh, twice, REPLICATED, SPLIT, out=REPLICATED).trace(*given)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-KERNEL, COLLECTIVE = "custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
+    assert words is not None
+    x = jax.ShapeDtypeStruct((rows, width), dtype)
+    header = jax.ShapeDtypeStruct((count * words[0],), jnp.int32)
+    return lower(shard_map(mesh_of(count), twice, REPLICATED, SPLIT, out=REPLICATED), x, header)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -83,16 +71,13 @@ def test_small_sums_use_peer_memory(count: int):
     most = max_payload_bytes(count) // (2 * WIDTH)
     assert most == {2: 256, 4: 128, 8: 64}[count]
     for rows in (1, 8, most):
-        text = lowered(count, rows)
-        assert (text.count(KERNEL), text.count(COLLECTIVE)) == (2, 0)
-    text = lowered(count, most + 1)
-    assert (text.count(KERNEL), text.count(COLLECTIVE)) == (0, 2)
+        assert count_calls(lower_two_sums(count, rows)) == (2, 0)
+    assert count_calls(lower_two_sums(count, most + 1)) == (0, 2)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(F32, WIDTH), (F16, WIDTH), (BF16, 12)])
 def test_unsupported_dtypes_and_widths_use_xla(dtype, width: int):
-    text = lowered(2, 1, dtype, width)
-    assert (text.count(KERNEL), text.count(COLLECTIVE)) == (0, 2)
+    assert count_calls(lower_two_sums(2, 1, dtype, width)) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +93,6 @@ def test_norm_is_fused_if_each_program_has_a_row(
     rows: int, width: int, parts: int, dtype: Any, kernels: int
 ):
     """129 rows are summed by the unfused kernel, and 512 rows by XLA."""
-    mesh = make_mesh(jax.devices(), 2)
-    assert mesh is not None
 
     def run(hidden, update, weight, header):
         options = {"header": header, "buffer_index": 1, "eps": 1e-6, "backend": Backend.TRITON}
@@ -118,17 +101,14 @@ def test_norm_is_fused_if_each_program_has_a_row(
     shape = jax.ShapeDtypeStruct
     given = shape((rows, width), BF16), shape((parts, rows, width), dtype)
     given = *given, shape((width,), BF16), shape((20,), jnp.int32)
-    whole = (REPLICATED,) * 3
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = on_all(mesh, run, *whole, SPLIT, out=REPLICATED).trace(*given)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(KERNEL) == kernels
-    assert text.count(COLLECTIVE) == 1 - kernels
+    sharded = shard_map(mesh_of(2), run, *(REPLICATED,) * 3, SPLIT, out=REPLICATED)
+    text = lower(sharded, *given)
+    assert count_calls(text) == (kernels, 1 - kernels)
     assert text.count("@__gpu$xla.gpu.triton") == (0 if rows <= 128 else 1)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_every_chunk_has_a_thread(count: int):
+def test_all_reduce_has_a_thread_for_every_chunk(count: int):
     for num_bytes in (16, 2048, 8192, 65536, 524288, max_payload_bytes(count)):
         config = all_reduce_config(num_bytes=num_bytes, num_devices=count)
         assert 1 <= config.num_programs <= 128
@@ -143,18 +123,18 @@ def test_every_chunk_has_a_thread(count: int):
 def test_xla_all_reduce_matches_the_reference(count: int, dtype):
     mesh, rng = mesh_of(count), np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((count * 3, 24)), dtype)
-    run = on_all(mesh, lambda own: device_sum(own, MESH_AXIS), SPLIT)
+    run = shard_map(mesh, lambda shard: device_sum(shard, MESH_AXIS), SPLIT)
     got = np.asarray(run(x), np.float32).reshape(count, 3, 24)
     want = reference.device_sum(np.asarray(x).reshape(count, 3, 24)).astype(np.float32)
-    for own in got:
-        np.testing.assert_array_equal(own, got[0])
+    for rows in got:
+        np.testing.assert_array_equal(rows, got[0])
     tolerance = 1e-6 if dtype == F32 else 2.0**-6
     np.testing.assert_allclose(got[0], want, rtol=tolerance, atol=tolerance)
 
 
 def test_peer_exchange_needs_several_hopper_gpus():
     assert exchange_word_counts(2, Backend.XLA) is None
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_device():
         assert exchange_word_counts(1, Backend.TRITON) is None
         assert exchange_word_counts(9, Backend.TRITON) is None
         words = [exchange_word_counts(count, Backend.TRITON) for count in (2, 4, 8)]
@@ -168,7 +148,7 @@ def test_header_contains_the_addresses_of_all_devices():
     assert addresses == [0xFEDC_0000_1234, 0x1_0000_0002, 0xFEDC_0000_1234]
 
 
-def test_wrong_arguments_are_named():
+def test_all_reduce_errors_name_the_wrong_argument():
     rows = jnp.zeros((2, 16), BF16)
     with pytest.raises(ValueError, match="buffer_index is 2: pass 0 or 1"):
         device_sum(rows, MESH_AXIS, buffer_index=2)
@@ -178,8 +158,8 @@ def test_wrong_arguments_are_named():
         make_exchange_header(2, [0, 0])
 
 
-def hashed(*numbers: Any) -> jax.Array:
-    """Return pseudo-random bits that are equal on all devices."""
+def hash_numbers(*numbers: Any) -> jax.Array:
+    """Return pseudo-random bits."""
     h = jnp.uint32(0x9E3779B9)
     for number in numbers:
         h = (h ^ jnp.asarray(number).astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
@@ -188,27 +168,26 @@ def hashed(*numbers: Any) -> jax.Array:
     return h
 
 
-def rows_of(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """Return a device's addend of sum number `index`: bfloat16 numbers from 2^-8 to 2^8 of both
-    signs."""
+def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
+    """Return the bits of a device's rows in sum `index`: bfloat16 with exponents from -8 to 7."""
     at = lax.broadcasted_iota(jnp.uint32, shape, 0) * jnp.uint32(shape[1])
-    lot = hashed(index, rank)[None, None] ^ (at + lax.broadcasted_iota(jnp.uint32, shape, 1))
-    lot = hashed(lot)
-    exponent = jnp.uint32(127 - 8) + ((lot >> 8) & jnp.uint32(15))
-    sign, fraction = lot & jnp.uint32(0x8000), (lot >> 16) & jnp.uint32(0x7F)
+    column = lax.broadcasted_iota(jnp.uint32, shape, 1)
+    random = hash_numbers(hash_numbers(index, rank)[None, None] ^ (at + column))
+    exponent = jnp.uint32(127 - 8) + ((random >> 8) & jnp.uint32(15))
+    sign, fraction = random & jnp.uint32(0x8000), (random >> 16) & jnp.uint32(0x7F)
     return (sign | (exponent << 7) | fraction).astype(jnp.uint16)
 
 
-def in_order(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
+def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
     """Return the bits of the sum of all devices' rows, added in the order of the devices."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
-        rows = rows_of(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
+        rows = make_addend(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
         total += lax.bitcast_convert_type(rows << 16, F32)
     return bits(total.astype(BF16))
 
 
-def held_back(x: jax.Array, turns: jax.Array) -> jax.Array:
+def delay(x: jax.Array, turns: jax.Array) -> jax.Array:
     """Return `x` after a delay of about 3 ns per turn, on this device only."""
 
     def wait(turns_ref, out_ref):
@@ -225,21 +204,25 @@ def bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16)
 
 
-NONE_WRONG = [0, -1, -1, -1, -1]
+NO_DIFFERENCE = [0, -1, -1, -1, -1]
 
 
-def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, late, peers):
-    """Sum rows many times. Before each sum, each device waits, sometimes for long."""
+def sum_repeatedly(shape: tuple[int, int], count: int, num_turns: int, max_delay: int, peers):
+    """Sum rows many times. Before each sum, each device waits for a random time.
+
+    Return the number of wrong elements, and the sum, place, got and expected bits of the first one.
+    """
     rank = lax.axis_index(MESH_AXIS)
 
     def once(index, buffer_index, found):
-        lot = hashed(index, rank, jnp.uint32(7))
-        turns = jnp.where(lot % jnp.uint32(16) == 0, lot % jnp.uint32(most_late), jnp.uint32(0))
-        x = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
+        random = hash_numbers(index, rank, jnp.uint32(7))
+        is_late = random % jnp.uint32(16) == 0
+        turns = jnp.where(is_late, random % jnp.uint32(max_delay), jnp.uint32(0))
+        x = lax.bitcast_convert_type(make_addend(shape, index, rank), BF16)
         x = jnp.where(found[0] < 0, -x, x)  # never true; makes XLA wait for the previous sum
-        x = held_back(x, turns.astype(jnp.int32) + late[0])
+        x = delay(x, turns.astype(jnp.int32))
         got = bits(device_sum(x, MESH_AXIS, header=peers, buffer_index=buffer_index)).ravel()
-        want = in_order(shape, index, count).ravel()
+        want = expected_bits(shape, index, count).ravel()
         differs = got != want
         place = jnp.argmax(differs).astype(jnp.int32)
         first = [index, place, got[place].astype(jnp.int32), want[place].astype(jnp.int32)]
@@ -251,41 +234,33 @@ def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, la
         return once(2 * i + 1, 1, once(2 * i, 0, found))
 
     start = barrier_all_reduce(jnp.zeros((1, 1), F32), peers)[0].astype(jnp.int32)
-    start = jnp.array(NONE_WRONG, jnp.int32) + start
+    start = jnp.array(NO_DIFFERENCE, jnp.int32) + start
     return lax.fori_loop(0, num_turns, both, start)[None]
 
 
-def run_chain(mesh: Mesh, shape: tuple[int, int], num_turns: int, most_late: int = 100) -> Any:
-    """Return the result of `chain` on each device, and the peer memory."""
+def check_sums(count: int, shape: tuple[int, int], num_turns: int, max_delay: int = 100) -> None:
+    mesh = mesh_of(count)
     memory = PeerMemory(mesh)
-    body = partial(chain, shape, mesh.size, num_turns, most_late)
-    run = on_all(mesh, body, SPLIT, SPLIT)
-    late = jnp.zeros(mesh.size, jnp.int32)
-    return np.asarray(run(late, memory.headers)), memory
-
-
-GPU_COUNTS = [2, 4, 8]
+    body = partial(sum_repeatedly, shape, count, num_turns, max_delay)
+    found = np.asarray(shard_map(mesh, body, SPLIT)(memory.headers))
+    memory.check_devices()
+    assert found.tolist() == [NO_DIFFERENCE] * count
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", GPU_COUNTS)
+@pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
 def test_kernel_sums_in_device_order(rows: int | None, count: int):
     """All bits are equal on all devices. `rows=None` is the maximum that fits peer memory."""
-    rows = rows or max_payload_bytes(count) // (WIDTH * 2)
-    found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
-    memory.check_devices()
-    assert found.tolist() == [NONE_WRONG] * count
+    check_sums(count, (rows or max_payload_bytes(count) // (WIDTH * 2), WIDTH), 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.parametrize(("rows", "num_turns"), [(8, 50_000), (64, 5_000), (3, 5_000)])
 def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int):
-    found, memory = run_chain(gpus(2), (rows, WIDTH), num_turns, 20_000)
-    memory.check_devices()
-    assert found.tolist() == [NONE_WRONG] * 2
+    check_sums(2, (rows, WIDTH), num_turns, max_delay=20_000)
 
 
 @pytest.mark.gpu
@@ -294,8 +269,8 @@ def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int
 @pytest.mark.parametrize("shape", [(1, 4096), (8, 4096), (64, 8192), (5, 1032), (128, 4096)])
 def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_partials: int):
     """Compare all bits. Partials are equal fractions of the update, so their sum is exact."""
-    mesh = gpus(2)
-    memory, width = PeerMemory(mesh), shape[1]
+    mesh, width = mesh_of(2), shape[1]
+    memory = PeerMemory(mesh)
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(width) + 1, BF16)
 
     def layers(weight, peers):
@@ -303,28 +278,24 @@ def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_parti
         stream = barrier_all_reduce(jnp.zeros(shape, BF16), peers)
         found = []
         for index in range(4):
-            rows = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
+            rows = lax.bitcast_convert_type(make_addend(shape, index, rank), BF16)
             update = rows[None]
             if num_partials > 1:
                 parts = jnp.full((num_partials, 1, 1), 1 / num_partials, F32)
                 update = jnp.broadcast_to(rows.astype(F32)[None], (num_partials, *shape)) * parts
-            options = {
-                "header": peers,
-                "buffer_index": index % 2,
-                "eps": 1e-5,
-                "backend": Backend.TRITON,
-            }
+            options = {"header": peers, "buffer_index": index % 2, "eps": 1e-5}
+            options["backend"] = Backend.TRITON
             normed, stream = device_sum_norm(stream, update, weight, MESH_AXIS, **options)
             found += [normed, stream]
         return jnp.stack(found)[None]
 
-    run = on_all(mesh, layers, REPLICATED, SPLIT)
+    run = shard_map(mesh, layers, REPLICATED, SPLIT)
     found = np.asarray(run(weight, memory.headers))
     memory.check_devices()
     np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
     stream = np.zeros(shape, np.float32)
     for index in range(4):
-        update = np.asarray(in_order(shape, index, 2)).view(jnp.bfloat16).astype(np.float32)
+        update = np.asarray(expected_bits(shape, index, 2)).view(jnp.bfloat16).astype(np.float32)
         stream = (stream + update).astype(jnp.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(found[0, 2 * index + 1].astype(np.float32), stream)
         scale = 1 / np.sqrt((stream.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
@@ -336,21 +307,22 @@ def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_parti
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_kernel_sums_nan_and_infinity():
-    """NaN stays NaN, even with the bits that mark an empty word, and no device waits forever."""
-    mesh, memory = gpus(2), PeerMemory(gpus(2), max_polls=2**18)
+    """NaN is preserved, even with the bits that mark an empty word, and each launch ends."""
+    mesh = mesh_of(2)
+    memory = PeerMemory(mesh, max_polls=2**18)
     x = np.zeros((2, 8, 64), np.uint16)
     x[:] = np.asarray(jnp.bfloat16(1.5)).view(np.uint16)
     x[0, 2], x[1, 3], x[:, 4] = 0xFFFF, 0xFFFF, 0xFFFF
     x[0, 5], x[1, 6] = 0x7F80, 0xFF80
 
-    def sums(own, peers):
-        own += barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
-        first = device_sum(own, MESH_AXIS, header=peers, buffer_index=0)
-        own = jnp.where(bits(first)[:1, :1] == 77, -own, own)  # never true, but makes XLA wait
-        return first, device_sum(own, MESH_AXIS, header=peers, buffer_index=1)
+    def sums(shard, peers):
+        shard += barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
+        first = device_sum(shard, MESH_AXIS, header=peers, buffer_index=0)
+        shard = jnp.where(bits(first)[:1, :1] == 77, -shard, shard)  # never true; makes XLA wait
+        return first, device_sum(shard, MESH_AXIS, header=peers, buffer_index=1)
 
     given = lax.bitcast_convert_type(jnp.asarray(x.reshape(16, 64)), BF16)
-    found = on_all(mesh, sums, SPLIT, SPLIT, out=(SPLIT, SPLIT))(given, memory.headers)
+    found = shard_map(mesh, sums, SPLIT, SPLIT, out=(SPLIT, SPLIT))(given, memory.headers)
     memory.check_devices()
     for got in found:
         got = np.asarray(got, np.float32).reshape(2, 8, 64)
@@ -365,27 +337,27 @@ def test_kernel_sums_nan_and_infinity():
 @pytest.mark.gpu2
 @pytest.mark.parametrize("place", [0, 1])
 def test_delayed_device_ends_the_program_with_an_error(place: int):
-    mesh, shape = gpus(2), (8, WIDTH)
+    mesh, shape = mesh_of(2), (8, WIDTH)
     memory = PeerMemory(mesh, max_polls=2**14)
 
     def sums(late, peers):
         x = jnp.ones(shape, BF16) + barrier_all_reduce(jnp.zeros((1, 1), BF16), peers)
         for i in range(4):
-            x = held_back(x, late[0] * jnp.int32(i == 2))
+            x = delay(x, late[0] * jnp.int32(i == 2))
             x = device_sum(x, MESH_AXIS, header=peers, buffer_index=i % 2)
         return x
 
-    run = on_all(mesh, sums, SPLIT, SPLIT)
+    run = shard_map(mesh, sums, SPLIT, SPLIT)
     late = np.zeros(2, np.int32)
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
     memory.check_devices()
     assert (got == 16).all()
-    late[place] = 300_000_000  # about 1 s; the other device gives up after 10 ms
-    begun = time.monotonic()
+    late[place] = 300_000_000  # about 1 s; the other device stops waiting after 10 ms
+    start = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()
     with pytest.raises(RuntimeError, match="received no data from another tensor-parallel device"):
         memory.check_devices()
     again = np.asarray(run(jnp.zeros(2, jnp.int32), memory.headers), np.float32)
     assert np.isnan(again).all()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30

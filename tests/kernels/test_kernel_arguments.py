@@ -1,10 +1,10 @@
-"""Wrong arguments raise before anything is traced, with the parameter, the value and the remedy."""
+"""Test that wrong arguments of the ops raise errors that name the argument and its value."""
 
 from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from kernel_cases import BF16, F8, F32, in_pool
+from kernel_cases import BF16, F8, F32, to_pool
 
 from pallas_kernels import (
     Backend,
@@ -26,29 +26,18 @@ def _ints(*shape):
 
 
 def _pool(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64, dtype=F32):
-    pool = in_pool(jnp.zeros((num_blocks, block_size, num_kv_heads, head_size)), dtype)
+    pool = to_pool(jnp.zeros((num_blocks, block_size, num_kv_heads, head_size)), dtype)
     return LayerKV(pool, pool)
 
 
-def _attention(
-    q=None,
-    kv=None,
-    tables=None,
-    lens=None,
-    scale=0.1,
-    cap=None,
-    window=None,
-    backend=Backend.TRITON,
-):
+def _check_attention(q=None, kv=None, tables=None, lens=None, backend=Backend.TRITON, **options):
     attention.check_attention(
         jnp.zeros((3, 4, 64), F32) if q is None else q,
         kv or _pool(),
         _ints(3, 5) if tables is None else tables,
         _ints(3) if lens is None else lens,
         backend,
-        scale=scale,
-        soft_cap=cap,
-        sliding_window=window,
+        **{"scale": 0.1, "soft_cap": None, "sliding_window": None, **options},
     )
 
 
@@ -67,23 +56,10 @@ VALUE_ERRORS = {
     "block_tables is empty, but q has 3 rows": {"tables": _ints(0, 5), "lens": _ints(0)},
     "scale is 0": {"scale": 0.0},
     "scale is nan": {"scale": float("nan")},
-    "soft_cap is -1": {"cap": -1.0},
-    "soft_cap is inf": {"cap": float("inf")},
-    "sliding_window is 0": {"window": 0},
+    "soft_cap is -1": {"soft_cap": -1.0},
+    "soft_cap is inf": {"soft_cap": float("inf")},
+    "sliding_window is 0": {"sliding_window": 0},
 }
-
-
-@pytest.mark.parametrize("message", VALUE_ERRORS)
-def test_attention_refuses_invalid_values(message):
-    with pytest.raises(ValueError, match=message):
-        _attention(**VALUE_ERRORS[message])
-
-
-def test_xla_attention_accepts_any_head_size():
-    for size in (1, 5, 12, 520):
-        _attention(jnp.zeros((3, 4, size), F32), _pool(head_size=size), backend=Backend.XLA)
-
-
 TYPE_ERRORS = {
     "kv.k has dtype int8": {"kv": _pool(dtype=jnp.int8)},
     "kv.v has dtype bfloat16": {"kv": LayerKV(_pool().k, _pool(dtype=BF16).k)},
@@ -96,48 +72,39 @@ TYPE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", TYPE_ERRORS)
-def test_attention_refuses_invalid_dtypes(message):
-    with pytest.raises(TypeError, match=message):
-        _attention(**TYPE_ERRORS[message])
+@pytest.mark.parametrize("message", VALUE_ERRORS | TYPE_ERRORS)
+def test_attention_refuses_invalid_arguments(message):
+    error = ValueError if message in VALUE_ERRORS else TypeError
+    with pytest.raises(error, match=message):
+        _check_attention(**(VALUE_ERRORS | TYPE_ERRORS)[message])
 
 
-def test_queries_of_a_float8_pool_can_have_any_wide_dtype():
+def test_xla_attention_accepts_any_head_size():
+    for size in (1, 5, 12, 520):
+        _check_attention(jnp.zeros((3, 4, size), F32), _pool(head_size=size), backend=Backend.XLA)
+
+
+def test_queries_of_a_float8_pool_can_have_any_other_float_dtype():
     for dtype in (F32, BF16, jnp.float16):
-        _attention(jnp.zeros((3, 4, 64), dtype), _pool(dtype=F8))
+        _check_attention(jnp.zeros((3, 4, 64), dtype), _pool(dtype=F8))
 
 
 def test_scales_need_a_float8_pool():
-    one = jnp.ones(1, F32)
-    assert checks.resolve_pool_scales(_pool(), None) is None
-    assert checks.resolve_pool_scales(_pool(dtype=F8), None) == (1, 1)
-    assert checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
-    with pytest.raises(
-        ValueError, match="scales is set but the pool has dtype bfloat16: omit scales"
-    ):
-        checks.resolve_pool_scales(_pool(dtype=BF16), KVScales(one, one))
+    one, resolve = jnp.ones(1, F32), checks.resolve_pool_scales
+    assert resolve(_pool(), None) is None
+    assert resolve(_pool(dtype=F8), None) == (1, 1)
+    assert resolve(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
+    with pytest.raises(ValueError, match="scales is set but the pool has dtype bfloat16: omit"):
+        resolve(_pool(dtype=BF16), KVScales(one, one))
     with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
-        checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
+        resolve(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
     with pytest.raises(TypeError, match=r"scales\.k has dtype bfloat16"):
-        checks.resolve_pool_scales(_pool(dtype=F8), KVScales(one.astype(BF16), one))
-    with pytest.raises(ValueError, match="scales is set but the pool has dtype float32"):
-        paged_decode_attention(
-            jnp.zeros((3, 4, 64), F32),
-            _pool(),
-            _ints(3, 5),
-            _ints(3),
-            scale=1.0,
-            backend=Backend.XLA,
-            scales=KVScales(one, one),
-        )
+        resolve(_pool(dtype=F8), KVScales(one.astype(BF16), one))
 
 
-def test_decode_requires_one_row_per_sequence():
+def test_attention_requires_rows_and_starts_for_its_sequences():
     with pytest.raises(ValueError, match="6 rows for 3 block tables"):
         attention.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
-
-
-def test_prefill_requires_one_more_start_than_sequences():
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* with B \+ 1 = 4"):
         attention.check_prefill(_ints(3), _ints(3))
 
@@ -183,7 +150,6 @@ def test_rope_write_requires_heads_that_fit_the_pool():
 
 def test_rope_decode_requires_one_token_per_sequence():
     angle, qkv = jnp.zeros((3, 32), F32), jnp.zeros((1, 3, 8, 64), F32)
-
     tables, lens = _ints(3, 5), _ints(3)
 
     def check(qkv=qkv, lens=lens, window=None):
@@ -219,7 +185,7 @@ def test_norms_and_gemms_require_matching_shapes():
         gemm.check_gemm(rows, jnp.zeros((32, 8), F32))
 
 
-def test_gate_requires_a_matching_factor():
+def test_array_check_names_the_wrong_shape_or_dtype():
     check = partial(checks.check_array, "gate_up", axes="[T, 2, F]")
     assert check(jnp.zeros((3, 2, 64), BF16)) == {"T": 3, "2": 2, "F": 64}
     with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \[T, 2, F\]"):
@@ -230,7 +196,7 @@ def test_gate_requires_a_matching_factor():
         check(_ints(3, 2, 64))
 
 
-def test_gated_gemm_requires_two_factors_of_its_depth():
+def test_gated_gemm_requires_a_weight_with_two_halves_and_equal_depth():
     rows = jnp.zeros((3, 64), BF16)
     gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
@@ -241,7 +207,7 @@ def test_gated_gemm_requires_two_factors_of_its_depth():
         gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
-def test_copy_requires_matching_layers_and_pairs():
+def test_block_copy_requires_layers_of_one_shape_and_pairs_of_blocks():
     with pytest.raises(ValueError, match="no layers"):
         kv_cache.check_copy((), _ints(1), _ints(1))
     with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
@@ -252,18 +218,15 @@ def test_copy_requires_matching_layers_and_pairs():
         kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
-def test_public_entry_checks_its_arguments():
+def test_decode_attention_checks_scale_and_scales():
+    arguments, ones = (jnp.zeros((3, 4, 64), F32), _pool(), _ints(3, 5), _ints(3)), jnp.ones(1, F32)
+    run = partial(paged_decode_attention, *arguments, backend=Backend.XLA)
     with pytest.raises(ValueError, match="scale is -1"):
-        paged_decode_attention(
-            jnp.zeros((3, 4, 64), F32),
-            _pool(),
-            _ints(3, 5),
-            _ints(3),
-            scale=-1.0,
-            backend=Backend.XLA,
-        )
+        run(scale=-1.0)
+    with pytest.raises(ValueError, match="scales is set but the pool has dtype float32"):
+        run(scale=1.0, scales=KVScales(ones, ones))
 
 
-def test_select_backend():
+def test_gpus_use_triton_and_other_platforms_xla():
     assert select_backend("gpu") is select_backend("cuda") is Backend.TRITON
     assert select_backend("cpu") is select_backend("tpu") is Backend.XLA

@@ -1,4 +1,4 @@
-"""Decode and ragged prefill attention: one body for every implementation, against float64."""
+"""Test decode and prefill attention on every backend against a float64 reference."""
 
 import dataclasses
 from functools import partial
@@ -13,16 +13,15 @@ from kernel_cases import (
     F8,
     F16,
     F32,
-    IMPLEMENTATIONS,
     Case,
     assert_close,
     build,
     edge_lens,
-    in_pool,
     on_backends,
-    require,
+    to_pool,
 )
 
+import pallas_kernels
 from pallas_kernels import (
     FP8_PAIR_DTYPE,
     Backend,
@@ -41,7 +40,7 @@ from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
-# Every dtype, head size, block size and head grouping, windows and caps; not all combinations.
+# All dtypes, head groups, windows and caps, but not all combinations.
 CASES = [
     Case(F32, 32, 8, HEADS["mha"]),
     Case(BF16, 64, 16, HEADS["gqa"]),
@@ -71,7 +70,7 @@ BLOCKS = [
     Case(F32, 16, 7, HEADS["mha"]),
     Case(F16, 32, 256, HEADS["gqa"], sliding_window=200),
 ]
-# Pools in FP8, whose scales would show if they were left out or exchanged.
+# FP8 pools. Missing or swapped scales change the result.
 SCALED = [
     Case(BF16, 64, 16, HEADS["gqa"], scales=(0.02, 0.3)),
     Case(F32, 80, 8, HEADS["mha"], scales=(1.0, 1.0)),
@@ -84,7 +83,7 @@ SCALED = [
 CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
 CASES += SCALED
-# On a GPU also every other pair of head size and block size, each size with several of the others.
+# More pairs of head size and block size, for a GPU only.
 GPU_CASES = [
     Case(
         (F32, BF16, F16)[(h + b) % 3],
@@ -100,9 +99,8 @@ GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
     for h, head_size in enumerate((2, 8, 16, 20, 24, 40, 72, 200))
 ]
-# The ops that the default tier runs with each case, by the interpreter and by XLA. The interpreter
-# runs the kernels' masks: each kind of head, block, group, window, cap and scale. XLA's code has no
-# tiles or padded columns.
+# The ops that the default tier tests with each case: in interpret mode, then with XLA. Interpret
+# mode needs more cases, because the kernels have tiles, padded columns and masks.
 DEFAULT_OPS = {
     "float16-H80-S32-4x1-cap2": ("decode, rope decode, prefill", "decode, rope decode, prefill"),
     "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", ""),
@@ -141,16 +139,25 @@ def _filled(case, **changes):
     return dataclasses.replace(case, lens=edge_lens(case.block_size), padding=5, **changes)
 
 
-@pytest.mark.parametrize(("case", "backend"), list(_params("decode")))
-def test_decode_matches_reference(case, backend):
-    require(backend)
-    case = _filled(case)
-    batch = build(case)
-    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
-    got = jax.jit(partial(paged_decode_attention, **case.options, backend=backend))(*arrays)
-    plain = partial(reference.paged_decode_attention, *arrays, **case.options)
+def _check(op, case, function=None, **options):
+    """Check the results of "decode" or "prefill" attention against the reference."""
+    name, batch = f"paged_{op}_attention", build(case)
+    arrays = batch.decode_arguments if op == "decode" else batch.prefill_arguments
+    run = partial(function or getattr(pallas_kernels, name), **case.options, **options)
+    got = jax.jit(run)(*arrays)
+    plain = partial(getattr(reference, name), *arrays, **case.options)
     assert got.dtype == case.dtype
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(_params("decode")))
+def test_decode_matches_reference(case, backend):
+    _check("decode", _filled(case), backend=backend)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(_params("prefill")))
+def test_prefill_matches_reference(case, backend):
+    _check("prefill", _filled(case), backend=backend)
 
 
 def _with_new_tokens(case, num_partials, with_norms):
@@ -161,12 +168,10 @@ def _with_new_tokens(case, num_partials, with_norms):
     position = np.maximum(lens - 1, 0)
     block = np.asarray(batch.block_tables)[np.arange(len(lens)), position // case.block_size]
     block = np.where(lens > 0, block, 0)
-    nothing = in_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
+    nothing = to_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    partials = (
-        rng.standard_normal(shape) / num_partials**0.5
-    )  # so that the sum is as large as pool values
+    partials = rng.standard_normal(shape) / num_partials**0.5  # the sum is as large as pool values
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
@@ -198,7 +203,6 @@ def _assert_new_tokens(got, arrays, norms, case):
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", ROTATED)))
 def test_rope_decode_matches_reference(case, backend):
-    require(backend)
     case = _filled(case)
     number = (case.head_size + case.block_size) // 8
     arrays, norms = _with_new_tokens(case, (1, 4, 2)[number % 3], number % 2 == 0)
@@ -228,7 +232,6 @@ def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
     The key is therefore the same in this step and in later steps. Stored values equal the rounded
     values of a wider pool.
     """
-    require(backend)
     case = _filled(case)
     number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
     arrays, norms = _with_new_tokens(case, number_of_partials, with_norms)
@@ -259,17 +262,12 @@ def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
 
 @pytest.mark.parametrize(
     ("dtype", "backend"),
-    on_backends(
-        [F32, BF16, F16],
-        strength=0,
-        keep=lambda *it: it == (BF16, Backend.INTERPRET),
-    ),
+    on_backends([F32, BF16, F16], strength=0, keep=lambda *it: it == (BF16, Backend.INTERPRET)),
 )
 def test_every_float8_number_is_read_exactly(dtype, backend):
-    require(backend)
     numbers = np.arange(256, dtype=np.uint8).view(F8).reshape(1, 1, 2, 128)
-    pool = in_pool(np.zeros((2, 16, 2, 128)), F8)
-    kv = LayerKV(pool, pool.at[1, 0].set(in_pool(numbers, F8)[0, 0]))
+    pool = to_pool(np.zeros((2, 16, 2, 128)), F8)
+    kv = LayerKV(pool, pool.at[1, 0].set(to_pool(numbers, F8)[0, 0]))
     q, table, length = jnp.ones((1, 4, 128), dtype), *[jnp.ones(s, jnp.int32) for s in ((1, 1), 1)]
     options = {"scale": 1.0, "backend": backend, "scales": Case(scales=(1.0, 0.5)).kv_scales}
     wanted = np.repeat(numbers[0, 0].astype(np.float32) / 2, 2, axis=0)
@@ -281,21 +279,7 @@ def test_every_float8_number_is_read_exactly(dtype, backend):
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), wanted)
 
 
-@pytest.mark.parametrize(("case", "backend"), list(_params("prefill")))
-def test_prefill_matches_reference(case, backend):
-    require(backend)
-    case = _filled(case)
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
-    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
-    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
-    assert got.dtype == case.dtype
-    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
-
-
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_attention_of_no_queries_is_empty(backend):
-    require(backend)
     kv = LayerKV(*(jnp.ones((3, 8, 1, 32), F32) for _ in range(2)))
     q, qkv, angle = (jnp.zeros(s, F32) for s in ((0, 2, 32), (1, 0, 4, 32), (0, 16)))
     tables, lens = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
@@ -310,18 +294,22 @@ def test_attention_of_no_queries_is_empty(backend):
     np.testing.assert_array_equal(pool.k, kv.k)
 
 
-# Decode rows come before all chunks, and one more comes after a chunk. Large batches compute them
-# with decode attention. Two sequences are padding.
-RIDERS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
+# Decode rows come before all chunks, and one more comes after a chunk. Large batches compute the
+# leading decode rows with decode attention. Two sequences are padding.
+DECODE_ROWS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
 CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
-BATCHES = {"few": RIDERS + CHUNKS, "many": 5 * RIDERS + CHUNKS, "alone": 2 * RIDERS}
+BATCHES = {
+    "few": DECODE_ROWS + CHUNKS,
+    "many": 5 * DECODE_ROWS + CHUNKS,
+    "without chunks": 2 * DECODE_ROWS,
+}
 CHANGES = {
     "plain": {},
     "window and cap": {"sliding_window": 20, "soft_cap": 3.0},
     "wide": {"dtype": BF16, "head_size": 128},
     "float8": {"dtype": BF16, "scales": (0.02, 0.3)},
 }
-INTERPRETED = ("few", 0, "float8"), ("alone", 40, "window and cap")
+INTERPRETED = ("few", 0, "float8"), ("without chunks", 40, "window and cap")
 BY_XLA = ("many", 40, "wide")
 
 
@@ -336,31 +324,18 @@ BY_XLA = ("many", 40, "wide")
     ),
 )
 def test_prefill_with_decode_rows_matches_reference(lens, padding, changes, backend):
-    require(backend)
     options: dict[str, Any] = {"dtype": F32, "head_size": 32} | CHANGES[changes]
-    case = Case(**options, lens=BATCHES[lens], padding=padding)
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
-    run = partial(paged_prefill_attention, **case.options, backend=backend)
-    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
-    got = jax.jit(run)(*arrays)
-    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+    _check("prefill", Case(**options, lens=BATCHES[lens], padding=padding), backend=backend)
 
 
-# Longer ones, over several tiles and chunks of keys, for the loops themselves.
+# Sequences with several tiles and chunks of keys.
 LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, pytest.param(100, marks=pytest.mark.full)])
-def test_long_sequences_match_reference(backend, window):
-    require(backend)
+def test_prefill_of_long_sequences_matches_reference(backend, window):
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window, padding=50)
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
-    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
-    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
-    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+    _check("prefill", case, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +345,6 @@ def test_long_sequences_match_reference(backend, window):
     ),
 )
 def test_window_that_begins_at_the_end_of_a_tile_matches_reference(op, backend):
-    require(backend)
     window = 3
     ends = [(keys + window - 1, 1) for keys in (128, 256, 384)]
     case = Case(F32, 32, 16, (4, 2), (*ends, (128 + window + 4, 6)), sliding_window=window)
@@ -378,141 +352,106 @@ def test_window_that_begins_at_the_end_of_a_tile_matches_reference(op, backend):
         arrays, norms = _with_new_tokens(case, 1, False)
         run = partial(rope_decode_attention, **case.options, backend=backend)
         _assert_new_tokens(jax.jit(run)(*arrays), arrays, norms, case)
-        return
-    batch = build(case)
-    if op == "decode":
-        arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
-        function, plain = paged_decode_attention, reference.paged_decode_attention
     else:
-        arrays = (batch.q_prefill, *batch[:4])
-        function, plain = paged_prefill_attention, reference.paged_prefill_attention
-    got = jax.jit(partial(function, **case.options, backend=backend))(*arrays)
-    assert_close(got, lambda dtype: plain(*arrays, dtype=dtype, **case.options), case.dtype)
+        _check(op, case, backend=backend)
 
 
-def _split_decode(splits, window, interpret, **changes):
-    """Return the op with `splits` splits of its sequences, its arguments and the reference."""
-    require(Backend.INTERPRET if interpret else Backend.TRITON)
-    case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
-    batch = build(case)
-    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
-    config = DecodeConfig(tile_tokens=32, num_splits=splits, **changes)
-    run = partial(
-        decode_triton.paged_decode_attention, **case.options, config=config, interpret=interpret
-    )
-    return run, arrays, partial(reference.paged_decode_attention, *arrays, **case.options)
+_check_split_decode = partial(_check, "decode", function=decode_triton.paged_decode_attention)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("splits", "window", "changes"),
+    ("splits", "window", "programs_and_percent"),
     covering(
         [1, 2, 3, 16],
         [None, 40],
-        # With few programs, long sequences get most splits; other batches are split by
-        # mean length.
-        [
-            {},
-            {"target_programs": 6},
-            *({"split_percent_of_mean": percent} for percent in (30, 100, 150)),
-        ],
+        [(6, None), (528, 30), (528, 100), (528, 150)],
         strength=0,
-        keep=lambda *it: (
-            it
-            in (
-                (16, 40, {"target_programs": 6}),
-                (3, None, {"split_percent_of_mean": 30}),
-                (2, 40, {"split_percent_of_mean": 150}),
-            )
-        ),
+        keep=lambda *it: it in ((16, 40, (6, None)), (3, None, (528, 30)), (2, 40, (528, 150))),
     ),
 )
-def test_decode_with_any_number_of_splits_matches_reference(splits, window, changes, interpret):
-    """More splits than tiles, splits of different sizes and empty splits give the same result."""
-    run, arrays, plain = _split_decode(splits, window, interpret, **changes)
-    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), F32)
+def test_decode_with_any_number_of_splits_matches_reference(
+    splits, window, programs_and_percent, interpret
+):
+    """More splits than tiles, splits of different sizes and empty splits give the same result.
+
+    With few programs, long sequences get most splits. Otherwise the mean length decides.
+    """
+    case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
+    programs, percent = programs_and_percent
+    config = DecodeConfig(32, splits, target_programs=programs, split_percent_of_mean=percent)
+    _check_split_decode(case, config=config, interpret=interpret)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("splits", "window"),
     covering([1, 2, 3, 16], [None, 40], strength=0, keep=lambda *it: it == (3, 40)),
 )
 def test_splitting_a_row_changes_no_other_row(splits, window, interpret):
-    run, (q, *arrays), plain = _split_decode(splits, window, interpret)
-    alone = jax.jit(run)
-    got = alone(q, *arrays)
-    assert_close(got, lambda dtype: plain(dtype=dtype), F32)
+    case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
+    options = {"config": DecodeConfig(32, splits), "interpret": interpret}
+    _check_split_decode(case, **options)
+    q, *arrays = build(case).decode_arguments
+    run = jax.jit(partial(decode_triton.paged_decode_attention, **case.options, **options))
+    got = run(q, *arrays)
     # In-place output: only rows of sequences with keys are written.
     target = jnp.full_like(jnp.concatenate([q] * 2), jnp.nan)
-    merged = np.asarray(jax.jit(run)(jnp.concatenate([q] * 2), *arrays, into=target))
+    merged = np.asarray(run(jnp.concatenate([q] * 2), *arrays, into=target))
     has_keys = np.asarray(arrays[-1]) > 0
     np.testing.assert_array_equal(merged[: len(q)][has_keys], got[has_keys])
     assert np.isnan(merged[len(q) :]).all()
     assert np.isnan(merged[: len(q)][~has_keys]).all()
     # A request that overflows changes no other output.
-    ruined = alone(q.at[0].set(jnp.nan), *arrays)
+    ruined = run(q.at[0].set(jnp.nan), *arrays)
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("heads", [pytest.param((4, 1), marks=pytest.mark.full), (6, 1)])
 def test_splits_are_merged_for_many_heads(heads, interpret):
-    require(Backend.INTERPRET if interpret else Backend.TRITON)
     case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
-    batch = build(case)
-    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
     config = DecodeConfig(tile_tokens=16, num_splits=64, target_programs=9999)
-    run = partial(
-        decode_triton.paged_decode_attention, **case.options, config=config, interpret=interpret
-    )
-    plain = partial(reference.paged_decode_attention, *arrays, **case.options)
-    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
-
-
-STRESSED = [
-    (2048,),
-    (2000, 5, 700, 1, 1030, 64, 65, 300),
-    (*sorted(np.random.default_rng(0).integers(60, 1400, 42).tolist(), reverse=True), *[0] * 6),
-]
+    _check_split_decode(case, config=config, interpret=interpret)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [paged_decode_attention, rope_decode_attention])
-@pytest.mark.parametrize("lens", STRESSED, ids=len)
+@pytest.mark.parametrize(
+    "lens",
+    [
+        (2048,),
+        (2000, 5, 700, 1, 1030, 64, 65, 300),
+        (*sorted(np.random.default_rng(0).integers(60, 1400, 42).tolist(), reverse=True), *[0] * 6),
+    ],
+    ids=len,
+)
 def test_splits_are_deterministic(lens, op):
-    require(Backend.TRITON)
-    (num_heads, num_kv_heads), width = (32, 8), 128
-    batch, keys = len(lens), iter(jax.random.split(jax.random.key(0), 8))
-    fused = op is rope_decode_attention
-    heads = num_heads + 2 * num_kv_heads if fused else num_heads
-    shape = (1, batch, heads, 128) if fused else (batch, heads, 128)
-    queries = [jax.random.normal(next(keys), shape, BF16) for _ in range(4)]
-    order = np.random.default_rng(1).permutation(batch * width).astype(np.int32) + 1
-    pool = (order.size + 1, 16, num_kv_heads, 128)
-    kv = LayerKV(*(jax.random.normal(next(keys), pool, BF16) for _ in range(2)))
-    rest = (jnp.asarray(order.reshape(batch, width)), jnp.asarray(lens, jnp.int32))
-    angle = jnp.ones((batch, 64), F32)
+    batch = build(Case(BF16, 128, 16, (32, 8), tuple((n, min(n, 1)) for n in lens)))
+    is_fused = op is rope_decode_attention
+    shape = (1, len(lens), 32 + 2 * 8, 128) if is_fused else (len(lens), 32, 128)
+    rng = np.random.default_rng(0)
+    queries = [jnp.asarray(rng.standard_normal(shape), BF16) for _ in range(4)]
+    angle = jnp.ones((len(lens), 64), F32)
     run = partial(op, scale=128**-0.5, backend=Backend.TRITON)
 
     @jax.jit
-    def launches(queries, kv, rest):
-        if not fused:
-            return jnp.stack([run(q, kv, *rest) for q in queries])
+    def launch(queries, kv, tables, lens):
         outs = []
         for q in queries:
-            out, kv = run(q, kv, *rest, (angle, angle))
-            outs.append(out)
+            if is_fused:
+                out, kv = run(q, kv, tables, lens, (angle, angle))
+            else:
+                out = run(q, kv, tables, lens)
+            outs.append(out.astype(F32))
         return jnp.stack(outs)
 
-    first = np.asarray(launches(queries, kv, rest), np.float32)
+    arguments = queries, batch.kv, batch.block_tables, batch.seq_lens
+    first = np.asarray(launch(*arguments))
     assert np.isfinite(first).all()
     for _ in range(50):
-        np.testing.assert_array_equal(np.asarray(launches(queries, kv, rest), np.float32), first)
+        np.testing.assert_array_equal(np.asarray(launch(*arguments)), first)
 
 
-def test_merge_follows_all_tiles_of_a_split():
-    """Test one sequence that has fewer tiles than there are programs."""
+def test_decode_plan_limits_the_splits_of_a_single_sequence():
+    """The sequence has fewer tiles than the GPU has programs."""
     for group, num_tiles, num_splits in (
         (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
         (2, 17, 17), (2, 32, 32), (2, 33, 17),
@@ -567,7 +506,6 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("splits", "window_and_heads", "programs_and_percent"),
     covering(
@@ -581,11 +519,10 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
 def test_rope_decode_with_any_number_of_splits_matches_reference(
     splits, window_and_heads, programs_and_percent, interpret
 ):
-    """The last split contains the new token, sometimes nothing else.
+    """The last split contains the new token, and sometimes only the new token.
 
-    The merging program resets the counters to zero.
+    The program that merges the splits resets the counters to zero.
     """
-    require(Backend.INTERPRET if interpret else Backend.TRITON)
     window, heads = window_and_heads
     programs, percent = programs_and_percent
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
@@ -607,36 +544,24 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
         _assert_new_tokens(got, arrays, norms, case)
         np.testing.assert_array_equal(ruined[1:], got[0][1:])
         return
-    # Two launches count in the same array.
+    # Two launches use the same array of counters.
     first, second = jax.jit(lambda: (run(*arrays), run(*arrays)))()
     _assert_new_tokens(first, arrays, norms, case)
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(ruined[1:], first[0][1:])
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("rows", "keys"),
-    [
-        pytest.param(16, 16, marks=pytest.mark.full),
-        pytest.param(32, 64, marks=pytest.mark.full),
-        (128, 32),
-    ],
+    [(128, 32), *(pytest.param(*it, marks=pytest.mark.full) for it in ((16, 16), (32, 64)))],
 )
 def test_prefill_with_any_tile_size_matches_reference(rows, keys, interpret):
-    require(Backend.INTERPRET if interpret else Backend.TRITON)
     case = Case(F32, 32, 16, (6, 2), LONG, padding=1)
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
     config = PrefillConfig(tile_rows=rows, tile_tokens=keys, num_warps=4, num_stages=2)
-    run = partial(
-        prefill_triton.paged_prefill_attention, **case.options, config=config, interpret=interpret
-    )
-    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
-    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+    function = prefill_triton.paged_prefill_attention
+    _check("prefill", case, function, config=config, interpret=interpret)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("block_size", "room"),
     covering([16, 24], [0, 9, 13, 64], strength=0, keep=lambda *it: it == (24, 13)),
@@ -646,11 +571,9 @@ def test_prefill_over_widened_blocks_matches_reference(block_size, room, interpr
 
     The rows of the other sequences are computed from the FP8 pool.
     """
-    require(Backend.INTERPRET if interpret else Backend.TRITON)
     lens = ((0, 0), (33, 1), (65, 65), (129, 40), (16, 16), (100, 3), (0, 0))
     case = Case(BF16, 32, block_size, (6, 2), lens, padding=3, scales=(0.02, 0.3))
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
+    arrays = build(case).prefill_arguments
     config = PrefillConfig(tile_rows=32, tile_tokens=32, num_warps=4, num_stages=2)
     options = {**case.options, "config": config, "interpret": interpret}
 
@@ -669,14 +592,13 @@ def test_prefill_over_widened_blocks_matches_reference(block_size, room, interpr
     assert_close(out, lambda dtype: plain(dtype=dtype), BF16)
     blocks = [-(-total // block_size) if new else 0 for total, new in lens]
     fitting = int((np.cumsum(blocks) <= max(room, 1)).sum())
-    assert [int(n) for n in wide.seq_lens] == [total for total, _ in lens[:fitting]] + [0] * (
-        len(lens) - fitting
-    )
+    totals = [total for total, _ in lens]
+    assert wide.seq_lens.tolist() == totals[:fitting] + [0] * (len(lens) - fitting)
     assert {0: 1, 9: 3, 13: 3, 64: 7}[room] <= fitting
 
 
 LONGER = (*LONG, (515, 515), (1000, 133))
-HOPPERS = [
+HOPPER_CASES = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5),
     Case(F16, 128, 8, (2, 2), edge_lens(8) + LONGER, padding=0),
     Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
@@ -690,7 +612,7 @@ HOPPERS = [
     Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
     Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # one head per tile
 ]
-WIDENED = [
+FP8_HOPPER_CASES = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5, scales=(0.02, 0.3)),
     Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1, scales=(2.0, 0.1)),
     Case(BF16, 128, 256, (6, 2), edge_lens(256) + LONGER, padding=11, scales=(0.5, 4.0)),
@@ -702,7 +624,7 @@ def test_head_groups_fill_the_rows_of_a_tile(group):
     """Steps of long prompts have almost no idle rows. Other steps may, to save tiles."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
-        assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
+        assert members in (1, 2, 4, 8, 16)  # the copy engine needs whole tiles
         idle = -(-group // members) * members / group - 1
         assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):
@@ -713,17 +635,12 @@ def test_head_groups_fill_the_rows_of_a_tile(group):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_hopper", [True, False])
-@pytest.mark.parametrize("case", HOPPERS + WIDENED, ids=str)
+@pytest.mark.parametrize("case", HOPPER_CASES + FP8_HOPPER_CASES, ids=str)
 def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch):
-    require(Backend.TRITON)
     monkeypatch.setattr(attention_tuning, "WIDENED_KV_BYTES", 2**20)
     if not on_hopper:
         monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
-    batch = build(case)
-    arrays = (batch.q_prefill, *batch[:4])
-    run = partial(paged_prefill_attention, **case.options, backend=Backend.TRITON)
-    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
-    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+    _check("prefill", case, backend=Backend.TRITON)
 
 
 @pytest.mark.parametrize(
@@ -740,17 +657,14 @@ def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backen
 
     Rows with small queries change less.
     """
-    require(backend)
     dtype, heads = dtype_and_heads
     case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
     batch = build(case)
     factors = np.ones(batch.kv.k.shape[:2])
-    for table, length in zip(
-        np.asarray(batch.block_tables), np.asarray(batch.seq_lens), strict=True
-    ):
+    for table, (length, _) in zip(np.asarray(batch.block_tables), case.lens, strict=True):
         position = np.arange(length)
-        own = table[position // case.block_size], position % case.block_size
-        factors[own] = np.geomspace(1.0, last, length)
+        slots = table[position // case.block_size], position % case.block_size
+        factors[slots] = np.geomspace(1.0, last, length)
     k = (batch.kv.k.astype(F32) * jnp.asarray(factors, F32)[:, :, None, None]).astype(dtype)
     sizes = jnp.where(jnp.arange(batch.q_prefill.shape[0]) % 3 == 0, 0.05, 1.0).astype(dtype)
     q = batch.q_prefill * sizes[:, None, None]
@@ -760,37 +674,18 @@ def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backen
     assert_close(got, lambda dtype: plain(dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize(
-    "backend", on_backends(strength=0, keep=lambda backend: backend is Backend.XLA)
-)
-def test_decode_equals_prefill_of_one_token(backend):
-    require(backend)
-    case = Case(lens=((5, 1), (33, 1), (16, 1)))
-    batch = build(case)
-    options = {**case.options, "backend": backend}
-    decode = jax.jit(partial(paged_decode_attention, **options))(
-        batch.q_prefill, batch.kv, batch.block_tables, batch.seq_lens
-    )
-    prefill = jax.jit(partial(paged_prefill_attention, **options))(batch.q_prefill, *batch[:4])
-    np.testing.assert_allclose(decode, prefill, atol=2e-6)
-
-
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_batch_of_padding_only_is_zeros(backend):
-    require(backend)
     case = Case(lens=((0, 0), (0, 0)), padding=9)
     batch = build(case)
     options = {**case.options, "backend": backend}
-    decode = jax.jit(partial(paged_decode_attention, **options))(
-        batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens
-    )
-    prefill = jax.jit(partial(paged_prefill_attention, **options))(batch.q_prefill, *batch[:4])
+    decode = jax.jit(partial(paged_decode_attention, **options))(*batch.decode_arguments)
+    prefill = jax.jit(partial(paged_prefill_attention, **options))(*batch.prefill_arguments)
     assert not np.asarray(decode).any()
     assert not np.asarray(prefill).any()
 
 
 def test_xla_memory_does_not_grow_with_the_block_table():
-    """A wider block table takes only its own bytes: XLA gathers no more blocks."""
+    """A wider block table adds only its own bytes, because XLA gathers the same blocks."""
     case = Case(lens=((40, 1), (20, 1)))
     batch = build(case)
     run = jax.jit(partial(paged_decode_attention, **case.options, backend=Backend.XLA))

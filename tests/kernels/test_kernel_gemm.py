@@ -1,7 +1,4 @@
-"""The GEMM kernels for Hopper, interpreted: what their copies, barriers and sums come to.
-
-On a GPU test_kernel_rows.py runs the same ops.
-"""
+"""Test the GEMM kernels for Hopper in interpret mode; test_kernel_rows.py tests them on a GPU."""
 
 import re
 from functools import partial
@@ -17,8 +14,8 @@ from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 from tests.reference import kernels as reference
 
-# Rows, depth, and how: splits, rows a tile, consumers, stages. One step and several, less than the
-# stages and three times as many; one consumer and two; one tile of rows and two.
+# Rows, depth and configuration: splits, rows per tile, consumers, stages. A tile has one step or
+# several, fewer than the stages or three times as many.
 CASES = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 640, FewRowsConfig(1, 8, 2, 3)),
@@ -35,11 +32,8 @@ CASES = [
 def races_raise():
     """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
-    Detected races are a read that does not wait for the copy, and a copy that does not wait for the
-    readers of its stage. A copy that waits for only some of the readers is not detected.
-
-    JAX before 0.11 cannot interpret these kernels. JAX 0.11 requires a wait for every phase of a
-    barrier, but nothing waits for the last phases of "empty".
+    A copy that waits for only some of the readers of its stage is not detected. JAX 0.11 requires a
+    wait for every phase of a barrier, but nothing waits for the last phases of "empty".
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -55,14 +49,9 @@ def test_split_k_partials_match_reference(rows, depth, config):
     x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
     partials = hopper.split_k_gemm(x, weight, config=config)
     assert partials.dtype == (BF16 if config.num_splits == 1 else F32)
-    columns, deep = (
-        np.asarray(array, np.float64).reshape(shape)
-        for array, shape in (
-            (x, (rows, config.num_splits, -1)),
-            (weight, (config.num_splits, -1, 256)),
-        )
-    )
-    exact = np.einsum("rpd,pdw->prw", columns, deep)
+    x_splits = np.asarray(x, np.float64).reshape(rows, config.num_splits, -1)
+    weight_splits = np.asarray(weight, np.float64).reshape(config.num_splits, -1, 256)
+    exact = np.einsum("rpd,pdw->prw", x_splits, weight_splits)
     tolerance = float(jnp.finfo(partials.dtype).eps) * 64
     np.testing.assert_allclose(np.asarray(partials, np.float64), exact, rtol=0.01, atol=tolerance)
 
@@ -98,8 +87,8 @@ def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, depth, width, st
     ],
     ids=["few_rows", "many_rows"],
 )
-def test_closed_gate_gives_zero_for_any_factor(run):
-    """exp(-gate) is infinite, and gate times up would be infinite too."""
+def test_closed_gate_gives_zero_even_if_its_terms_overflow(run):
+    """exp(-gate) and gate * up are infinite."""
     x = jnp.zeros((128, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 128), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
     np.testing.assert_array_equal(run(x, weight).astype(F32), 0)
@@ -118,7 +107,7 @@ def _assert_gated(out, x, weight):
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
 
 
-def test_pipeline_of_one_stage_is_refused():
+def test_pipeline_of_one_stage_raises_an_error():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
     with pytest.raises(ValueError, match="num_stages is 1: pass at least 2"):
         hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
@@ -137,7 +126,7 @@ def test_pipeline_of_one_stage_is_refused():
         ((8, 128, 192), FewRowsConfig(1, 8, 2, 2)),
     ],
 )
-def test_sizes_without_whole_tiles_are_refused_for_few_rows(sizes, config):
+def test_few_rows_gemm_refuses_sizes_without_whole_tiles(sizes, config):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
     tile = config.tile_rows, 64 * config.num_splits, 64 * config.num_consumers
@@ -146,7 +135,7 @@ def test_sizes_without_whole_tiles_are_refused_for_few_rows(sizes, config):
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
-def test_sizes_without_whole_tiles_are_refused_for_many_rows(sizes):
+def test_many_rows_gemm_refuses_sizes_without_whole_tiles(sizes):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
     message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")

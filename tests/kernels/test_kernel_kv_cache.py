@@ -1,4 +1,4 @@
-"""KV write and block copy: bit for bit what the references give, in place."""
+"""Test that KV writes and block copies equal the references and update the pool in place."""
 
 import re
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, in_pool, on_backends, require
+from kernel_cases import BF16, F8, F16, F32, XLA_AND_TRITON, on_backends, to_pool
 
 from pallas_kernels import (
     FP8_PAIR_DTYPE,
@@ -23,12 +23,13 @@ from pallas_kernels import (
 )
 from tests.reference import kernels as reference
 
+# dtype, block size, KV heads, head size
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
-# The default tier's, by the interpreter: rows and blocks of a power of two or not, of one chunk and
-# of several, of one element. XLA's code does not depend on sizes: one of each dtype.
+# Shapes of the default tier in interpret mode: powers of two or not, one chunk, several chunks and
+# one element. XLA's code does not depend on sizes.
 INTERPRETED = [SHAPES[i] for i in (0, 1, 4, 11, 12)]
 BY_XLA = [SHAPES[i] for i in (0, 1, 2)]
 
@@ -40,12 +41,11 @@ def _is_default(shape, backend):
 
 
 def _pool(rng, dtype, *shape):
-    return LayerKV(*(in_pool(rng.standard_normal(shape), dtype) for _ in range(2)))
+    return LayerKV(*(to_pool(rng.standard_normal(shape), dtype) for _ in range(2)))
 
 
 @pytest.mark.parametrize(("shape", "backend"), on_backends(SHAPES, strength=0, keep=_is_default))
 def test_write_kv_matches_reference(shape, backend):
-    require(backend)
     dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(1)
     kv = _pool(rng, dtype, 5, block_size, num_kv_heads, head_size)
@@ -59,7 +59,7 @@ def test_write_kv_matches_reference(shape, backend):
 
 
 def _bits(array):
-    """Return all float8_e4m3fn numbers, optionally in pairs, with one NaN and one zero."""
+    """Return the bits of float8_e4m3fn numbers. All NaNs have the same bits, and so have zeros."""
     numbers = reference.unpaired(array)
     wide, bits = numbers.astype(np.float32), numbers.view(np.uint8)
     return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
@@ -76,7 +76,6 @@ def _bits(array):
 )
 def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, backend):
     """A GPU's quotient may be off by one ulp, and then round to the neighbouring number."""
-    require(backend)
     dtype, heads = dtype_and_heads
     rng = np.random.default_rng(3)
     kv = _pool(rng, F8, 5, 8, *heads)
@@ -85,8 +84,7 @@ def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, ba
     given = scales and KVScales(*(jnp.full(1, scale, F32) for scale in scales))
     k_scale, v_scale = scales or (1.0, 1.0)
     narrow_k, narrow_v = reference.float8(k, k_scale), reference.float8(v, v_scale)
-    narrow_k, narrow_v = reference.paired(narrow_k), reference.paired(narrow_v)
-    want = reference.write_kv(kv, narrow_k, narrow_v, slots)
+    want = reference.write_kv(kv, reference.paired(narrow_k), reference.paired(narrow_v), slots)
     got = jax.jit(lambda *a, scales: write_kv(*a, scales=scales, backend=backend))(
         kv, k, v, slots, scales=given
     )
@@ -97,9 +95,9 @@ def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, ba
 
 
 def _stored_by(op, values, scales, backend):
-    """Return what an op stores for keys and values [T, 1, H], with token t in slot t."""
+    """Return the pool after an op has stored keys and values [T, 1, H], with token t in slot t."""
     num_tokens, _, size = values.shape
-    kv = LayerKV(*(in_pool(np.zeros((num_tokens, 1, 1, size)), F8) for _ in range(2)))
+    kv = LayerKV(*(to_pool(np.zeros((num_tokens, 1, 1, size)), F8) for _ in range(2)))
     scales = KVScales(*(jnp.full(1, scale, F32) for scale in scales))
     slots = jnp.arange(num_tokens, dtype=jnp.int32)
     if op == "write":
@@ -110,8 +108,8 @@ def _stored_by(op, values, scales, backend):
     angle = jnp.zeros((num_tokens, size // 2), F32)  # no rotation
     lens = jnp.ones(num_tokens, jnp.int32)
     options = {"scale": 1.0, "scales": scales, "backend": backend}
-    turned = jnp.ones_like(angle), angle
-    return rope_decode_attention(qkv, kv, slots[:, None], lens, turned, **options)[1]
+    angles = jnp.ones_like(angle), angle
+    return rope_decode_attention(qkv, kv, slots[:, None], lens, angles, **options)[1]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +121,8 @@ def _stored_by(op, values, scales, backend):
         keep=lambda _, scales, backend: backend is Backend.INTERPRET and scales == (0.25, 2.0),
     ),
 )
-def test_all_implementations_round_to_float8_alike(op, scales, backend):
-    """Test all bfloat16 values: round to nearest even, clip to 448, and keep NaN."""
-    require(backend)
+def test_every_bfloat16_value_is_rounded_to_the_nearest_float8(op, scales, backend):
+    """Values are rounded to nearest even and clipped to 448, and NaN is preserved."""
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
     if op == "rope and decode":  # 0 * infinity is added from the other channel
         every = np.where(np.isfinite(every.astype(np.float32)), every, BF16(0))
@@ -137,25 +134,21 @@ def test_all_implementations_round_to_float8_alike(op, scales, backend):
         np.testing.assert_array_equal(_bits(part).reshape(256, 256), _bits(want))
 
 
+FLOAT8_DEFAULT = [((3, 24), True, Backend.INTERPRET), ((1, 4), False, Backend.INTERPRET)]
+FLOAT8_DEFAULT += [((1, 128), True, Backend.XLA)]
+
+
 @pytest.mark.parametrize(
     ("partials_and_size", "with_norms", "backend"),
     on_backends(
         [(1, 24), (3, 24), (1, 4), (1, 128)],
         [True, False],
         strength=0,
-        keep=lambda *it: (
-            it
-            in (
-                ((3, 24), True, Backend.INTERPRET),
-                ((1, 4), False, Backend.INTERPRET),
-                ((1, 128), True, Backend.XLA),
-            )
-        ),
+        keep=lambda *it: it in FLOAT8_DEFAULT,
     ),
 )
 def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms, backend):
-    """Keys equal the rounded keys of a wider pool; queries are equal in both."""
-    require(backend)
+    """The stored keys equal the rounded keys of a bfloat16 pool. The queries are equal."""
     num_partials, size = partials_and_size
     rng = np.random.default_rng(4)
     shape, slots = (num_partials, 5, 6 + 2 * 2, size), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
@@ -167,7 +160,7 @@ def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms
     options = {"norms": norms if with_norms else None, "dtype": BF16, "backend": backend}
 
     def run(dtype, **more):
-        kv = LayerKV(*(in_pool(np.zeros((5, 8, 2, size)), dtype) for _ in range(2)))
+        kv = LayerKV(*(to_pool(np.zeros((5, 8, 2, size)), dtype) for _ in range(2)))
         angles = jnp.cos(turns), jnp.sin(turns)
         write = partial(rope_write_kv, **options, **more)
         return jax.jit(write)(qkv, kv, slots, angles)
@@ -180,7 +173,6 @@ def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms
 
 @pytest.mark.parametrize(("shape", "backend"), on_backends(COPIED, strength=0, keep=_is_default))
 def test_copy_blocks_matches_reference(shape, backend):
-    require(backend)
     dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(2)
     shape = (6, block_size, num_kv_heads, head_size)
@@ -191,7 +183,6 @@ def test_copy_blocks_matches_reference(shape, backend):
     jax.tree.map(np.testing.assert_array_equal, [tuple(layer) for layer in got], want)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_empty_writes_and_copies_change_nothing(backend):
     kv = LayerKV(jnp.ones((2, 8, 1, 32), F32), jnp.ones((2, 8, 1, 32), F32))
     none = jnp.zeros((0,), jnp.int32)
@@ -200,23 +191,22 @@ def test_empty_writes_and_copies_change_nothing(backend):
     assert copy_blocks((kv,), none, none, backend=backend)[0].v.shape == kv.v.shape
 
 
-@pytest.mark.parametrize("backend", [IMPLEMENTATIONS[0], IMPLEMENTATIONS[2]])
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
 @pytest.mark.parametrize("op", ["write", "copy"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F8])
 def test_pool_is_updated_in_place(op, dtype, backend):
-    require(backend)
     if backend is Backend.XLA and dtype is BF16:
         pytest.skip("XLA's CPU compiler has no such scatter; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)
-    kv = LayerKV(*(in_pool(np.zeros(shape), dtype) for _ in range(2)))
+    kv = LayerKV(*(to_pool(np.zeros(shape), dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)
     if op == "write":
         rows = jnp.ones((3, 2, 64), BF16 if dtype is F8 else dtype)
-        run = jax.jit(lambda *arrays: write_kv(*arrays, backend=backend), donate_argnums=0)
-        arguments = (kv, rows, rows, indices)
+        function, arguments = write_kv, (kv, rows, rows, indices)
     else:
-        run = jax.jit(lambda *arrays: copy_blocks(*arrays, backend=backend), donate_argnums=0)
         arguments = ((kv,), jnp.asarray([1, 2], jnp.int32), jnp.asarray([3, 4], jnp.int32))
+        function = copy_blocks
+    run = jax.jit(partial(function, backend=backend), donate_argnums=0)
     compiled: Any = run.lower(*arguments).compile()
     pool_copy = rf"\w+\[(16,16,2,{kv.k.shape[3]}|256,\d+|16,\d{{4}}|512,\d+)\]\S* copy"
     assert not re.search(pool_copy, compiled.as_text())

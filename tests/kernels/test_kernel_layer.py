@@ -1,31 +1,24 @@
-"""The fused layer, from one attention to the next: results, the programs' shares, where it runs."""
+"""Test the fused layer: results, division of work over programs, and supported sizes."""
 
 import re
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_cases import BF16, F16, F32, require
+from kernel_cases import BF16, F16, F32, XLA_AND_TRITON, lower, on_device
 
-from pallas_kernels import (
-    Backend,
-    FusedLayerWeights,
-    fused_layer,
-    new_exchange_memory,
-)
+from pallas_kernels import Backend, FusedLayerWeights, fused_layer, new_exchange_memory
 from pallas_kernels import layer as layer_op
 from pallas_kernels.layer import hopper
 from pallas_kernels.layer.hopper import LayerSizes
 from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 HAS_MUTABLE_ARGUMENTS = jax.__version_info__ >= (0, 11)
-BACKENDS = [Backend.XLA, pytest.param(Backend.TRITON, marks=pytest.mark.gpu)]
 ROWS, EPS = 8, 1e-6
 SMALL = LayerSizes(hidden=256, attention_output=128, inner=384, qkv=640)
 ODD = LayerSizes(hidden=1024, attention_output=512, inner=2816, qkv=1536)
@@ -66,14 +59,13 @@ def error(got, want):
     return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize(
     "sizes", [pytest.param(SMALL, id="small"), pytest.param(ODD, id="odd", marks=pytest.mark.full)]
 )
 def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
     """Compare bfloat16 results with float64, and check that repeated runs are equal."""
-    require(backend)
     attention_output, hidden, weights = layer(sizes, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
     results = [run(attention_output, hidden, weights, jnp.int32(num_rows)) for _ in range(3)]
@@ -91,10 +83,9 @@ def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
         stream = jnp.where(jnp.arange(ROWS)[:, None] < num_rows, results[0][0], 0).astype(BF16)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
 def test_fused_layer_rows_are_independent(backend):
-    """A row with NaN or infinity changes no other row, and no program waits forever."""
-    require(backend)
+    """A row with NaN or infinity changes no other row, and each launch ends."""
     attention_output, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
     clean = run(attention_output, hidden, weights, jnp.int32(ROWS))
@@ -105,9 +96,7 @@ def test_fused_layer_rows_are_independent(backend):
         np.testing.assert_array_equal(got[keep], want[keep])
         assert np.isnan(np.asarray(got[2])).all()
         assert not np.isfinite(np.asarray(got[5])).all()
-    jax.block_until_ready(
-        run(attention_output, hidden, weights, jnp.int32(0))
-    )  # a step with only padding also ends
+    jax.block_until_ready(run(attention_output, hidden, weights, jnp.int32(0)))  # only padding
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
@@ -176,22 +165,17 @@ def test_fused_layer_needs_hopper_and_small_steps():
         {"device_kind": "NVIDIA A100-SXM4-80GB"},
         {"sizes": SMALL._replace(inner=448)},
         {"sizes": LayerSizes(hidden=4096, attention_output=4096, inner=14336, qkv=6144)},
-        {
-            "sizes": QWEN._replace(inner=2**18),
-            "num_cores": 16,
-        },  # no shared memory left for the pipeline
+        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},  # no memory left for the pipeline
     ):
         assert choose(**change) is None
 
 
 @pytest.mark.parametrize("sizes", [SMALL, QWEN, WIDE], ids=["small", "qwen", "wide"])
-def test_lowers_to_one_kernel(sizes):
+def test_each_fused_layer_lowers_to_one_kernel(sizes):
     shapes = jax.eval_shape(lambda: layer_zeros(sizes))
     run = partial(two_layers, backend=Backend.TRITON)
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = jax.jit(run).trace(*shapes, count)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lower(run, *shapes, count)
     calls = re.findall(r"custom_call @\S*mosaic_gpu", text)
     assert len(calls) == (2 if HAS_MUTABLE_ARGUMENTS else 0)
     assert len(re.findall("output_operand_alias<", text)) == len(calls)
@@ -204,34 +188,31 @@ def layer_zeros(sizes):
     return jnp.zeros((ROWS, attention_output), BF16), jnp.zeros((ROWS, hidden), BF16), weights
 
 
-def test_wrong_arguments_are_named():
+def test_fused_layer_errors_name_the_wrong_argument():
     attention_output, hidden, weights = layer_zeros(SMALL)
-    exchange, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
-
-    def run(a=attention_output, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
-        layer_op.check_fused_layer(a, h, w, n, x, eps)
-
-    run()
-    with pytest.raises(ValueError, match="attention_output"):
-        run(a=attention_output[:3])
-    with pytest.raises(ValueError, match=r"weights\.down"):
-        run(w=weights._replace(down=weights.down[:, :-1]))
-    with pytest.raises(TypeError, match=r"weights\.norm"):
-        run(w=weights._replace(norm=weights.norm.astype(F32)))
-    with pytest.raises(TypeError, match="num_rows"):
-        run(n=jnp.float32(1))
-    with pytest.raises(ValueError, match="exchange"):
-        run(x=exchange[None])
-    with pytest.raises(ValueError, match="eps"):
-        run(eps=-1.0)
+    exchange = jnp.zeros(1, jnp.int32)
+    valid: Any = [attention_output, hidden, weights, jnp.int32(1), exchange, EPS]
+    layer_op.check_fused_layer(*valid)
+    for error, name, index, wrong in (
+        (ValueError, "attention_output", 0, attention_output[:3]),
+        (ValueError, r"weights\.down", 2, weights._replace(down=weights.down[:, :-1])),
+        (TypeError, r"weights\.norm", 2, weights._replace(norm=weights.norm.astype(F32))),
+        (TypeError, "num_rows", 3, jnp.float32(1)),
+        (ValueError, "exchange", 4, exchange[None]),
+        (ValueError, "eps", 5, -1.0),
+    ):
+        given = [*valid]
+        given[index] = wrong
+        with pytest.raises(error, match=name):
+            layer_op.check_fused_layer(*given)
 
 
-def test_exchange_memory_of_other_sizes_is_refused():
+def test_exchange_memory_of_another_size_raises_an_error():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")
     with (
-        use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),
+        on_device(),
         refusal if HAS_MUTABLE_ARGUMENTS else nullcontext(),
     ):
         jax.eval_shape(run, *arrays, jnp.int32(1), foreign)

@@ -1,4 +1,4 @@
-"""The greedy choice after adjustments, and the scores of tokens, against sorting and loops."""
+"""Test token scores and the greedy choice of adjusted logits against sorting and loops."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import IMPLEMENTATIONS, on_backends, require
+from kernel_cases import on_backends
 
 from pallas_kernels import (
     NUM_TOKEN_COLUMNS,
@@ -30,7 +30,7 @@ from pallas_kernels.scores.adjustments import (
 from tests.reference import kernels as reference
 
 B, R = 4, 6
-# Less than a block of tokens, a chunk and a bit, and two chunks: blocks and chunks that end early.
+# Vocabularies of less than a block of tokens, more than a block, more than a chunk, and two chunks.
 WIDTHS = [5, 130, 4099, 8192]
 _scores = jax.jit(token_scores, static_argnames=("count", "backend"))
 _greedy = jax.jit(greedy_scores, static_argnames=("count", "backend"))
@@ -41,28 +41,25 @@ def _logits(width, seed=0, spread=3.0):
     return (np.random.default_rng(seed).standard_normal((B, width)) * spread).astype(np.float32)
 
 
-def _scored(logits, tokens, count, backend, wanted=None):
-    require(backend)
+def _run_scores(logits, tokens, count, backend, wanted=None):
     wanted = np.ones(len(logits), np.bool_) if wanted is None else np.array(wanted)
     given = jnp.asarray(logits), jnp.asarray(tokens, jnp.int32), jnp.asarray(wanted)
     return np.asarray(_scores(*given, count=count, backend=backend))
 
 
 def _check(logits, tokens, count, backend):
-    packed = _scored(logits, tokens, count, backend)
+    packed = _run_scores(logits, tokens, count, backend)
     count = min(count, logits.shape[1])
     assert packed.shape == (len(logits), NUM_TOKEN_COLUMNS + 2 * count)
     expected = reference.token_scores(logits, tokens, count)
-    for own, token, (logprob, rank, top, logprobs) in zip(packed, tokens, expected, strict=True):
-        assert own[0] == token
-        assert own[2] == rank
-        np.testing.assert_array_equal(own[NUM_TOKEN_COLUMNS::2], top)
-        found = own[[1, *range(NUM_TOKEN_COLUMNS + 1, len(own), 2)]].view(np.float32)
+    for row, token, (logprob, rank, top, logprobs) in zip(packed, tokens, expected, strict=True):
+        assert (row[0], row[2]) == (token, rank)
+        np.testing.assert_array_equal(row[NUM_TOKEN_COLUMNS::2], top)
+        found = row[[1, *range(NUM_TOKEN_COLUMNS + 1, len(row), 2)]].view(np.float32)
         np.testing.assert_allclose(found, [logprob, *logprobs], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_scores_match_a_sort(width, backend):
     logits = _logits(width)
     tokens = [0, width - 1, int(logits[2].argmax()), int(logits[3].argmin())]
@@ -70,24 +67,21 @@ def test_scores_match_a_sort(width, backend):
         _check(logits, tokens, count, backend)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_ties_are_ordered_by_token_id(backend):
-    """Test ties within a block, across blocks, across chunks and of a whole row."""
+    """Ties are within a block, across blocks, across chunks, and across the whole row."""
     logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
     logits[1] = 7.0
     logits[2, [4098, 4095, 4096, 127, 128, 3, 2000]] = 99.0
     _check(logits, [5, 4098, 4096, 0], 20, backend)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_forbidden_tokens_come_last_lowest_first(backend):
+def test_forbidden_tokens_come_last_in_order_of_id(backend):
     logits = np.full((B, 4099), -np.inf, np.float32)
     logits[:, 4000:4007] = _logits(7)
     logits[1, :3] = -1e38
     _check(logits, [4000, 1, 4006, 0], 20, backend)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -105,40 +99,33 @@ def test_scores_of_random_rows_match_a_sort(backend, row, token):
     _check(np.array([row], np.float32), [token], 20, backend)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_order_equals_top_k_for_special_values(backend):
-    """Test NaN of either sign, infinities and negative zeros."""
+def test_nan_infinity_and_zeros_are_ordered_like_top_k(backend):
     logits = _logits(4099)
-    strange = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 0.0, -0.0, np.nan]
-    logits[:, 100:109] = strange
+    logits[:, 100:109] = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 0.0, -0.0, np.nan]
     logits[2] = np.nan
     logits[3] = np.tile(np.array([-0.0, 0.0], np.float32), 2050)[:4099]
-    packed = _scored(logits, [0] * B, 20, backend)
+    packed = _run_scores(logits, [0] * B, 20, backend)
     expected = np.asarray(jax.lax.top_k(logits, 20)[1])
     np.testing.assert_array_equal(packed[:, NUM_TOKEN_COLUMNS::2], expected)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_scored_rows_do_not_depend_on_other_rows(backend):
     logits, tokens = _logits(4099), [9, -1, 5000, 4098]
-    whole = _scored(logits, tokens, 20, backend)
+    whole = _run_scores(logits, tokens, 20, backend)
     for wanted in ([True, False, False, True], [False] * B):
-        part = _scored(logits, tokens, 20, backend, wanted)
+        part = _run_scores(logits, tokens, 20, backend, wanted)
         np.testing.assert_array_equal(part[:, 0], tokens)
         np.testing.assert_array_equal(part[wanted], whole[wanted])
 
 
 def test_count_zero_returns_only_the_chosen_token():
-    packed = _scored(_logits(40), [1] * B, 0, Backend.XLA)
+    packed = _run_scores(_logits(40), [1] * B, 0, Backend.XLA)
     assert packed.shape == (B, NUM_TOKEN_COLUMNS)
     with pytest.raises(ValueError, match="count=-1 is negative"):
-        _scored(_logits(40), [1] * B, -1, Backend.XLA)
+        _run_scores(_logits(40), [1] * B, -1, Backend.XLA)
 
 
-# --- the greedy choice -----------------------------------------------------------------------
-
-
-def _adjustments(width, kinds, seed=1):
+def _adjustments(width, row_flags, seed=1):
     rng = np.random.default_rng(seed)
     words = rng.integers(0, 3, (R, width)) * (rng.random((R, width)) < 0.3)
     words |= np.where(rng.random((R, width)) < 0.2, IN_PROMPT, 0)
@@ -150,12 +137,12 @@ def _adjustments(width, kinds, seed=1):
         jnp.asarray(words, jnp.int32),
         jnp.asarray(biases, jnp.float32),
         jnp.asarray([3, 0, 5, 2], jnp.int32),
-        jnp.asarray(kinds, jnp.int32),
+        jnp.asarray(row_flags, jnp.int32),
         jnp.asarray(penalties, jnp.float32),
     )
 
 
-KINDS = [
+ROW_FLAGS = [
     [IS_ADJUSTED, 0, IS_ADJUSTED | BELOW_MIN_TOKENS, IS_ADJUSTED | HAS_BIASES],
     [IS_ADJUSTED | HAS_BIASES | BELOW_MIN_TOKENS] * B,
     [0, HAS_BIASES, BELOW_MIN_TOKENS, HAS_BIASES | BELOW_MIN_TOKENS],
@@ -163,33 +150,30 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("width", "kinds", "backend"),
+    ("width", "row_flags", "backend"),
     on_backends(
         WIDTHS,
-        KINDS,
+        ROW_FLAGS,
         strength=0,
         keep=lambda width, _, backend: (
             width == 4099 or (backend is Backend.INTERPRET and width == 5)
         ),
     ),
 )
-def test_greedy_choice_equals_the_adjusted_maximum(width, kinds, backend):
-    require(backend)
-    logits, adjustments = _logits(width), _adjustments(width, kinds)
+def test_greedy_choice_equals_the_adjusted_maximum(width, row_flags, backend):
+    logits, adjustments = _logits(width), _adjustments(width, row_flags)
     state: list[Any] = [np.asarray(array) for array in adjustments]
     expected = reference.adjust_logits(logits, *state)
     packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
     tokens = expected.argmax(axis=1)
     np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
-    own = _scored(logits, tokens, 20, backend)  # from the unchanged logits
-    np.testing.assert_array_equal(np.asarray(packed), own)
+    scores_without_adjustments = _run_scores(logits, tokens, 20, backend)
+    np.testing.assert_array_equal(np.asarray(packed), scores_without_adjustments)
     found = jax.jit(partial(adjust_logits, backend=backend))(jnp.asarray(logits), adjustments)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_a_row_that_is_not_adjusted_reads_no_state(backend):
-    require(backend)
+def test_row_without_adjustments_reads_no_state(backend):
     logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, HAS_BIASES])
     poisoned = adjustments._replace(biases=jnp.full((R, 4099), jnp.nan))
     options = {"count": 20, "backend": backend}
@@ -200,9 +184,7 @@ def test_a_row_that_is_not_adjusted_reads_no_state(backend):
     assert (np.asarray(packed[:, 0]) >= 0).all()
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_first_maximum_is_chosen_if_it_is_finite(backend):
-    require(backend)
     logits = np.zeros((7, 4099), np.float32)
     logits[0, [0, 1, 4097]] = -0.0  # equal to the others
     logits[1, [4098, 4096, 4095]] = 5.0
@@ -216,16 +198,17 @@ def test_first_maximum_is_chosen_if_it_is_finite(backend):
     assert np.asarray(packed[:, 0]).tolist() == [0, 4095, -1, -1, -1, -1, 4098]
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_of_scores_raise_errors():
     logits, adjustments = jnp.zeros((B, 8)), _adjustments(8, [0] * B)
     for name in ("token_state", "biases", "state_rows", "row_flags", "penalties"):
         wrong = adjustments._replace(**{name: getattr(adjustments, name)[..., :-1]})
         with pytest.raises(ValueError, match=name):
             scores.check_adjustments(logits, wrong)
     tokens, wanted = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.bool_)
-    with pytest.raises(ValueError, match="token_ids has shape"):
-        scores.check_scores(logits, tokens[1:], wanted, 1)
-    with pytest.raises(ValueError, match="needs_scores has shape"):
-        scores.check_scores(logits, tokens, wanted[1:], 1)
-    with pytest.raises(TypeError, match="logits has dtype"):
-        scores.check_scores(logits.astype(jnp.bfloat16), tokens, wanted, 1)
+    for error, message, arguments in (
+        (ValueError, "token_ids has shape", (logits, tokens[1:], wanted)),
+        (ValueError, "needs_scores has shape", (logits, tokens, wanted[1:])),
+        (TypeError, "logits has dtype", (logits.astype(jnp.bfloat16), tokens, wanted)),
+    ):
+        with pytest.raises(error, match=message):
+            scores.check_scores(*arguments, 1)

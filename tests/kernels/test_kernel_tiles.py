@@ -1,4 +1,4 @@
-"""The tile map covers each query row exactly once, whatever the lengths."""
+"""Test that the tile maps of prefill contain each query row exactly once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,19 +63,18 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
 def test_leading_one_token_rows_get_no_tile(query_lens, tile_size):
-    """In both maps, every other row has exactly one tile."""
+    """Each row after the leading one-token rows has one tile, in both maps."""
     batch = len(query_lens)
-    num_riders = next((i for i, n in enumerate(query_lens) if n != 1), batch)
+    num_decode_rows = next((i for i, n in enumerate(query_lens) if n != 1), batch)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     seq_lens = jnp.asarray(np.array(query_lens) * 3, jnp.int32)
     num_tokens = int(starts[-1]) + 5
     rest, lens = split_decode_rows(seq_lens, jnp.asarray(starts))
-    assert lens.tolist() == [3] * num_riders + [0] * (batch - num_riders)
+    assert lens.tolist() == [3] * num_decode_rows + [0] * (batch - num_decode_rows)
     seen = np.zeros((2, num_tokens), int)
     for _, row, _, rows, _ in np.stack(tile_map(seq_lens, rest, num_tokens, tile_size)).T:
         seen[0, row : row + rows] += 1
     *columns, num_tiles = (np.asarray(f) for f in window_map(seq_lens, rest, num_tokens, tile_size))
     for _, index, _, begin, end, _ in np.stack(columns).T[:num_tiles]:
         seen[1, index * tile_size + begin : index * tile_size + end] += 1
-    expected = [0] * num_riders + [1] * (num_tokens - num_riders)
-    assert seen.tolist() == [expected, expected]
+    assert seen.tolist() == [[0] * num_decode_rows + [1] * (num_tokens - num_decode_rows)] * 2

@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p without a sort against sorting."""
+"""Test min-p, top-k and top-p truncation, which does not sort, against sorting."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import IMPLEMENTATIONS, on_backends, require
+from kernel_cases import on_backends
 
 from pallas_kernels import Backend, truncation, truncation_mask
 from tests.reference import kernels as reference
 
 B, V = 4, 24
-MOST_SMALL = 6  # rows
+SMALL_BATCH = 6  # rows
 OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _truncate = jax.jit(truncation_mask, static_argnames="backend")
 
@@ -30,13 +30,14 @@ def _parameters(rows):
 
 
 def _kept(logits, rows, backend):
-    """Return what is kept. Small logits get forbidden tokens and more rows, so that one program
-    serves them all."""
-    require(backend)
+    """Return the mask of kept tokens.
+
+    Small inputs are padded with forbidden tokens and with rows, so that they share one program.
+    """
     logits = np.asarray(logits, np.float32)
     num_rows, width = logits.shape
-    if num_rows <= MOST_SMALL and width <= V:
-        more = MOST_SMALL - num_rows
+    if num_rows <= SMALL_BATCH and width <= V:
+        more = SMALL_BATCH - num_rows
         logits = np.pad(logits, ((0, 0), (0, V - width)), constant_values=-np.inf)
         logits = np.pad(logits, ((0, more), (0, 0)), mode="edge")
         rows = [*rows, *[rows[-1]] * more]
@@ -45,8 +46,7 @@ def _kept(logits, rows, backend):
 
 
 def _bounds(logits, rows):
-    """Return the tokens that must be kept and the tokens that may be kept, within float32 rounding
-    of top_p and min_p."""
+    """Return masks of the tokens that must and that may be kept, given float32 rounding."""
 
     def kept(top_p, min_p):
         changed = [
@@ -87,35 +87,29 @@ _settings = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(_row, min_size=B, max_size=B),
     scales=st.lists(st.sampled_from([1e-20, 1e-3, 1.0, 1e6]), min_size=B, max_size=B),
     params=st.lists(_settings, min_size=B, max_size=B),
 )
-def test_truncation_keeps_what_a_sort_keeps(rows, scales, params, backend):
+def test_truncation_of_random_rows_matches_a_sort(rows, scales, params, backend):
     logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
     logits[np.abs(logits) < 1e-30] = 0.0  # subnormal numbers are zeros to XLA
     _check(logits, params, backend)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_top_k_keeps_ties_with_the_last_token(backend):
     row = np.array([5, 3, 3, 3, 1, 0], np.float32)
     kept = _kept([row] * 4, [{"top_k": k} for k in (1, 2, 4, 5)], backend)
     assert kept.sum(axis=1).tolist() == [1, 4, 4, 5]
-
-
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_positive_and_negative_zero_are_a_tie(backend):
+    # Zeros of both signs are equal.
     kept = _kept([[0.0, -0.0, -1.0, -2.0]], [{"top_k": 1}], backend)
     assert kept[0].tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
-def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
+def test_top_p_keeps_the_smallest_set_with_enough_probability(temperature, backend):
     row = temperature * np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     wanted = {0.1: 1, 0.49: 1, 0.51: 2, 0.74: 2, 0.76: 4, 1.0: 4}
     params = [{"top_p": p, "temperature": temperature} for p in wanted]
@@ -123,22 +117,18 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
     assert kept.sum(axis=1).tolist() == list(wanted.values())
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_top_p_applies_after_top_k_and_min_p(backend):
     row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # If only 0.4 and 0.3 are left, 0.4 is 57 % of the mass: enough for a top_p of 0.55. Of all
-    # four tokens, 0.4 is not enough.
+    # 0.4 is 57% of the mass of 0.4 and 0.3, which is enough for a top_p of 0.55.
     params = [{"top_p": 0.55}, {"top_p": 0.55, "top_k": 2}, {"top_p": 0.55, "min_p": 0.6}]
     assert _kept([row] * 3, params, backend).sum(axis=1).tolist() == [2, 1, 1]
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
 def test_equal_logits_are_kept_or_dropped_together(one, backend):
     assert _kept(np.full((1, V), -7.5), [one], backend).all()
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_disabled_truncation_keeps_all_tokens(backend):
     row = np.where(np.arange(V) == 3, 0.0, -1e30)
     assert _kept([row], [{}], backend).all()
@@ -153,7 +143,6 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", LARGE)
 def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
     params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
@@ -168,24 +157,21 @@ def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
 @pytest.mark.parametrize(
     ("part", "backend"),
     on_backends(
-        [slice(1), slice(3, 7)],
-        strength=0,
-        keep=lambda _, backend: backend is Backend.XLA,
+        [slice(1), slice(3, 7)], strength=0, keep=lambda _, backend: backend is Backend.XLA
     ),
 )
 def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
     # The top_p of every row is within rounding error of the mass of some set of tokens.
     logits = np.random.RandomState(1).randn(16, 300).astype(np.float32)
     weight = np.sort(np.exp(logits - logits.max(axis=1, keepdims=True)), axis=1)[:, ::-1]
-    share = np.cumsum(weight, axis=1, dtype=np.float32) / weight.sum(axis=1, keepdims=True)
+    mass = np.cumsum(weight, axis=1, dtype=np.float32) / weight.sum(axis=1, keepdims=True)
     for count in range(10, 250, 80):
-        params = [{"top_p": float(row[count])} for row in share]
+        params = [{"top_p": float(row[count])} for row in mass]
         together = _kept(logits, params, backend)
         some = _kept(logits[part], params[part], backend)
         np.testing.assert_array_equal(some, together[part])
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_overflowed_row_changes_no_other_row(bad, backend):
     """The search in the overflowed row also ends."""
@@ -214,7 +200,7 @@ def test_truncation_uses_no_sort():
         ({"min_p": jnp.zeros(B, jnp.int32)}, TypeError, "min_p has dtype int32"),
     ],
 )
-def test_wrong_arguments_are_named(change, error, message):
+def test_truncation_errors_name_the_wrong_argument(change, error, message):
     arguments = {**_parameters([{}] * B), **change}
     with pytest.raises(error, match=message):
         truncation.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)

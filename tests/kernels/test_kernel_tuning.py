@@ -1,4 +1,4 @@
-"""The choice of launch parameters: pure, within limits, overridden by a device's table."""
+"""Test the choice of launch parameters and the tables of tuned devices."""
 
 import itertools
 import json
@@ -19,33 +19,23 @@ from pallas_kernels.norm.triton import norm_config
 
 
 def _decode(**changes):
-    facts = {
-        "batch": 64,
-        "num_kv_heads": 8,
-        "head_size": 128,
-        "itemsize": 2,
-        "max_context": 4096,
-    }
+    facts = {"batch": 64, "num_kv_heads": 8, "head_size": 128, "itemsize": 2, "max_context": 4096}
     return attention_tuning.decode_config(**{**facts, **changes})
 
 
 def test_decode_splits_fill_the_gpu():
     assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 8, 8, 8]
+    assert _decode(batch=1, max_context=64).num_splits == 1  # at most one split per tile
+    percents = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
+    assert percents == [None, None, 110, 110, 150, 150]
 
 
-def test_long_sequences_of_many_are_split():
-    shares = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
-    assert shares == [None, None, 110, 110, 150, 150]
-
-
-def test_many_programs_use_small_tiles():
+def test_decode_of_large_batches_uses_small_tiles_and_few_warps():
     assert [_decode(batch=b).tile_tokens for b in (64, 192, 256)] == [64, 64, 32]
     assert _decode(batch=256, head_size=512).tile_tokens == 16
     assert [_decode(batch=b, itemsize=1).tile_tokens for b in (64, 256)] == [64, 64]
-
-
-def test_decode_has_at_most_one_split_per_tile():
-    assert _decode(batch=1, max_context=64).num_splits == 1
+    assert [_decode(batch=b).num_warps for b in (1, 256)] == [4, 2]
+    assert _decode(batch=256, itemsize=4).num_warps == 4
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
@@ -84,25 +74,22 @@ def test_norm_threads_load_16_bytes_each(itemsize):
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
-def test_small_gated_products_use_twice_the_threads():
-    """A program writes 1024 columns with either number of threads."""
+def test_activation_of_few_rows_uses_twice_the_threads():
+    """A program writes 1024 columns with 4 or 8 warps."""
     few, many = (gemm_tuning.gated_silu_config(num_tokens=rows, size=14336) for rows in (64, 256))
     assert few == gemm_tuning.GatedSiluConfig(1024, num_warps=8)
     assert many == gemm_tuning.GatedSiluConfig(1024, num_warps=4)
 
 
-def test_activation_stays_with_products_that_xla_splits():
-    sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
-    ours = {
-        rows: [
-            gemm_tuning.gated_silu_config(num_tokens=rows, size=size) is not None for size in both
-        ]
-        for rows, both in sizes.items()
-    }
-    assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
+def test_activation_of_small_products_uses_xla():
+    def has_kernel(rows: int, size: int) -> bool:
+        return gemm_tuning.gated_silu_config(num_tokens=rows, size=size) is not None
+
+    sizes = itertools.product((8, 256, 512), (3072, 14336))
+    assert [has_kernel(*size) for size in sizes] == [False, True, False, True, True, True]
 
 
-MEASURED_SPLITS = {  # qkv, o, gate and up, down; Qwen3-0.6B, then Llama-3.1-8B
+MEASURED_SPLITS = {  # of qkv, o, gate and up, and down in Qwen3-0.6B and in Llama-3.1-8B
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
     128: ([2, 4, 1, 4], [1, 1, 1, 1]),
@@ -122,12 +109,6 @@ def test_gemm_splits_follow_measurements(rows):
     assert splits(14336, 4096, itemsize=4) == 1
 
 
-def test_many_programs_use_few_warps():
-    assert _decode(batch=1).num_warps == 4
-    assert _decode(batch=256).num_warps == 2
-    assert _decode(batch=256, itemsize=4).num_warps == 4
-
-
 def test_hopper_prefill_is_chosen_only_if_supported():
     facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "is_plain_causal": True}
     runs = partial(attention_tuning.runs_hopper_prefill, **facts)
@@ -138,13 +119,9 @@ def test_hopper_prefill_is_chosen_only_if_supported():
     others = {"head_size": 64, "block_size": 48, "itemsize": 4, "is_plain_causal": False}
     for name, value in others.items():
         assert not runs(device_kind="NVIDIA H200", **{name: value})
-
-
-def test_hopper_prefill_needs_blocks_that_divide_tiles():
-    facts = {"head_size": 128, "itemsize": 2, "is_plain_causal": True, "device_kind": "NVIDIA H200"}
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
-    taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
-    assert taken == [8, 16, 32, 64, 128, 256]
+    supported = [s for s in sizes if runs(device_kind="NVIDIA H200", block_size=s)]
+    assert supported == [8, 16, 32, 64, 128, 256]  # blocks that divide a tile
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
@@ -159,7 +136,7 @@ def _few_rows(rows, depth, width, **changes) -> Any:
     return gemm_tuning.few_rows_config(GemmProblem(rows, depth, width, **(facts | changes)))
 
 
-def test_hopper_gemm_has_at_most_one_program_per_sm():
+def test_hopper_gemm_splits_give_at_most_one_program_per_sm():
     splits = {
         rows: [_few_rows(rows, *shape).num_splits for shape in ((1024, 4096), (2048, 1024))]
         for rows in (8, 64, 96, 128, 192, 256)
@@ -170,7 +147,7 @@ def test_hopper_gemm_has_at_most_one_program_per_sm():
     assert tiles == [8, 64, 48, 64, 96, 128]
     assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; 192 are too many
     assert _few_rows(64, 320, 1024).num_splits == 1  # five steps cannot be halved
-    assert _few_rows(64, 512, 64).num_splits == 4  # each at least 128 deep
+    assert _few_rows(64, 512, 64).num_splits == 4  # each split has a depth of at least 128
 
 
 def test_hopper_gemm_reads_a_large_weight_once():
@@ -190,25 +167,25 @@ def test_hopper_gemm_prefetch_is_limited_for_large_weights():
 
 
 def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
-    taken = 0
+    num_supported = 0
     for rows, depth, width, factors, cores in itertools.product(
         range(8, 257, 8), (1024, 8192), (64, 1024, 8448, 8512, 14336, 16896), (1, 2), (78, 132)
     ):
         config = _few_rows(rows, depth, width, num_factors=factors, num_cores=cores)
         if config is None:
             continue
-        taken += 1
+        num_supported += 1
         tiles = rows // config.tile_rows * width // (64 * config.num_consumers)
         assert config.num_splits * tiles <= cores
         step = (config.tile_rows + 64 * factors * config.num_consumers) * 64 * 2
         out = config.num_consumers * config.tile_rows * 64 * (2 if config.num_splits == 1 else 4)
         assert config.num_stages >= 3
         assert config.num_stages * step + out < tuning.MAX_SHARED_BYTES - 1024
-    assert taken > 200
+    assert num_supported > 200
 
 
 def test_hopper_gemm_rereads_few_rows_rarely():
-    """Programs read all rows. With too few SMs, each program computes twice as many columns."""
+    """Each program reads all rows. If the tiles exceed the SMs, programs compute two tiles."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
     assert _few_rows(64, 1024, 8512) is None  # 133 tiles cannot be paired
@@ -222,19 +199,10 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
     for name, value in others.items():
         assert _few_rows(64, 1024, 4096, **{name: value}) is None
-    for rows, depth, width in (
-        (0, 1024, 4096),
-        (12, 1024, 4096),
-        (264, 1024, 4096),
-        (72 + 128, 1024, 4096),
-        (64, 1000, 4096),
-        (64, 1024, 4100),
-        (192, 4096, 4096),
-        (64, 0, 64),
-        (64, 1024, 0),
-        (64, 0, 0),
-    ):
-        assert _few_rows(rows, depth, width) is None
+    sizes = [(rows, 1024, 4096) for rows in (0, 12, 264, 72 + 128)]
+    sizes += [(64, 1000, 4096), (64, 1024, 4100), (192, 4096, 4096)]
+    sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
+    assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
     assert _few_rows(192, 2048, 4096, num_factors=2) is None  # both factors are too large together
 
@@ -250,8 +218,8 @@ def test_hopper_gated_gemm_of_many_rows_fills_the_sms():
         [rows for rows in counts if _gated_gemm(rows, *shape)]
         for shape in ((4096, 14336), (1024, 3072))
     )
-    assert wide == [*counts]  # 112 tiles, 224, 336 ...
-    assert narrow == [2048, 3072, 4096, 6144, 8192]  # not 24 tiles, 48, 72, 96, 144, 192 and 288
+    assert wide == [*counts]  # at least 112 tiles
+    assert narrow == [2048, 3072, 4096, 6144, 8192]  # other counts leave many SMs idle
 
 
 def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
@@ -262,18 +230,12 @@ def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
     others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
     for name, value in others.items():
         assert _gated_gemm(256, 4096, 14336, **{name: value}) is None
-    for rows, depth, width in (
-        (0, 4096, 14336),
-        (192, 4096, 14336),
-        (256, 4000, 14336),
-        (256, 4096, 14400),
-        (256, 0, 14336),
-        (256, 4096, 0),
-    ):
-        assert _gated_gemm(rows, depth, width) is None
+    sizes = [(0, 4096, 14336), (192, 4096, 14336), (256, 4000, 14336)]
+    sizes += [(256, 4096, 14400), (256, 0, 14336), (256, 4096, 0)]
+    assert [_gated_gemm(*size) for size in sizes] == [None] * len(sizes)
 
 
-def test_splits_divide_the_depth():
+def test_gemm_splits_divide_the_depth():
     for depth in (32, 80, 768, 2560):
         count = gemm_tuning.num_splits(GemmProblem(8, depth, 1024, itemsize=2))
         assert depth % count == 0
@@ -287,8 +249,7 @@ def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") ->
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_fp8_products_fit_the_shared_memory(grouped):
-    """Depth and width are also multiples of the stages, splits and tiles."""
+def test_fp8_gemms_fit_the_shared_memory_and_divide_their_sizes(grouped):
     shapes = itertools.product((1024, 1920, 4096, 14336), (1024, 6144, 14336, 28672), (1, 2))
     for (depth, width, factors), rows in itertools.product(shapes, (8, 24, 64, 120, 192, 256)):
         few, _ = _fp8(rows, depth, width, factors, grouped=grouped)
@@ -302,7 +263,7 @@ def test_fp8_products_fit_the_shared_memory(grouped):
         assert depth % (few.num_splits * 128) == width % (few.num_consumers * 64) == 0
 
 
-def test_channel_scaled_products_use_xla_if_its_tiles_fit_better():
+def test_channel_scaled_gemms_use_xla_if_its_tiles_fit_better():
     assert _fp8(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
     assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 narrow ones in two rounds
@@ -314,7 +275,7 @@ def test_channel_scaled_products_use_xla_if_its_tiles_fit_better():
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_fp8_products_need_hopper_and_whole_tiles(grouped):
+def test_hopper_fp8_gemms_need_a_hopper_gpu_and_whole_tiles(grouped):
     for kind in ("NVIDIA A100", ""):
         assert _fp8(64, 4096, 4096, grouped=grouped, kind=kind)[0] is None
         assert _fp8(512, 4096, 4096, grouped=grouped, kind=kind)[1] is None
@@ -325,10 +286,7 @@ def test_fp8_products_need_hopper_and_whole_tiles(grouped):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """Return the name of a GPU with a tuned table.
-
-    Tables are cached, so each test needs a new name.
-    """
+    """Return the name of a GPU with a tuned table. Tables are cached, so the name is new."""
     size = "head_size=128,itemsize=2"
     table = {"decode": {size: {"tile_tokens": 32}}, "write": {size: {"chunk": 512}}}
     (tmp_path / "tuned").mkdir()
@@ -337,7 +295,7 @@ def gpu(tmp_path, monkeypatch):
     return tmp_path.name
 
 
-def test_tuned_table_overrides_fields(gpu):
+def test_tuned_table_of_a_gpu_overrides_launch_parameters(gpu):
     facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
     assert kv_cache_triton.move_config("write", **facts).chunk == 512
     assert kv_cache_triton.move_config("copy", **facts).chunk == kv_cache_triton.MoveConfig().chunk

@@ -1,5 +1,6 @@
 """Test attention of several last tokens per sequence against the reference."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -7,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_cases import BF16, F8, F32, Case, assert_close, build, require
-from reference import kernels as reference
+from kernel_cases import BF16, F8, F32, Case, assert_close, build, lower, to_pool
 
-from pallas_kernels import Backend, LayerKV, pack_fp8_pairs, paged_verify_attention
+from pallas_kernels import Backend, LayerKV, paged_verify_attention
 from pallas_kernels.attention import tuning
+from tests.reference import kernels as reference
 
 CASES = [
     (Case(head_size=64, heads=(4, 2)), 4),
@@ -28,11 +28,6 @@ GPU_CASES = [
     (Case(BF16, head_size=256, heads=(4, 1), soft_cap=5.0, sliding_window=64), 8),
     (Case(F32, head_size=80, heads=(6, 3)), 4),
 ]
-BACKENDS = [
-    pytest.param(Backend.XLA),
-    pytest.param(Backend.INTERPRET),
-    pytest.param(Backend.TRITON, marks=pytest.mark.gpu),
-]
 
 
 def verify_lens(block_size, num_queries):
@@ -41,12 +36,12 @@ def verify_lens(block_size, num_queries):
     return tuple((total, min(num_queries, total)) for total in totals)
 
 
-def check(case, num_queries, backend):
-    batch = build(case)
+def check(case, num_queries, backend, more_lens=()):
+    lens = verify_lens(case.block_size, num_queries) + more_lens
+    batch = build(dataclasses.replace(case, lens=lens))
     lens = np.asarray(batch.seq_lens)
-    rng = np.random.default_rng(3)
     shape = (len(lens), num_queries, case.heads[0], case.head_size)
-    q = jnp.asarray(rng.standard_normal(shape), case.dtype)
+    q = jnp.asarray(np.random.default_rng(3).standard_normal(shape), case.dtype)
     arrays = (q, batch.kv, batch.block_tables, batch.seq_lens)
     got = jax.jit(partial(paged_verify_attention, **case.options, backend=backend))(*arrays)
     rows = np.asarray(q)[lens > 0].reshape(-1, *shape[2:])
@@ -63,51 +58,36 @@ def check(case, num_queries, backend):
     assert_close(got.reshape(-1, *shape[2:]), plain, case.dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "num_queries"), CASES, ids=str)
 def test_verify_matches_reference(case, num_queries, backend):
-    require(backend)
-    lens = verify_lens(case.block_size, num_queries)
-    check(Case(**{**vars(case), "lens": lens}), num_queries, backend)
+    check(case, num_queries, backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "num_queries"), GPU_CASES, ids=str)
 def test_verify_matches_reference_on_a_gpu(case, num_queries):
-    require(Backend.TRITON)
-    lens = verify_lens(case.block_size, num_queries) + ((3000, num_queries),) * 3
-    check(Case(**{**vars(case), "lens": lens}), num_queries, Backend.TRITON)
+    check(case, num_queries, Backend.TRITON, ((3000, num_queries),) * 3)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 8])
 def test_verify_with_any_number_of_splits_matches_reference(num_splits, monkeypatch):
     config = tuning.DecodeConfig(16, num_splits, target_programs=24)
     monkeypatch.setattr(tuning, "decode_config", lambda **_: config)
-    lens = verify_lens(16, 4)
-    check(Case(head_size=32, heads=(4, 2), lens=lens), 4, Backend.INTERPRET)
+    check(Case(head_size=32, heads=(4, 2)), 4, Backend.INTERPRET)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F8])
 def test_verify_lowers_to_one_kernel(dtype):
     q = jax.ShapeDtypeStruct((8, 4, 4, 64), F32 if dtype == F32 else BF16)
-    pool = jax.eval_shape(
-        lambda: (
-            pack_fp8_pairs(jnp.zeros((9, 16, 2, 64), F8))
-            if dtype == F8
-            else jnp.zeros((9, 16, 2, 64), dtype)
-        )
-    )
+    pool = to_pool(np.zeros((9, 16, 2, 64)), dtype)
     tables, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 8), (8,)))
     run = partial(paged_verify_attention, scale=0.1, backend=Backend.TRITON)
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(run).trace(q, LayerKV(pool, pool), tables, lens)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lower(run, q, LayerKV(pool, pool), tables, lens)
     assert len(re.findall(r"custom_call @\S*triton", text)) == 1
 
 
 @pytest.mark.parametrize("num_queries", [3, 16])
-def test_unsupported_number_of_queries_is_refused(num_queries):
+def test_unsupported_number_of_verify_queries_raises_an_error(num_queries):
     batch = build(Case(lens=((20, 1),)))
     q = jnp.zeros((1, num_queries, 4, 64))
     arrays = (q, batch.kv, batch.block_tables, batch.seq_lens)

@@ -1,8 +1,7 @@
-"""Slow and obvious references, in numpy, one function an op: the oracle of every other path.
+"""Slow numpy references of the ops, with loops over sequences, rows and heads.
 
-Each takes numpy (or JAX) arrays and loops over sequences, rows and heads. `dtype` is the precision
-of the arithmetic: float64 is the oracle; the pool's own dtype shows the error that a plain
-implementation in that dtype has, which is the yardstick for the kernels' errors.
+`dtype` is the dtype of the arithmetic. Results in float64 are the expected results. Results in the
+pool's dtype show the error of a plain implementation, which bounds the error of a kernel.
 """
 
 import ml_dtypes
@@ -19,24 +18,14 @@ from pallas_kernels.scores.adjustments import (
 
 
 def paged_decode_attention(
-    q,
-    kv,
-    block_tables,
-    seq_lens,
-    *,
-    scale,
-    soft_cap=None,
-    sliding_window=None,
-    scales=(1.0, 1.0),
-    dtype=np.float64,
+    q, kv, block_tables, seq_lens, *, scales=(1, 1), dtype=np.float64, **options
 ):
-    """One token a sequence, its last; rows [B, N, H]; zeros where seq_len is 0."""
+    """Return rows [B, N, H] for the last token of each sequence, and zeros if seq_len is 0."""
     out = np.zeros(q.shape, dtype)
     for b, seq_len in enumerate(np.asarray(seq_lens)):
         if seq_len:
             keys, values = _gather(kv, block_tables[b], seq_len, scales, dtype)
-            row = np.asarray(q[b])
-            out[b] = _attend(row, keys, values, seq_len - 1, scale, soft_cap, sliding_window)
+            out[b] = _attend(np.asarray(q[b]), keys, values, seq_len - 1, **options)
     return out
 
 
@@ -47,26 +36,29 @@ def paged_prefill_attention(
     query_start_loc,
     seq_lens,
     *,
-    scale,
-    soft_cap=None,
-    sliding_window=None,
     scales=(1.0, 1.0),
     dtype=np.float64,
+    **options,
 ):
-    """Causal; a sequence's tokens are the last of its seq_len; rows [T, N, H]; padding is zeros."""
+    """Return rows [T, N, H] of causal attention for the last tokens of each sequence.
+
+    Padding rows are zeros.
+    """
     out = np.zeros(q.shape, dtype)
     starts = np.asarray(query_start_loc)
     for b, seq_len in enumerate(np.asarray(seq_lens)):
         keys, values = _gather(kv, block_tables[b], seq_len, scales, dtype)
         for t in range(starts[b], starts[b + 1]):
             position = seq_len - (starts[b + 1] - t)
-            row = np.asarray(q[t])
-            out[t] = _attend(row, keys, values, position, scale, soft_cap, sliding_window)
+            out[t] = _attend(np.asarray(q[t]), keys, values, position, **options)
     return out
 
 
 def write_kv(kv, k, v, slot_mapping):
-    """Token t's key and value go to slot `slot_mapping[t]`; slots outside the pool are dropped."""
+    """Return the pool with the key and value of token t in slot `slot_mapping[t]`.
+
+    Tokens whose slot is outside the pool are dropped.
+    """
     pool_k, pool_v = np.array(kv[0]), np.array(kv[1])
     num_blocks, block_size = pool_k.shape[:2]
     for t, slot in enumerate(np.asarray(slot_mapping)):
@@ -77,25 +69,24 @@ def write_kv(kv, k, v, slot_mapping):
 
 
 def paired(numbers):
-    """Pack float8_e4m3fn [..., H] as in a pool: [..., H / 2] of uint16, with the even column in
-    the low byte."""
+    """Pack float8_e4m3fn [..., H] into uint16 [..., H / 2]. The low byte has the even column."""
     return np.ascontiguousarray(numbers).view("<u2")
 
 
 def unpaired(pool):
-    """The numbers of a pool, in pairs or not."""
+    """Return the numbers of a pool, which may contain FP8 pairs."""
     pool = np.asarray(pool)
     return pool.view(ml_dtypes.float8_e4m3fn) if pool.dtype == np.uint16 else pool
 
 
 def float8(x, scale):
-    """x / scale, rounded to the nearest float8_e4m3fn number, and to 448 beyond it."""
+    """Return x / scale, clipped to 448 and rounded to the nearest float8_e4m3fn number."""
     quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
     return np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn)
 
 
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64):
-    """Queries [T, N, H], and the pool with the tokens' keys and values; all in `dtype`."""
+    """Return queries [T, N, H], and the pool with the tokens' keys and values; all in `dtype`."""
     num_kv_heads = kv[0].shape[2]
     rotated = np.asarray(qkv).astype(dtype).sum(axis=0)
     num_heads = rotated.shape[1] - 2 * num_kv_heads
@@ -115,7 +106,7 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms=None, *, dtype=np.float64, **options
 ):
-    """Rows [B, N, H], and the pool with each sequence's new token, its last."""
+    """Return rows [B, N, H], and the pool with the new (last) token of each sequence."""
     lens, block_size = np.asarray(seq_lens), kv[0].shape[1]
     last = np.maximum(lens - 1, 0)
     blocks = np.asarray(block_tables)[np.arange(len(lens)), last // block_size]
@@ -125,7 +116,7 @@ def rope_decode_attention(
 
 
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
-    """The normalized rows of hidden + the sum of update's partials, and that sum."""
+    """Return the normalized rows and the rows of hidden + the sum of update's partials."""
     total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)
     normed = np.zeros_like(total)
     for t, row in enumerate(total):
@@ -134,25 +125,25 @@ def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
 
 
 def gated_silu(gate_up, *, dtype=np.float64):
-    """silu(gate) * up, rows [T, F]."""
+    """Return silu(gate) * up, rows [T, F]."""
     gate, up = np.moveaxis(np.asarray(gate_up).astype(dtype), 1, 0)
-    with np.errstate(over="ignore"):  # the gate is shut then
+    with np.errstate(over="ignore"):  # exp overflows if the gate is closed
         return gate / (1 + np.exp(-gate)) * up
 
 
 def gated_gemm(x, weight, *, dtype=np.float64):
-    """silu(x @ gate) * (x @ up), rows [T, F]."""
+    """Return silu(x @ gate) * (x @ up), rows [T, F]."""
     x, weight = (np.asarray(array).astype(dtype) for array in (x, weight))
     return gated_silu(np.einsum("td,dcf->tcf", x, weight), dtype=dtype)
 
 
 def to_fp8(x, scale):
-    """The nearest of the 253 finite numbers of e4m3, by comparing with all; of two the even one."""
+    """Return the nearest of all finite e4m3 numbers, or the even one of two nearest numbers."""
     bits = np.arange(256, dtype=np.uint8)
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     usable = np.isfinite(numbers)
     numbers, bits = numbers[usable], bits[usable]
-    # The products' float32, since a tie there is one.
+    # Divide in float32 as the ops do, because the quotient decides what is a tie.
     scaled = np.asarray(x, np.float32) / np.asarray(scale, np.float32)
     distance = np.abs(scaled.astype(np.float64)[..., None] - numbers)
     tied = distance == distance.min(-1, keepdims=True)
@@ -160,14 +151,13 @@ def to_fp8(x, scale):
 
 
 def scaled_gemm(x, weight, x_scale, weight_scale):
-    """Each product of a row and an output with the scale of each of their numbers, in float64."""
-    numbers, factors = (np.asarray(it, np.float64) for it in (x, weight))
-    return (numbers * x_scale) @ (factors * weight_scale).T
+    """Return the product of scaled rows and scaled weight rows in float64."""
+    x, weight = (np.asarray(array, np.float64) for array in (x, weight))
+    return (x * x_scale) @ (weight * weight_scale).T
 
 
 def fused_layer(attention_output, hidden, weights, *, eps, dtype=np.float64):
-    """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
-    [T, Q]."""
+    """Return the residual stream [T, D] and the next layer's qkv [T, Q]."""
     attention_output, hidden = (np.asarray(x).astype(dtype) for x in (attention_output, hidden))
     output, norm, gate_up, down, next_norm, qkv = (np.asarray(w).astype(dtype) for w in weights)
     streams, projected = [], []
@@ -187,14 +177,14 @@ def _rms_norm(row, weight, eps):
 
 
 def _rotate(row, cos, sin):
-    """Channel i turns with channel i + H / 2."""
+    """Rotate the pairs of channels i and i + H / 2."""
     first, second = np.split(row, 2)
     cos, sin = cos.astype(row.dtype), sin.astype(row.dtype)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
 def truncation_mask(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
-    """Row by row, on sorted logits."""
+    """Return which tokens min-p, top-k and top-p keep."""
     rows = zip(np.asarray(logits).astype(dtype), temperature, min_p, top_p, top_k, strict=True)
     return np.stack([_kept(row, float(t), float(m), float(p), int(k)) for row, t, m, p, k in rows])
 
@@ -214,7 +204,7 @@ def _kept(row, temperature, min_p, top_p, top_k):
 
 
 def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """One row, one token at a time; bits as in `scores/adjustments.py`."""
+    """Return the adjusted logits. `scores/adjustments.py` defines the bits of words and kinds."""
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
@@ -229,8 +219,7 @@ def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float6
 
 
 def token_scores(logits, token_ids, count, dtype=np.float64):
-    """Return each row's token, log-probability and rank, and the most probable tokens with theirs,
-    by sorting."""
+    """Return each token's log-probability and rank, and the `count` most probable tokens."""
     found = []
     for row, token in zip(np.asarray(logits).astype(dtype), token_ids, strict=True):
         logprobs = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
@@ -240,7 +229,7 @@ def token_scores(logits, token_ids, count, dtype=np.float64):
 
 
 def copy_blocks(pool, src, dst):
-    """Block dst[i] of every layer, K and V, becomes a copy of block src[i]."""
+    """Copy block src[i] to block dst[i], in the keys and values of every layer."""
     layers = [(np.array(k), np.array(v)) for k, v in pool]
     for before, after in zip(pool, layers, strict=True):
         for s, d in zip(np.asarray(src), np.asarray(dst), strict=True):
@@ -250,7 +239,7 @@ def copy_blocks(pool, src, dst):
 
 
 def _gather(kv, block_table, seq_len, scales, dtype):
-    """The keys and values [seq_len, K, H] of one sequence, through its block table."""
+    """Return the keys and values [seq_len, K, H] of one sequence."""
     block_size = kv[0].shape[1]
     positions = np.arange(seq_len)
     blocks = np.asarray(block_table)[positions // block_size]
@@ -259,8 +248,8 @@ def _gather(kv, block_table, seq_len, scales, dtype):
     return keys.astype(dtype) * k_scale, values.astype(dtype) * v_scale
 
 
-def _attend(q, keys, values, position, scale, soft_cap, sliding_window):
-    """One token's query heads [N, H] over the keys it may see: (position - window, position]."""
+def _attend(q, keys, values, position, *, scale, soft_cap=None, sliding_window=None):
+    """Return the attention [N, H] of one token to the keys in (position - window, position]."""
     first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
     keys, values = keys[first : position + 1], values[first : position + 1]
     q = q.astype(keys.dtype)
@@ -277,8 +266,8 @@ def _attend(q, keys, values, position, scale, soft_cap, sliding_window):
 
 
 def device_sum(rows):
-    """The sum of the devices' rows [n, T, D] in their order, in float32, rounded once."""
+    """Return the sum of the devices' rows [n, T, D] in float32, rounded once."""
     total = np.zeros(rows.shape[1:], np.float32)
-    for own in rows:
-        total = total + own.astype(np.float32)
+    for part in rows:
+        total = total + part.astype(np.float32)
     return total.astype(rows.dtype)
