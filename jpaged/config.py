@@ -152,7 +152,7 @@ class SpeculativeConfig(Options):
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 

@@ -247,7 +247,7 @@ def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, An
     )
 
 
-def _count_drafts(scheduler: "Scheduler") -> dict[str, int]:
+def _count_drafts(scheduler: "Scheduler") -> dict[str, Any]:
     """Return the fields of `EngineStats` about speculative decoding."""
     speculation = scheduler.speculation
     if speculation is None:
