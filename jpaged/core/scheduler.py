@@ -283,18 +283,7 @@ class Scheduler:
             ValueError: An older plan must be read first, or an array has the wrong shape.
             IntegrityError: An error of a request left an inconsistent state.
         """
-        if not self._num_updated == plan.step_id < self._num_planned:
-            raise ValueError(
-                f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
-                "next to update"
-            )
-        shape = (len(plan.scheduled), *([1 + plan.num_drafts] if plan.num_drafts else []))
-        if sampled_token_ids.shape != shape:
-            raise ValueError(
-                f"sampled_token_ids must have one token for each of {len(plan.scheduled)} "
-                f"scheduled sequences and each of {plan.num_drafts} drafts, got shape "
-                f"{sampled_token_ids.shape}"
-            )
+        self._check_update(plan, sampled_token_ids)
         self._num_updated += 1
         if plan.limits:
             self._settle_rows(plan, sampled_token_ids)
@@ -341,6 +330,21 @@ class Scheduler:
             # An error may end a single request only while the shared state is intact.
             self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
+
+    def _check_update(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
+        """Raise ValueError unless the plan is the next to read, and has as many tokens."""
+        if not self._num_updated == plan.step_id < self._num_planned:
+            raise ValueError(
+                f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
+                "next to update"
+            )
+        shape = (len(plan.scheduled), *([1 + plan.num_drafts] if plan.num_drafts else []))
+        if sampled_token_ids.shape != shape:
+            raise ValueError(
+                f"sampled_token_ids must have one token for each of {len(plan.scheduled)} "
+                f"scheduled sequences and each of {plan.num_drafts} drafts, got shape "
+                f"{sampled_token_ids.shape}"
+            )
 
     def append_accepted(self, plan: StepPlan, token_ids: np.ndarray) -> StepUpdate:
         """Append the tokens of one draft position of the verify step that `update` has read last.
