@@ -210,7 +210,7 @@ class ModelRunner:
         limits = plan.limits
         if limits and step.row_order is not None:
             limits = [limits[i] for i in row_order.tolist()]
-        packed = self._packers[step.name, key](scheduled, rows, *([limits] if limits else []))
+        packed = self._packers[step.name, key](scheduled, rows, limits)
         found = self._launch(step.name, key, packed=packed)
         logits, inputs, hidden = found["logits"], found["inputs"], found.get("hidden")
         if hidden is not None:
@@ -480,9 +480,8 @@ class ModelRunner:
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:
-    """Return the arguments of `pack_burst`. Only plans of speculative decoding have limits."""
-    inputs = [plan.scheduled for plan in plans], rows
-    return (*inputs, [plan.limits for plan in plans]) if plans[0].limits else inputs
+    """Return the arguments of `pack_burst`."""
+    return [plan.scheduled for plan in plans], rows, [plan.limits for plan in plans]
 
 
 def _start_copy_to_host(sampled: SampledTokens, level: SamplerLevel) -> Any:

@@ -2,7 +2,7 @@
 
 The scheduler verifies drafts while the rows receive more tokens per step than a verify step costs.
 The table is shipped, not measured at startup, so that runs can be repeated. `bench/speculative.py`
-measures its entries.
+measures such costs.
 """
 
 from jpaged.runtime.runtime_config import RuntimeConfig
