@@ -11,6 +11,9 @@ For each number of rows and drafts, the rows of the result are
     chosen     fraction of the decode steps that verified drafts when the scheduler chooses
 
 `jpaged/runtime/verify_costs.py` has the costs that the scheduler uses.
+
+With `--chats`, the embedded model drafts by prompt lookup instead, in chats that ask the same
+question twice. The result is the number of tokens per verify step.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from jpaged import Engine, SamplingParams
 from jpaged.core.plan import NO_DRAFT
 from jpaged.runtime import model_runner, steps
 from jpaged.runtime.drafting import DraftInputs
+from tools.tiny.world import sample_examples
 
 ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
 PROMPT_LEN = 128
@@ -149,6 +153,33 @@ def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[d
             }
 
 
+def measure_chats(num_drafts: int) -> dict:
+    """Return the result for chats that repeat their answers."""
+    engine = Engine(speculative_config={"num_speculative_tokens": num_drafts})
+    examples = [e for e in sample_examples(11, 200) if 15 < len(e.completion) < 60]
+    examples = [e for e in examples if e.prompt.startswith(("Count", "Put"))]
+    chats = [
+        [
+            {"role": "user", "content": example.prompt},
+            {"role": "assistant", "content": example.completion.strip()},
+            {"role": "user", "content": example.prompt},
+        ]
+        for example in examples
+    ]
+    for chat in chats:  # one at a time: an answer may be longer than the others
+        engine.chat(chat, SamplingParams(temperature=0.0, max_tokens=80), use_tqdm=False)
+    stats = engine.stats()
+    num_tokens = stats.num_generated_tokens - len(chats)  # the prefill samples the first token
+    return {
+        "shape": EMBEDDED,
+        "chats": len(chats),
+        "drafts": num_drafts,
+        "acceptance": round(stats.acceptance_rate, 2),
+        "verify_steps": stats.num_verify_steps,
+        "tokens_per_step": round(num_tokens / stats.num_verify_steps, 2),
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure speculative decoding.")
     parser.add_argument(
@@ -159,15 +190,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", nargs="+", type=int, default=list(ACCEPTANCE))
     parser.add_argument("--tokens", type=int, default=256, help="tokens per answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--chats", action="store_true", help="chats with the embedded model")
     args = parse_arguments(parser, argv)
-    found = [
-        row
-        for shape in args.shape
-        for num_drafts in args.drafts
-        for row in measure(shape, num_drafts, args)
-    ]
-    print_table(found)
-    record("speculative", found)
+    if args.chats:
+        found = [measure_chats(num_drafts) for num_drafts in args.drafts]
+        print_table(found)
+        record("speculative_chats", found)
+        return
+    for shape in args.shape:
+        for num_drafts in args.drafts:
+            found = list(measure(shape, num_drafts, args))
+            print_table(found)
+            record("speculative", found, by=("shape", "drafts", "rows", "acceptance"))
 
 
 if __name__ == "__main__":
