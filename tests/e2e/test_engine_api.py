@@ -118,9 +118,11 @@ def test_abort_at_any_step_changes_no_other_request(
     take_steps(engine, num_steps)
     for name in (doomed, doomed, "unknown"):
         engine.abort(name)
+    engine.check_integrity()
     outputs = run(engine)
-    assert doomed not in outputs
+    assert list(outputs) == [kept]
     assert text(outputs[kept]) == ANSWER
+    assert engine.stats().num_used_blocks == 0
 
 
 def test_streams_and_steps_advance_each_other(engine: Engine):
@@ -139,6 +141,15 @@ def test_aborted_stream_ends_with_a_final_delta(engine: Engine):
     request_id = next(stream).request_id
     engine.abort(request_id)
     assert [d.finish_reason for d in stream] == ["abort"]
+
+
+def test_generate_keeps_requests_that_arrived_before_it(engine: Engine):
+    first = engine.add_request(QUESTION, GREEDY)
+    engine.step()
+    assert engine.add_request(QUESTION, GREEDY, request_id="second") == "second"
+    assert generate_text(engine, prompt="Reverse stone") == "\nenots"
+    outputs = run(engine)
+    assert [text(outputs[name]) for name in (first, "second")] == [ANSWER] * 2
 
 
 def test_step_returns_each_request_that_generate_finished_once(engine: Engine):
@@ -222,12 +233,12 @@ def test_invalid_request_is_refused_and_changes_no_other_request(
 ):
     good = engine.add_request(QUESTION, GREEDY)
     engine.step()
-    num_steps = engine.stats().num_steps
+    before = counts(engine), engine.stats().num_steps
     with pytest.raises((TypeError, ValueError), match=message):
         engine.add_request(prompt, params)
     with pytest.raises((TypeError, ValueError), match=message):
         engine.generate([*[QUESTION] * 29, prompt], [*[GREEDY] * 29, params])
-    assert engine.stats().num_steps == num_steps
+    assert (counts(engine), engine.stats().num_steps) == before
     assert text(run(engine)[good]) == ANSWER
 
 

@@ -130,6 +130,7 @@ def test_each_sampling_option_gives_the_tokens_of_one_device(pair: list[Engine],
     ("loop", "count"),
     [
         ("bursts", 4),
+        ("synchronous", 2),
         pytest.param("overlapped", 2, marks=pytest.mark.full),
         pytest.param("synchronous", 8, marks=pytest.mark.full),
     ],

@@ -123,7 +123,7 @@ def test_error_while_an_output_is_made_aborts_all_other_requests(
     ("num_blocks", "last", "params", "priority", "message"),
     [
         (5, 16, limit(), 0, "leaves no room for an output token"),
-        (5, 8, limit(), 1, "priority=1 .* has no effect"),
+        (5, 8, limit(), 1, "priority=1 .* has no effect.*scheduling_policy='priority'"),
         (5, 8, limit(8, n=4), 0, "4 sequences., but the pool has 4"),
         (4, 12, limit(), 0, "may need 4 blocks"),
     ],
@@ -134,6 +134,8 @@ def test_refused_last_request_starts_none(
     engine = new_engine(num_blocks)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts(8, 8, last), [limit(), limit(), params], priority=[0, 0, priority])
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompts(last)[0], params, priority=priority)
     assert engine.stats().num_steps == 0
     assert is_idle(engine)
 

@@ -175,6 +175,8 @@ def changed(name, tensor):
          r"wrong dtypes \(1\): layers\.0\.q is I8, supported are F32, F16, BF16"),
         (changed("embed", np.ones((V, D), ml_dtypes.float8_e4m3fn)), "embed is F8_E4M3"),
         (changed("embed", np.ones((V, D))), "embed is F64"),
+        (changed("model_embed", np.ones((V, D), np.float32)),
+         r"filled twice \(1\): embedding by embed and model_embed"),
     ],
 )  # fmt: skip
 def test_mismatched_tensors_are_refused_by_name(tmp_path, tensors, complaint):

@@ -433,7 +433,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     sequences = [rng.integers(0, width, n) for n in lengths]
     prompts = [max(1, length - 400) for length in lengths]
     rows = {
-        row: RowMarks.of(tokens.tolist(), num_prompt, [7])
+        row: RowMarks.of(tokens.tolist(), num_prompt, [7, 9])
         for row, (tokens, num_prompt) in enumerate(zip(sequences, prompts, strict=True))
     }
     state = init_sampling_state(len(rows) + 2, width)
@@ -444,7 +444,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
         expected = np.bincount(tokens[num_prompt:], minlength=width)
         expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT
-        expected[7] |= IS_ENDING
+        expected[[7, 9]] |= IS_ENDING
         np.testing.assert_array_equal(found, expected)
     assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
