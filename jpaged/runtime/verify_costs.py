@@ -9,22 +9,21 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend
 
 GPU_COSTS = {
-    1: ((4, 1.05), (8, 1.08), (32, 1.15), (64, 1.35)),
+    1: ((2, 1.11), (8, 1.04), (32, 1.10), (64, 1.30)),
     3: ((2, 1.25), (8, 1.10), (32, 1.25), (64, 1.65)),
-    7: ((1, 1.30), (8, 1.25), (32, 1.60), (64, 2.40)),
+    7: ((1, 1.31), (8, 1.22), (32, 1.70), (64, 2.46)),
 }
-"""By number of drafts: pairs (number of rows, cost). On an H200, three drafts cost 1.43, 1.11, 1.28
-and 1.61 plain steps for 1, 8, 32 and 64 rows of Qwen3-0.6B's shape, and 1.07, 1.08, 1.21 and 1.70
-for Llama-3.1-8B's (`bench/results/speculative_nvidia-h200.json`). Entries for one and seven drafts
-are estimates."""
+"""By number of drafts: pairs (number of rows, cost). An entry is the mean of the costs of
+Qwen3-0.6B's and Llama-3.1-8B's shapes on an H200 for 1, 8, 32 and 64 rows
+(`bench/results/speculative_nvidia-h200.json`)."""
 
 CPU_COSTS = {
     1: ((4, 1.10), (8, 1.30), (16, 1.40), (64, 1.60)),
     3: ((2, 1.10), (8, 2.10), (16, 2.40), (64, 2.80)),
     7: ((1, 1.15), (8, 3.50), (16, 3.80), (64, 4.50)),
 }
-"""The same on a CPU, measured with the embedded model. A plain step computes at least 8 rows, so
-that a verify step of 8 tokens costs nearly the same."""
+"""The same on a CPU: estimates for the embedded model. A plain step computes at least 8 rows, so a
+verify step of 8 tokens costs nearly the same."""
 
 
 def verify_costs(config: RuntimeConfig, num_drafts: int) -> tuple[tuple[int, float], ...]:
