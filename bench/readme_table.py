@@ -53,13 +53,18 @@ def model_of(row: dict) -> str:
     return row["model"] + form + (f" on {row['devices']} GPUs" if "devices" in row else "")
 
 
+def vllm_version(row: dict) -> str:
+    """Return the version of vLLM that measured the vLLM figures of a row."""
+    return "0.26" if row.get("format") == "fp8" else "0.24"
+
+
 def throughput() -> str:
     rows = [
         {
             "case": {"A": "A: 256 x (128 in, 128 out)", "B": "B: 512 x ShareGPT-like"}[row["case"]],
             "model": model_of(row),
-            "output tok/s": row["output_tokens_per_s"],
-            "vLLM": row["vllm"],
+            "output tokens/s": row["output_tokens_per_s"],
+            "vLLM, output tokens/s": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
         for row in rows_of("throughput")
@@ -73,8 +78,8 @@ def latency() -> str:
         {
             "case": cases[row["case"]],
             "model": model_of(row),
-            "ms a decode step": row["ms_a_step"],
-            "vLLM": row["vllm"],
+            "ms per decode step": row["ms_a_step"],
+            "vLLM, ms per decode step": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
         for row in [*rows_of("latency"), *_rows_on_more("latency")]
@@ -106,7 +111,7 @@ def startup() -> str:
             "start to first token": row["start"],
             "model": model_of(row),
             "s": row["first_token_s"],
-            "to reach": row["to_reach"],
+            "to reach, s": row["to_reach"],
         }
         for row in rows_of("startup")
     ]
@@ -122,13 +127,13 @@ def serving() -> str:
         engine = through["engine"][rate]
         table.append(
             {
-                "requests a second": "all at once" if rate == "inf" else f"{rate:g}",
-                "output tok/s": http["output_tokens_per_s"],
-                "engine alone": engine["output_tokens_per_s"],
-                "first token, ms, p50": http["ttft_ms_p50"],
-                "p99": http["ttft_ms_p99"],
-                "engine alone, p99": engine["ttft_ms_p99"],
-                "between tokens, ms, p99": http["inter_token_ms_p99"],
+                "requests/s": "all together" if rate == "inf" else f"{rate:g}",
+                "output tokens/s": http["output_tokens_per_s"],
+                "engine alone, output tokens/s": engine["output_tokens_per_s"],
+                "first token, p50 ms": http["ttft_ms_p50"],
+                "first token, p99 ms": http["ttft_ms_p99"],
+                "engine alone, first token, p99 ms": engine["ttft_ms_p99"],
+                "between tokens, p99 ms": http["inter_token_ms_p99"],
             }
         )
     formats = ("", ",.0f", ",.0f", ",.1f", ",.1f", ",.1f", ",.1f")
@@ -157,25 +162,26 @@ def summary() -> str:
     """Return a table of the cases that were measured with vLLM too."""
     rows = []
     cases = {
-        "A": ("256 requests, 128 tokens in, 128 out", "tok/s", ",.0f"),
-        "C": ("1 request, per token", "ms", ".2f"),
-        "D": ("64 requests of 1,024 tokens, per step", "ms", ".2f"),
+        "A": ("256 requests, 128 tokens in, 128 out", "output tokens/s", ",.0f"),
+        "C": ("1 request, 128 in, 256 out", "ms per decode step", ".2f"),
+        "D": ("64 requests, 1,024 in, 128 out", "ms per decode step", ".2f"),
     }
     for case, (title, unit, number_format) in cases.items():
         for row in (it for name in ("throughput", "latency") for it in rows_of(name)):
             if row["case"] != case or row["vllm"] is None:
                 continue
             ours, theirs = (
-                row["output_tokens_per_s" if unit == "tok/s" else "ms_a_step"],
+                row["output_tokens_per_s" if case == "A" else "ms_a_step"],
                 row["vllm"],
             )
-            ratio = ours / theirs if unit == "tok/s" else theirs / ours
+            ratio = ours / theirs if case == "A" else theirs / ours
             rows.append(
                 {
                     "load": title,
                     "model": model_of(row),
-                    "jpaged": f"{ours:{number_format}} {unit}",
-                    "vLLM": f"{theirs:{number_format}} {unit}",
+                    "unit": unit,
+                    "jpaged": f"{ours:{number_format}}",
+                    "vLLM": f"{theirs:{number_format}} (vLLM {vllm_version(row)})",
                     "speed-up": f"{ratio:.2f}x",
                 }
             )
@@ -294,12 +300,6 @@ def _recorded(document: dict) -> str:
         f"- {document['device']}{_requests_of(document)}; commit {document['commit']}, {date}, "
         f"took {took:,.0f} s; Python {document['python']}, JAX {document['jax']}"
     )
-    model = document.get("device_model")
-    if model and document["device"] != "no device":
-        lines.append(
-            f"- step times: fitted to {model['num_points']} recorded points, mean error "
-            f"{model['mean_error_%']:.1f} %, worst {model['worst_error_%']:+.1f} %"
-        )
     return "\n".join(lines)
 
 

@@ -93,7 +93,7 @@ def numbers_of_the_page() -> list[str]:
         f"in jpaged {EngineConfig().block_size} by default",
         f"four beams of {len(before.tables[0].block_table)} blocks each are held in "
         f"{len(before.words)} blocks",
-        f"{freed[0]}, {freed[1]}, {freed[2]} and {freed[3]}, are free again",
+        f"blocks {freed[0]}, {freed[1]}, {freed[2]} and {freed[3]}, which only they held, are free",
         f"B's prompt has {num_prefix + num_tokens[0]} tokens, of which {num_prefix} were computed "
         f"for A: B's first step computes {num_tokens[0]}",
         f"and the pool has {num_blocks} blocks",
@@ -102,7 +102,7 @@ def numbers_of_the_page() -> list[str]:
         f"In step {preempted_step} the blocks run out",
         f"In step {return_step}, C comes back and computes "
         f"{turns[return_step - 1].num_tokens['C']} tokens",
-        f"its prompt of {turns[2].num_tokens['C']}, and the {num_output} that it had already made",
+        f"the {turns[2].num_tokens['C']} of the prompt, and the {num_output} that C had already",
     ]
 
 
