@@ -113,6 +113,19 @@ def test_blocks_after_an_evicted_parent_are_not_found():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
+def test_hit_returns_the_oldest_block_and_after_its_eviction_the_next():
+    manager = make_manager(6)
+    first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
+    for sequence in (first, second):
+        manager.register_full_blocks(sequence, 8)
+    assert hits(manager, LETTERS[:9]) == [1, 2]
+    manager.free(first)
+    taken = join(manager, LETTERS[50:62], seq_id=2, is_read=False)
+    assert taken.block_table == [5, 2, 1]
+    assert hits(manager, LETTERS[:9]) == [3, 4]
+    manager.check_integrity([second, taken])
+
+
 def test_only_computed_and_known_tokens_are_registered():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)

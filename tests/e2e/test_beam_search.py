@@ -236,3 +236,22 @@ def test_step_returns_a_beam_search_only_at_its_end(engines: Engines):
     times = output.metrics
     assert times is not None
     assert times.arrival_time <= (times.first_token_time or 0.0) <= (times.finished_time or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_width": 0}, "beam_width=0"),
+        ({"beam_width": "3"}, "beam_width='3'"),
+        ({"beam_width": None}, "beam_width is None"),
+        ({"beam_width": 2, "n": 3}, "n=3 is more than beam_width=2"),
+        ({"beam_width": 2, "early_stopping": "maybe"}, "early_stopping='maybe'"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty=nan"),
+    ],
+    ids=str,
+)
+def test_invalid_beam_search_option_is_refused_by_name(
+    engines: Engines, options: dict[str, Any], message: str
+):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        engines().beam_search(QUESTION, **options)

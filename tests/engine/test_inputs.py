@@ -77,7 +77,7 @@ def test_list_of_token_ids_is_copied():
         (
             [{"text": "a"}],
             ValueError,
-            r"prompts\[0\] has the unknown key 'text'; known keys are",
+            r"prompts\[0\] has the unknown key 'text'; known keys are prompt",
         ),
         ([1, True], TypeError, "position 1 must be an integer; got bool: True"),
         ([1, 2.0], TypeError, "position 1 must be an integer; got float: 2.0"),

@@ -94,7 +94,7 @@ def test_scales_need_a_float8_pool():
     assert resolve(_pool(), None) is None
     assert resolve(_pool(dtype=F8), None) == (1, 1)
     assert resolve(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
-    with pytest.raises(ValueError, match="scales is set but the pool has dtype bfloat16: omit"):
+    with pytest.raises(ValueError, match="the pool has dtype bfloat16: omit scales or use an FP8"):
         resolve(_pool(dtype=BF16), KVScales(one, one))
     with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
         resolve(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))

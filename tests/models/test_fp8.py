@@ -331,7 +331,7 @@ def test_kv_scales_without_a_config_entry_are_refused(tmp_path):
             r"scales without their counterpart .*layers.0.self_attn.k_scale \(its layer has no "
             r"v_scale: fetch the checkpoint again, or load it with kv_cache_dtype='auto'\)",
         ),
-        ({"self_attn.v_proj.output_scale": 0.5}, r"output_scale \(its layer has no k_scale"),
+        ({"self_attn.v_proj.output_scale": 0.5}, r"v_proj.output_scale \(its layer has no k_scale"),
         (
             {"self_attn.kv_scale": 0.5, "self_attn.k_scale": 0.5, "self_attn.v_scale": 0.5},
             r"filled twice \(2\): layers.0.attention.k_scale by .*k_scale and .*kv_scale, layers",
