@@ -56,7 +56,8 @@ def check_pool(kv, name="kv"):
         ValueError: The shapes differ, the block size is out of range, or the head size is 0.
         TypeError: The dtypes differ or are not supported.
     """
-    # An FP8 pool gets a special error, since following "cast it" would change the values.
+    # The error of `check_array` would advise to cast the pool. Casting changes FP8 values, so raise
+    # another error for FP8.
     if kv.k.dtype == FP8:
         raise TypeError(f"{name}.k has dtype {kv.k.dtype}: pack the pool with `pack_fp8_pairs`")
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)

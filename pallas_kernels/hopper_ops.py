@@ -388,5 +388,8 @@ def make_pointer(low: Value, high: Value) -> Value:
 
 
 def canonicalize_nan(value: Value) -> Value:
-    """Return the same number, or the canonical NaN instead of any NaN, thus never `EMPTY_WORD`."""
+    """Return `value`, or the canonical NaN if `value` is a NaN.
+
+    `EMPTY_WORD` is another NaN, so the result never equals `EMPTY_WORD`.
+    """
     return ptx("add.f32 $0, $1, 0f00000000;", value, out=[float32()], pure=True)[0]

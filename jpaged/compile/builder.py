@@ -64,9 +64,9 @@ class ProgramBuilder:
 
     The builder is a context manager: on exit it cancels waiting programs and waits for its threads.
 
-    Tracing and lowering hold Python's lock, so one thread traces and lowers all programs in the
-    order in which they were added. Compiling releases the lock, so other threads compile many
-    programs concurrently. All threads use the JAX settings of the thread that creates the builder.
+    Tracing and lowering hold the GIL, so one thread traces and lowers all programs in the order in
+    which they were added. Compiling releases the GIL, so other threads compile many programs
+    concurrently. All threads use the JAX settings of the thread that creates the builder.
 
     Args:
         num_threads: Number of threads that compile programs without matrix products. Programs with
@@ -153,12 +153,12 @@ class ProgramBuilder:
             while_compiling: Function that is called while `recipes` are compiled. The function may
                 add other programs to the builder.
         """
-        drafts = [recipe.with_unique_name() for recipe in recipes]
+        renamed = [recipe.with_unique_name() for recipe in recipes]
 
         def compute() -> int:
             self._may_compile.clear()
             try:
-                compiling = [self._compile_draft(draft) for draft in drafts]
+                compiling = [self._compile_for_workspace(recipe) for recipe in renamed]
                 while_compiling()
                 return sum(_workspace_bytes(future.result()) for future in compiling)
             finally:
@@ -166,17 +166,17 @@ class ProgramBuilder:
 
         if self._store is None:
             return compute()
-        key = f"workspace of {[draft.key for draft in drafts]} {self._compiler.key}"
+        key = f"workspace of {[recipe.key for recipe in renamed]} {self._compiler.key}"
         return self._store.load_or_compute(key, compute)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(self._settings.run, work, *args)
 
-    def _compile_draft(self, draft: Recipe) -> Future[Any]:
-        traced = self._submit(self._tracer, draft.lower)
-        # All threads of `_compilers` may be in `_compile_when_allowed`, waiting for the drafts. The
-        # drafts therefore run in another pool.
-        return self._submit(self._measurers, self._compile, draft, traced)
+    def _compile_for_workspace(self, recipe: Recipe) -> Future[Any]:
+        traced = self._submit(self._tracer, recipe.lower)
+        # Do not use `_compilers`: all its threads may wait in `_compile_when_allowed` until
+        # `workspace` has compiled this recipe.
+        return self._submit(self._measurers, self._compile, recipe, traced)
 
     def _compile(self, recipe: Recipe, traced: Future[Any]) -> Any:
         lowered = traced.result()

@@ -80,8 +80,8 @@ class Compiler:
 class AutotuningCompiler(Compiler):
     """Compiler of programs whose matrix products have no shipped measurements.
 
-    Before the first program with products of some row count is compiled, these products are
-    measured separately. A lock lets only one of the processes that share the folder measure at a
+    Before the first program with a given number of rows is compiled, its products are measured
+    separately. A lock lets only one of the processes that share the folder measure at a
     time, so that one measurement does not slow down another.
 
     If a program fuses a product differently, XLA measures the fusion again when it compiles the
@@ -98,7 +98,8 @@ class AutotuningCompiler(Compiler):
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
-        # The marks are also kept in memory, in case the folder is read-only.
+        # Paths of the files that `_measure` creates after each measurement. In a read-only folder,
+        # only this set prevents a second measurement.
         self._measured: set[Path] = set()
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
@@ -119,7 +120,7 @@ class AutotuningCompiler(Compiler):
         with self._lock:
             if done in self._measured:
                 return
-            if self._folder is None:  # XLA then keeps measurements in memory
+            if self._folder is None:  # XLA keeps the measurements in memory
                 measure_gemms(self._model, part, rows, self._backend)
             elif not done.exists():
                 with _measurement_lock(self._folder):

@@ -88,7 +88,7 @@ class ProgramStore:
             return
         try:
             self._write(key, bytes(exported.serialize()))
-        except Exception as error:  # from writing the file, or from serialising the program
+        except Exception as error:  # serializing or writing failed
             self._can_save = False
             warnings.warn(f"programs are not stored: {error}", stacklevel=2)
 

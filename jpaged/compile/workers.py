@@ -1,6 +1,6 @@
 """Worker processes that compile programs while an engine starts (docs/decisions/0012).
 
-Within one process, tracing holds Python's lock, and XLA compiles a Mosaic kernel only while the
+Within one process, tracing holds the GIL, and XLA compiles a Mosaic kernel only while the
 process compiles nothing else. Several processes work in parallel. Each worker compiles some of the
 programs and writes them to the caches on disk, from which the engine's process loads them. The
 engine's process compiles every program that no worker reports.

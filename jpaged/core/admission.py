@@ -56,10 +56,11 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # The first sequence and the pool state of the last refusal, and the prefix it had then.
+        # The last refusal by `find_fit`: the request's first sequence with the state of the pool at
+        # that time, and the cached prefix of the sequence.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The same for the last refusal by `would_fit_after_preemption`.
+        # The last refusal by `would_fit_after_preemption`, in the same form.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
@@ -108,8 +109,8 @@ class Admission:
 
         The other running requests must also have enough blocks for the next step. Refusals are
         cached: until a block reference is dropped, another call costs one prefix-cache lookup.
-        A block that a victim allocates in between does not change the result, because preempting
-        the victim frees that block.
+        A block that a victim allocates between two calls does not change the result, because
+        preempting the victim frees that block.
 
         Args:
             request: Waiting request that `find_fit` refused.

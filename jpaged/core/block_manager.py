@@ -280,8 +280,8 @@ class BlockManager:
             return 0
         if sequence.block_table:
             return sum(block_id in self.pins.holder_counts for block_id in sequence.block_table)
-        # A swapped-out sequence looks up computed tokens only, and computes all others itself.
-        # The host does not know the tokens that steps in flight sample.
+        # Before a swap-in, only the computed tokens of a sequence are looked up. The host does not
+        # know yet which tokens the steps in flight sample.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         most = known if sequence.host_block_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))

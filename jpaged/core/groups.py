@@ -74,7 +74,8 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
     work = []
     for sequence in request.live_sequences:
         known = len(sequence.token_ids)
-        if request.beam is None:  # a sample continues with its pending token, a beam may not
+        # A sample's next token is its pending token. The next token of a beam is not known yet.
+        if request.beam is None:
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:
                 continue  # the pending token completes the sequence
@@ -143,7 +144,8 @@ def _continue_beams(
         parent = beam = parents[parent_index]
         if parent_index in continued_parents:
             beam = _make_child(parent)
-            sequences.add(beam)  # before the fork, so that an error in it cannot lose blocks
+            # Add the beam before the fork, so that no blocks are lost if the fork fails.
+            sequences.add(beam)
             _fork_blocks(manager, parent, beam)
             forks.append((parent, beam))
         continued_parents.add(parent_index)

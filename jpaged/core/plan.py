@@ -138,7 +138,7 @@ class StepPlan:
     is_decode: bool = field(init=False)
 
     def __post_init__(self):
-        # Computed now, because later steps change the counters of the sequences.
+        # Compute these fields now, because later steps change the counters of the sequences.
         scheduled = self.scheduled
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))

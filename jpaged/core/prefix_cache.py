@@ -96,7 +96,7 @@ class PrefixCache:
             have the same hash; the block is then not cached.
         """
         key = self._make_key(parent, token_ids, salt)
-        if block.cache_entry is not None:  # registered by another sequence that holds it
+        if block.cache_entry is not None:  # another holder of the block has registered it
             require(block.cache_entry.key == key, f"{block} is registered with other tokens")
             return block.cache_entry.entry_id
         digest = self._hash_function(key)

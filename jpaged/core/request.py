@@ -277,7 +277,7 @@ class Request:
 
     @property
     def is_fully_read(self) -> bool:
-        """Whether the host has read every step that computes the request."""
+        """Whether the host has read the results of all planned steps of the request."""
         return not any(s.num_pending_tokens or s.num_in_flight_steps for s in self.live_sequences)
 
     @property

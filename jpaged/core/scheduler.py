@@ -88,8 +88,8 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._preempted: list[str] = []  # ids of requests, since the last plan
-        self._failed: list[tuple[Request, Exception]] = []  # since the last plan or update
+        self._preempted: list[str] = []  # ids of requests preempted since the last plan
+        self._failed: list[tuple[Request, Exception]] = []  # failed since the last plan or update
 
     @property
     def num_swapped(self) -> int:
@@ -302,7 +302,8 @@ class Scheduler:
             sequence.num_in_flight_steps -= 1
             if is_sampled:
                 if plan.limits:
-                    # The step sampled after the last token that was read, unless it had no slot.
+                    # The sampled token follows the tokens that the host has read. If the row had
+                    # no free slot, the step has sampled nothing.
                     start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
                     num_tokens = int(is_sampled)
                 else:
@@ -366,7 +367,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # not preempted since the step was planned
+                if sequence.num_computed_tokens:  # a preemption resets this number to 0
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -642,7 +643,7 @@ class Scheduler:
                 if not head.is_fully_read or self._admission.find_fit(head) is not None:
                     return
                 if self._waits_for_blocks and self._trim_reservations():
-                    continue  # the empty blocks may be enough
+                    continue  # `head` may fit into the blocks that were freed
                 if not self._admission.would_fit_after_preemption(
                     head, less_urgent, step.token_budget
                 ):
@@ -802,5 +803,5 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             token of the sequence again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # not preempted since the step was planned
+    if sequence.num_computed_tokens:  # a preemption resets this number to 0
         sequence.num_computed_tokens += num_tokens - 1

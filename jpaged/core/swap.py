@@ -49,7 +49,7 @@ class PreemptionCosts:
 
     def recompute_cost(self, num_tokens: int) -> float:
         """Return the estimated seconds to recompute `num_tokens` tokens."""
-        return _sum_step_seconds(self.prefill_seconds, num_tokens)
+        return _total_step_seconds(self.prefill_seconds, num_tokens)
 
     def swap_cost(self, num_blocks: int) -> float:
         """Return the estimated seconds to copy `num_blocks` blocks to the host and back."""
@@ -183,7 +183,8 @@ class SwapSpace:
             e: block.block_id for e, block in _cached_host_blocks(request, hits).items()
         }
         held = list(block_ids_by_index.values())
-        pool.touch(held)  # first, so that `allocate` cannot return free cached blocks
+        # Take references to the cached blocks first: `allocate` could reuse them otherwise.
+        pool.touch(held)
         copied = sorted(_host_block_indices(request) - block_ids_by_index.keys())
         fresh = pool.allocate(len(copied))
         block_ids_by_index.update(zip(copied, fresh, strict=True))
@@ -259,10 +260,15 @@ def _cached_host_blocks(request: Request, hits: list[list[KVBlock]]) -> dict[int
     }
 
 
-def _sum_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
-    """Return the time of full steps of the largest size, and of one step for the remainder.
+def _total_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
+    """Return the total time of the steps that process `amount`.
 
-    The step for the remainder has the smallest size that is large enough.
+    All steps have the largest size in `times`, except a step that processes the remainder. That
+    step has the smallest sufficient size.
+
+    Args:
+        times: Time of a step of each size: (size, seconds) in increasing order of size.
+        amount: Amount to process, in the unit of the sizes.
     """
     largest, seconds = times[-1]
     whole, rest = divmod(amount, largest)

@@ -277,7 +277,8 @@ class WaitBudget:
         The duration is the time from the end of the previous wait to the beginning of this wait.
         """
         now = time.perf_counter()
-        # The duration of a step excludes waits: otherwise each wait would allow a longer next one.
+        # The duration limits the next wait. If the duration included this wait, each wait would
+        # allow a longer next wait.
         seconds = self._wait_start - self._step_start
         self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
         self._step_start = now

@@ -318,7 +318,8 @@ class Engine:
         """
         if beam_width is None:
             raise TypeError("beam_width is None: pass the number of beams, at least 1")
-        # Checked first, because `n` is `beam_width` by default: the error must name beam_width.
+        # Check `beam_width` first. By default `n` equals `beam_width`, and the error for an invalid
+        # `beam_width` would name `n`.
         check_int("beam_width", beam_width, low=1)
         params = SamplingParams(
             n=beam_width if n is None else n,

@@ -89,7 +89,7 @@ class EngineLoop:
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False  # whether a critical section is running
-        self._deferred_aborts: list[RequestState] = []  # to abort after the critical section
+        self._deferred_aborts: list[RequestState] = []  # abort these after the critical section
 
     @property
     def has_work(self) -> bool:
@@ -192,7 +192,8 @@ class EngineLoop:
         try:
             self.scheduler.add(state.request)
         except Exception:
-            self.scheduler.abort(state.request_id)  # no effect if the scheduler refused the request
+            # Does nothing if the scheduler has refused the request.
+            self.scheduler.abort(state.request_id)
             raise
 
     def _queue_compiled(self) -> list[RequestState]:
@@ -295,7 +296,7 @@ class EngineLoop:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
-        if self.watches:  # cheaper than iterating over an empty WeakSet
+        if self.watches:  # this check costs less than iterating over an empty WeakSet
             for watch in tuple(self.watches):
                 watch.note(plan)
 
@@ -376,7 +377,7 @@ class EngineLoop:
         Args:
             plan: Plan of the verify step, whose first tokens are appended.
             result: Result of the step.
-            failed: List to which requests are added that failed.
+            failed: List to which the function adds the requests that failed.
         """
         notified: dict[RequestState, None] = {}
         scores = result.draft_logprobs or (None,) * plan.num_drafts

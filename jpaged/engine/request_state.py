@@ -126,7 +126,7 @@ class SampleState:
     _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded `_scores`
     _stop_string: str | None = None
     _is_complete: bool = False  # whether the grammar allows no more tokens
-    _num_read: int = 0  # output tokens passed to the detokenizer
+    _num_read: int = 0  # number of output tokens passed to the detokenizer
     _num_sent: int = 0  # output tokens returned in deltas
 
     def __post_init__(self):
@@ -174,7 +174,7 @@ class SampleState:
         self._detokenizer.finish()
 
     def output(self, index: int, *, is_ranked: bool) -> CompletionOutput:
-        """Return the sample as the caller sees it now.
+        """Return the output of the sample so far.
 
         Args:
             index: Position of the sample among the answers.
@@ -406,7 +406,7 @@ class RequestState:
             sample.finish()
 
     def output(self) -> RequestOutput:
-        """Return the request as the caller sees it now."""
+        """Return the output of the request so far."""
         request = self.request
         return RequestOutput(
             request_id=request.request_id,

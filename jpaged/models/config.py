@@ -156,8 +156,8 @@ class ModelConfig:
         """
         if self.tensor_parallel_size > 1:
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}: shard the whole model's "
-                "configuration, not a shard's"
+                f"tensor_parallel_size is {self.tensor_parallel_size}: call this "
+                "method on the configuration of the whole model, not of a shard"
             )
         if count == 1:
             return self
@@ -179,7 +179,7 @@ class ModelConfig:
 
     def _indivisible_size(self, count: int) -> str | None:
         """Return the first size of the model that `count` devices cannot split, or None."""
-        if count == 1:  # a single device splits no block of scales, whatever the sizes are
+        if count == 1:  # one device holds the whole model, so no size must be divisible
             return None
         kv_heads = self.num_kv_heads
         if self.num_heads % count:

@@ -38,7 +38,7 @@ _IGNORED_FIELDS = {
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    is_ignored: Callable[[Sequence[str]], bool]  # takes all names that one module may have
+    is_ignored: Callable[[Sequence[str]], bool]  # argument: all names that one module may have
     has_kv_scales: bool
 
 

@@ -137,13 +137,15 @@ class PoolWatch:
         num_blocks = len(self._pool.blocks)
         # Count and content hash of each block at the previous call of `look`.
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
-        self._num_freed = self._num_clears = 0  # 0: the first call checks all freed blocks
+        # The pool's counters at the previous call of `look`. With 0, the first call checks every
+        # block that was ever freed.
+        self._num_freed = self._num_clears = 0
         self._pin_counts = 0, 0
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # Block ids whose tokens were not returned yet. The value is a sequence and the index of the
-        # block in its block table, or None if the tokens are in the prefix cache.
+        # The keys are the ids of blocks whose tokens were not returned yet. A value is a sequence
+        # and the block's index in its block table, or None if the prefix cache has the tokens.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:

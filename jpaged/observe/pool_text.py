@@ -110,10 +110,11 @@ def _is_free(row: Iterable[BlockInfo]) -> bool:
 def _format_rows(
     is_free: bool, rows: Iterable[list[BlockInfo]], block_size: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of blocks and the text of each line.
+    """Yield the lines of a drawing, each as (number of blocks, text).
 
     Args:
-        is_free: Whether all blocks of all rows are free. Then a single line counts the blocks.
+        is_free: Whether all blocks of all rows are free. If true, yield a single line with the
+            number of blocks.
         rows: Rows of blocks.
         block_size: Number of slots in a block.
     """

@@ -63,7 +63,8 @@ class ToolCallParser(StreamParser):
         super().__init__()
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        self._chunks: list[str] = []  # arguments while a call is open, otherwise content
+        # Text that was not emitted yet: arguments while a call is open, otherwise content.
+        self._chunks: list[str] = []
         self._num_calls = 0
         self._is_in_call = False
         self._has_text_since_call = True  # True before the first call
@@ -154,7 +155,8 @@ class ToolCallParser(StreamParser):
                 allowed, and the arguments may be missing.
 
         Raises:
-            UnexpectedTextError: The text is not a valid call. The stream's buffer is content.
+            UnexpectedTextError: The text is not a valid call. The caller must emit the buffered
+                text of the stream as content.
         """
         stream, name, arguments = self._stream, "", ""
         is_emitted = is_over = False

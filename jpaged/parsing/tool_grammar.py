@@ -115,7 +115,8 @@ class CallGrammar:
             for path, function in self.functions
             if self._is_enforced(function)
         ]
-        self._check_sizes(enforced)  # first, because checking large schemas takes long
+        # Check the sizes first, because `_check_parameters` is slow for large schemas.
+        self._check_sizes(enforced)
         for path, schema in enforced:
             _check_parameters(path, schema)
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
@@ -202,7 +203,8 @@ class CallGrammar:
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
         else:
-            # TEXT is greedy and could match a part of the tag. `lead` is lazy and includes the tag.
+            # TEXT is greedy, so it could match the start of the tag. Use `lead` instead: this lazy
+            # terminal ends with the first tag.
             yield f"said: (lead calls){again} TEXT?"
             but = f" & {_exclude_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"

@@ -197,7 +197,7 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
 
 
 def unpack_limits(packed: Int32[Array, "B C"]) -> Int32[Array, "B"]:
-    """Return the limit of each row of a packed decode step, on the device."""
+    """Return `StepPlan.limits` of a packed decode step, on the device."""
     return packed[:, _LIMIT_COLUMN]
 
 
@@ -230,7 +230,7 @@ def pack_prefill(
     Args:
         scheduled: The plan's sequences, in the order in which the step computes them.
         rows: Device row of each sequence, int [len(scheduled)].
-        limits: With speculative decoding, the limit of each sequence.
+        limits: With speculative decoding, `StepPlan.limits`.
         sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
             the padding row.
         num_tokens: Number of tokens to pad to.
@@ -275,7 +275,7 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
 def unpack_prefill_limits(
     packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int
 ) -> Int32[Array, "B"]:
-    """Return the limit of each sequence of a packed prefill step, on the device."""
+    """Return `StepPlan.limits` of a packed prefill step, on the device."""
     return _split_prefill(packed, num_tokens, batch_size)[1][:, PrefillColumn.LIMIT]
 
 

@@ -150,9 +150,10 @@ def resolve_lengths(
     """Return the number of tokens of each row of a batch; -1 for a row without a free slot.
 
     Args:
-        seq_lens: Lengths as the host packs them; -1 for the device's length, 0 for padding.
+        seq_lens: Lengths from the host. -1: the host does not know the length, so use `lengths`.
+            0: padding.
         limits: Number of tokens for which each row has slots.
-        lengths: The device's lengths of the rows.
+        lengths: Lengths of the rows from the device.
     """
     actual = jnp.where(seq_lens < 0, lengths, seq_lens)
     return jnp.where(actual <= limits, actual, -1)

@@ -362,7 +362,8 @@ def _compute_drafts(
     has_slot = jnp.concatenate([(lengths > 0)[:, None], drafts >= 0], axis=1)
     positions = jnp.maximum(lengths - 1, 0)[:, None]
     positions += jnp.arange(num_queries, dtype=jnp.int32)[None]
-    # Tokens without a slot may lie after the end of the table: null blocks keep keys in range.
+    # A position without a slot may lie past the end of the block table. Append null blocks, so that
+    # the kernels read no entry out of bounds.
     batch_tables = jnp.pad(tables[batch.rows], ((0, 0), (0, -(-num_drafts // block_size))))
     batch_tables = jnp.where((lengths > 0)[:, None], batch_tables, 0)
     seq_index = jnp.arange(batch_size, dtype=jnp.int32).repeat(num_queries)
@@ -678,7 +679,10 @@ class PlanProgram(StepProgram):
     def make_packer(
         self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
     ) -> Callable[..., np.ndarray]:
-        """Return `pack` with the table and the sizes of the program for `key` filled in."""
+        """Return `pack` with all arguments set that are the same in each call of a program.
+
+        The arguments are `sampling_table`, limits from `config`, and the sizes for `key`.
+        """
         options = {
             "sampling_table": sampling_table,
             "max_blocks": config.max_blocks_per_seq,

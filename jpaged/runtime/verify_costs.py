@@ -29,6 +29,8 @@ verify step of 8 tokens costs nearly the same."""
 def verify_costs(config: RuntimeConfig, num_drafts: int) -> tuple[tuple[int, float], ...]:
     """Return pairs (number of rows, cost) for the verify steps of an engine.
 
+    The cost is the duration of a verify step, as a multiple of the duration of a plain step.
+
     Args:
         config: Sizes and limits of the runtime.
         num_drafts: Number of drafts per row that verify steps are compiled for.

@@ -84,8 +84,8 @@ class StructuredOutputs:
         for field, own in {**made, "after": after, "opening": opening}.items():
             object.__setattr__(self, field, own)
 
-    def behind(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
-        """Return a copy with other values of `after` and `opening`."""
+    def with_reasoning(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
+        """Return a copy with the given values of `after` and `opening`."""
         other = copy.copy(self)
         object.__setattr__(other, "after", after)
         object.__setattr__(other, "opening", opening)

@@ -1,6 +1,6 @@
 """`GrammarCompiler` compiles structured-output specifications for one tokenizer.
 
-llguidance does the parsing, in Rust and without Python's lock. This module adds a cache of compiled
+llguidance does the parsing, in Rust and without the GIL. This module adds a cache of compiled
 grammars, threads with large stacks, and limits on the cost of a grammar.
 """
 
@@ -309,7 +309,8 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar has passed the limits. Replaying an answer's tokens later needs more fuel.
+        # The grammar does not exceed the limits. Use more fuel to compile it again, because a new
+        # lexer also replays the tokens of an answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )

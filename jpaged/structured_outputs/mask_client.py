@@ -1,6 +1,6 @@
 """The engine's side of the mask worker, the process that compiles grammars and makes masks.
 
-Python code in the engine's process takes Python's lock from the thread that launches steps. With 64
+Python code in the engine's process takes the GIL from the thread that launches steps. With 64
 rows that costs more than the masks. Therefore matchers and masks live in the mask worker
 (`mask_worker.py`), which starts with the first grammar.
 
@@ -407,7 +407,7 @@ class MaskWorkerClient:
             if self._memory is None:
                 self._memory = MaskMemory(self._settings.capacity, self._settings.mask_width)
             worker = _WorkerProcess(self._memory.fd)
-        # The system has no more processes, threads, files or shared memory.
+        # The system cannot create another process, thread, file or shared memory.
         except (OSError, RuntimeError, AttributeError) as error:
             words = f"structured_outputs: the mask worker could not be started: {error}"
             raise RuntimeError(words) from error

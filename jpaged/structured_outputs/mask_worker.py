@@ -145,7 +145,7 @@ class AnswerState(IntEnum):
     FREE = 0  # no answer uses the entry, and the worker does not write to it
     PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
     HEAVY = 2  # like PENDING, but takes milliseconds, so that no step should wait for it
-    READY = 3  # the mask of the next token is in the memory
+    READY = 3  # the entry has the mask of the next token
     STOPPED = 4  # the answer is complete
     FAILED = 5  # the answer failed, and the entry has the error
     DROPPED = 6  # the worker has ended
@@ -565,7 +565,7 @@ class MaskMaker:
             start = time.thread_time()
             matcher.accept(token)
             return time.thread_time() - start
-        # llguidance releases Python's lock only if it gets two or more matchers, so pass a broken
+        # llguidance releases the GIL only if it gets two or more matchers, so pass a broken
         # matcher too. Measure wall time, since the CPU time of llguidance's threads is unknown.
         start = time.perf_counter()
         inner = [(matcher.inner, token), (broken_matcher(matcher.vocabulary), token)]

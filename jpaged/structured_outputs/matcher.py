@@ -64,7 +64,7 @@ def replay_tokens(vocabulary: "Vocabulary", inner: Any, consumed: list[int]) -> 
     """Let llguidance's matcher consume tokens. Return whether it allows all tokens."""
     from llguidance import LLExecutor
 
-    # llguidance releases Python's lock only if it gets two or more matchers.
+    # llguidance releases the GIL only if it gets two or more matchers.
     executor, broken = LLExecutor(1), broken_matcher(vocabulary)
     return all(executor.consume_token_par([(inner, it), (broken, it)])[0] for it in consumed)
 
@@ -157,7 +157,8 @@ class Matcher:
         self.needs_lexer = False
         self._consumed: list[int] = []
         self._num_lexers = 0  # lexers that the answer has used so far
-        self._private_since: int | None = None  # `len(_consumed)` when the private lexer came
+        # `len(_consumed)` when the matcher got its private lexer; None with a shared lexer.
+        self._private_since: int | None = None
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))
         self.inner: Any = self._lexer.initial_matcher.deep_copy()
         self._reasoning_tail: bytes | None = b"" if self._spec.after is not None else None

@@ -40,7 +40,10 @@ class PropertyCount:
 
     @property
     def needs_cases(self) -> bool:
-        """Whether llguidance refuses the schema, so that `cases` must replace the two keywords."""
+        """Whether llguidance refuses the schema.
+
+        The schemas from `cases` must then replace `minProperties` and `maxProperties`.
+        """
         if not self.optional_names or (self.min_optional == 0 and self.max_optional is None):
             return False
         return (
@@ -81,14 +84,14 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether the maximum rules out some objects."""
+        """Whether `max_optional` rules out some objects."""
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
         )
 
     @property
     def _sizes(self) -> range:
-        """Allowed numbers of optional properties that `properties` lists."""
+        """Allowed numbers of properties from `optional_names` in an object."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,

@@ -523,7 +523,8 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # A schema with a matching value stays satisfiable, because types are only added.
+            # Remove schemas that have a matching value. They need no second check, because types
+            # are only added.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

@@ -16,7 +16,7 @@ from jpaged.structured_outputs import bounds
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that a JSON string of an answer cannot contain: answers have no \\u escapes."""
 
-# Clients send the texts that the two patterns below match, and `re` holds Python's lock meanwhile.
+# The two patterns below match texts from clients, and `re` holds the GIL while it matches.
 # Possessive repeats (`*+`) and the group `unclosed` prevent backtracking, so that matching takes
 # linear time.
 _REGEX_TOKEN = re.compile(

@@ -26,7 +26,7 @@ _MIN_CONTEXT_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 16
 _MAX_WINDOW_TOKENS = 24
 _MAX_INCOMPLETE_CALLS = 32
-_MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and a token at least one
+_MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and a token at least 1
 
 
 class WindowDecoder:

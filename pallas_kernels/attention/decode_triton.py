@@ -129,7 +129,7 @@ def paged_verify_attention(q, kv, block_tables, seq_lens, *, scales=None, **opti
     """
     batch, num_queries, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    # The kernel takes the heads of a KV head one after the other: those of all queries.
+    # The kernel expects the query heads of a KV head in consecutive rows, for all queries together.
     by_kv_head = q.reshape(batch, num_queries, num_kv_heads, -1, head_size).swapaxes(1, 2)
     rows = by_kv_head.reshape(-1, head_size)
     options |= {"num_queries": num_queries}
@@ -390,7 +390,8 @@ def _is_last_program(counters_ref, counter, count, spec):
     The last program sees everything that the other programs stored before this call.
     """
     if not spec.interpret:
-        plgpu.debug_barrier()  # the stores of all threads happen before one thread counts
+        # Wait for the stores of all threads: one thread adds to the counter for the program.
+        plgpu.debug_barrier()
     # The atomic add has acquire and release semantics.
     before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))
     is_last = before == count - 1
@@ -405,7 +406,8 @@ def _is_last_program(counters_ref, counter, count, spec):
 def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
     tile_ops.store_rows(partials[0], rows, out, live)
-    # Where the mask is off, the interpreter writes old values back, but not outside the array.
+    # For a row whose mask is off, the interpreter writes the old values back, except past the end
+    # of the array.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
     plgpu.store(partials[2].at[rows], row_sum, mask=live)

@@ -405,9 +405,9 @@ def _kernel(
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
         def last_gemms(weights, out, step, q_stage):
-            """Add the last key tile's weights . values to out, and start the next tile.
+            """Add the last key tile's weights . values to out, and start the next item.
 
-            Returns out and the scores of the first key tile of the next tile.
+            Returns out and the scores of the next item's first key tile.
             """
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
@@ -471,7 +471,8 @@ def _kernel(
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # Finish the last key tile. The scores computed with it belong to the next item.
+            # Finish the last key tile of this item. At the same time, `last_gemms` computes the
+            # scores of the next item's first key tile.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry

@@ -119,8 +119,8 @@ def load_rows(ref, rows, width, live=None):
 
 def store_rows(ref, rows, value, live):
     """Store a tile into the given rows of a matrix where `live` is true, cast to its dtype."""
-    # Where the mask is off, the interpreter writes old values back, which could overwrite new rows.
-    # It writes nothing outside the matrix, so move the row indices that are not live there.
+    # For a row whose mask is off, the interpreter writes the old values back, which could overwrite
+    # a new row. Move these row indices past the end of the matrix: nothing is written there.
     rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)

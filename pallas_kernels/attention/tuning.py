@@ -163,9 +163,9 @@ def widening_config(
 ) -> WideningConfig:
     """Return the launch parameters of widen_triton.py for a step of `num_tokens` new tokens.
 
-    `max_blocks` depends on neither the batch nor the pool's size. Steps that differ in these
-    therefore share kernels, and the step's workspace is known before the pool is sized. It is at
-    least twice the number of blocks that the new tokens fill.
+    `max_blocks` is at least twice the number of blocks that the new tokens fill. The result does
+    not depend on the batch size, so steps of different batch sizes share kernels. The result does
+    not depend on the pool size either, so the step's workspace is known before the pool is sized.
 
     Args:
         num_tokens: Number of new tokens in the step.

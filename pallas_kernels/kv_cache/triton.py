@@ -248,7 +248,8 @@ def _load_halves(ref, rows, live):
 
 
 def _store_halves(ref, rows, halves, live, scale=None):
-    # Where the mask is off, the interpreter writes old values back, but not outside the array.
+    # For a row whose mask is off, the interpreter writes the old values back, except past the end
+    # of the array.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
         plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)

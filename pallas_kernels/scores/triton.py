@@ -49,7 +49,7 @@ from pallas_kernels.scores.adjustments import (
 
 BLOCK_TOKENS = 128  # tokens per block
 CHUNK_TOKENS = 4096  # tokens per program of the scan
-RANK_TILE = 4096  # tokens per iteration when the finish reads a row again to count the rank
+RANK_TILE = 4096  # tokens per iteration when the second launch counts the rank of a token
 NUM_WARPS = 4  # warps per program of both launches
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 

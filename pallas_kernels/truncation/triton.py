@@ -37,8 +37,8 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-# Tokens per program of the narrow and collect launches: a multiple of `LOADS_IN_FLIGHT` times
-# either tile.
+# Tokens per program of the narrow and collect launches: a multiple of `LOADS_IN_FLIGHT * TILE` and
+# of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
 TILE = 256  # tokens per load of the narrow launches
@@ -48,9 +48,9 @@ STRIP_CAPACITY = 128  # maximum number of tokens collected per strip
 # Tokens per load when the settle launch, with 16 warps, reads a whole row. A large tile means fewer
 # iterations that wait for memory.
 WHOLE_ROW_TILE = 4096
-# Distances of the first trials below the largest logit, in bits: a token at distance 23 is 2**-23
-# times as probable as the most probable token. Another first trial is minus infinity, so that it
-# counts all tokens.
+# Distances of the first launch's trial thresholds below the largest logit, in bits. A token at
+# distance d is 2**-d times as probable as the most probable token. Another trial threshold is minus
+# infinity, which all tokens reach.
 _FIRST_TRIAL_BITS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL_BITS = 184.0
 
@@ -178,7 +178,7 @@ def _later_trials(row, bracket):
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # A trial may lie outside the bracket, by rounding or because the bracket is empty.
+    # Clip the trials, because rounding or an empty bracket may put a trial outside the bracket.
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 

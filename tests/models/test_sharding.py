@@ -202,7 +202,7 @@ def test_sharded_embedding_clamps_ids_out_of_range():
 
 def test_sharded_config_cannot_be_sharded_again():
     config, mesh = config_of("heads"), make_mesh(jax.devices(), 2)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2: shard the whole"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2: call this method on"):
         config.shard(2).shard(2)
     limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
     complaint = "tensor_parallel_size is 1, which is not the number of devices"

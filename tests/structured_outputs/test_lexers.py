@@ -144,7 +144,7 @@ def test_string_of_4000_characters_fits_a_lexer():
 
 
 def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    form = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").behind("</think>")
+    form = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").with_reasoning("</think>")
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
     (plain,) = new_grammars().submit(form, ENDING).result(20)
     limit_states(monkeypatch, 700)

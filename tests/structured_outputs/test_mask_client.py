@@ -197,7 +197,7 @@ def test_every_spec_kind_reaches_the_worker_unchanged(process: MaskWorkerClient)
         StructuredOutputs(choice=["ä", 'b"\n']),
         StructuredOutputs(json={"type": "integer"}),
         StructuredOutputs(json_object=True),
-        StructuredOutputs(grammar='start: "a"+').behind("</think>", "<think>"),
+        StructuredOutputs(grammar='start: "a"+').with_reasoning("</think>", "<think>"),
     ]
     for form in forms:
         (answer,) = begin_answers(process, form)

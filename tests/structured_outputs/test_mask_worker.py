@@ -23,8 +23,8 @@ WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
 """The allowed tokens differ after each token."""
 FORMS = [
     WORDS,
-    StructuredOutputs(choice=["b"]).behind("x"),
-    StructuredOutputs(choice=["b"]).behind("x", "a"),
+    StructuredOutputs(choice=["b"]).with_reasoning("x"),
+    StructuredOutputs(choice=["b"]).with_reasoning("x", "a"),
 ]
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 WIDTH = -(-VOCAB_SIZE // 32)
@@ -131,12 +131,12 @@ def test_each_answer_of_a_step_gets_its_mask(made: Made):
     steps = made.memory.counts[0]
     made.take(dict(zip(places, (A, B, A, B, B), strict=True)))
     assert made.memory.counts[0] == steps + 1
-    behind = {A: mask_of(form, A), B: mask_of(form, B)}
-    assert [made.mask(it) for it in places] == [behind[it] for it in (A, B, A, B, B)]
+    expected = {A: mask_of(form, A), B: mask_of(form, B)}
+    assert [made.mask(it) for it in places] == [expected[it] for it in (A, B, A, B, B)]
     made.take({places[3]: X, places[0]: B})  # a subset in another order
     assert made.mask(places[3]) == mask_of(form, B, X)
     assert made.mask(places[0]) == mask_of(form, A, B)
-    assert made.mask(places[1]) == behind[B]
+    assert made.mask(places[1]) == expected[B]
 
 
 def test_end_token_leaves_the_mask_unchanged(made: Made):

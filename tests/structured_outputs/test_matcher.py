@@ -462,7 +462,7 @@ def matcher_after(text: str, form: StructuredOutputs) -> Any:
 
 
 def test_grammar_applies_after_the_reasoning_end_tag():
-    form = StructuredOutputs(choice=["ab"]).behind("</think>")
+    form = StructuredOutputs(choice=["ab"]).with_reasoning("</think>")
     digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
     for text in ("", "7 <think> x", "7 </thi", "x</think"):
         assert digit in allowed(matcher_after(text, form))
@@ -478,7 +478,7 @@ def test_grammar_applies_after_the_reasoning_end_tag():
 
 
 def test_grammar_applies_immediately_when_reasoning_does_not_start():
-    form = StructuredOutputs(choice=["ab"]).behind("</think>", "<think>")
+    form = StructuredOutputs(choice=["ab"]).with_reasoning("</think>", "<think>")
     first = TOKENIZER.encode("<think>", add_special_tokens=False)[0]
     a = TOKENIZER.encode("a", add_special_tokens=False)[0]
     assert allowed(matcher_of(form)) == {first, a}

@@ -389,8 +389,8 @@ def test_spec_compares_by_value_and_survives_encoding():
     form = StructuredOutputs(choice=["a", "b", "a"])
     assert form.choice == ("a", "b")
     assert {form: 1}[StructuredOutputs(choice=("a", "b"))] == 1
-    behind = form.behind("</think>", "<think>")
-    assert behind != form
-    assert behind.behind(None) == form
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(behind), type=StructuredOutputs)
-    assert sent == behind
+    delayed = form.with_reasoning("</think>", "<think>")
+    assert delayed != form
+    assert delayed.with_reasoning(None) == form
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(delayed), type=StructuredOutputs)
+    assert sent == delayed

@@ -49,7 +49,7 @@ _MIN_PARAMETER_SIZE = 64
 
 
 class Parser(ToolCallParser):
-    """Parser of calls with one tag for each parameter, whose values become JSON."""
+    """Parser of calls with one tag for each parameter. Converts the values to JSON."""
 
     opening_tags = (_OPEN, _FUNCTION)
 

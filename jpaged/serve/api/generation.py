@@ -371,7 +371,7 @@ class ChatGeneration(Generation):
         elif spec is not None:
             await self._tokenizing.check_spec(spec, api_request.spec_path, self._client)
         if spec is not None and config.reasoning_parser is not None:
-            spec = spec.behind(*reasoning_end(config.reasoning_parser, prompt_end))
+            spec = spec.with_reasoning(*reasoning_end(config.reasoning_parser, prompt_end))
         return spec
 
     async def _check_call_grammar(self, spec: StructuredOutputs) -> None:
