@@ -13,7 +13,7 @@ For each number of rows and drafts, the rows of the result are
 `jpaged/runtime/verify_costs.py` has the costs that the scheduler uses.
 
 With `--chats`, the embedded model drafts by prompt lookup instead, in chats that ask the same
-question twice. The result is the number of tokens per verify step.
+question twice. The result is the number of tokens per decode step.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from jpaged import Engine, SamplingParams
 from jpaged.core.plan import NO_DRAFT
 from jpaged.runtime import model_runner, steps
 from jpaged.runtime.drafting import DraftInputs
-from tools.tiny.world import sample_examples
 
 ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
 PROMPT_LEN = 128
@@ -156,27 +155,29 @@ def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[d
 def measure_chats(num_drafts: int) -> dict:
     """Return the result for chats that repeat their answers."""
     engine = Engine(speculative_config={"num_speculative_tokens": num_drafts})
-    examples = [e for e in sample_examples(11, 200) if 15 < len(e.completion) < 60]
-    examples = [e for e in examples if e.prompt.startswith(("Count", "Put"))]
-    chats = [
-        [
-            {"role": "user", "content": example.prompt},
-            {"role": "assistant", "content": example.completion.strip()},
-            {"role": "user", "content": example.prompt},
-        ]
-        for example in examples
-    ]
+    params = SamplingParams(temperature=0.0, max_tokens=80)
+    questions = [f"Count from {first} to {first + 11}" for first in range(1, 12)]
+    chats = []
+    for question in questions:
+        [answered] = engine.chat([{"role": "user", "content": question}], params, use_tqdm=False)
+        answer = answered.outputs[0].text.strip()
+        turns = ("user", question), ("assistant", answer), ("user", question)
+        chats.append([{"role": role, "content": content} for role, content in turns])
+    before = engine.stats()
     for chat in chats:  # one at a time: an answer may be longer than the others
-        engine.chat(chat, SamplingParams(temperature=0.0, max_tokens=80), use_tqdm=False)
-    stats = engine.stats()
-    num_tokens = stats.num_generated_tokens - len(chats)  # the prefill samples the first token
+        engine.chat(chat, params, use_tqdm=False)
+    after = engine.stats()
+    num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(chats)
+    num_steps = after.num_steps - before.num_steps - len(chats)  # a prefill each
+    num_drafts_seen = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     return {
         "shape": EMBEDDED,
         "chats": len(chats),
         "drafts": num_drafts,
-        "acceptance": round(stats.acceptance_rate, 2),
-        "verify_steps": stats.num_verify_steps,
-        "tokens_per_step": round(num_tokens / stats.num_verify_steps, 2),
+        "acceptance": round(num_accepted / num_drafts_seen, 2),
+        "decode_steps": num_steps,
+        "tokens_per_step": round(num_tokens / num_steps, 2),  # without the prefill's token
     }
 
 

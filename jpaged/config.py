@@ -168,6 +168,22 @@ class LoopMode(StrEnum):
     SYNCHRONOUS = "synchronous"
 
 
+class LogprobsMode(StrEnum):
+    """Values that an engine reports for output tokens, with vLLM's names.
+
+    Attributes:
+        RAW_LOGPROBS: Log-probabilities before biases, penalties, temperature and truncation.
+        PROCESSED_LOGPROBS: Log-probabilities of the distribution that tokens are drawn from.
+        RAW_LOGITS: As `RAW_LOGPROBS`, but logits.
+        PROCESSED_LOGITS: As `PROCESSED_LOGPROBS`, but logits.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGITS = "processed_logits"
+
+
 @dataclass(frozen=True)
 class EngineConfig(Options):
     """Options of an `Engine`, with the names and meanings of vLLM's engine arguments.
@@ -212,6 +228,12 @@ class EngineConfig(Options):
             its feed-forward width, and must be a divisor or a multiple of its KV heads.
         skip_tokenizer_init: Load no tokenizer. Prompts and outputs are token ids only.
         seed: Seed of random weights, and of requests that specify no seed.
+        logprobs_mode: Values that `SamplingParams.logprobs` returns. "raw_logprobs" are
+            log-probabilities of the model's logits. "processed_logprobs" are log-probabilities
+            after biases, penalties, temperature, top-k, top-p and min-p; a greedy request has no
+            temperature and no truncation. "raw_logits" and "processed_logits" are the logits at
+            these two points. A grammar's mask comes first in every mode. Prompt tokens always have
+            raw log-probabilities, and beam searches always rank by them.
         async_scheduling: Launch each step before the tokens of the previous step are read (the
             overlapped loop).
         num_scheduler_steps: Number of decode steps in a burst, which is launched as one program.
@@ -354,6 +376,13 @@ class EngineConfig(Options):
         high=2**63 - 1,
         requirement="an integer from 0 to 2**63 - 1",
         help="seed of random weights, and of requests that specify no seed",
+        group=_MODEL_GROUP,
+    )
+    logprobs_mode: str = choice(
+        "raw_logprobs",
+        tuple(mode.value for mode in LogprobsMode),
+        help="values reported for output tokens; processed: after biases, penalties, temperature "
+        "and truncation",
         group=_MODEL_GROUP,
     )
     async_scheduling: bool = switch(

@@ -12,14 +12,20 @@ class Logprob:
     """Log-probability of a token that could have been chosen at one position.
 
     Attributes:
-        logprob: Natural logarithm of the token's probability.
-        rank: Rank of the token in the whole vocabulary; 1 is the most probable token.
+        logprob: Natural logarithm of the token's probability, or the value that the engine's
+            `logprobs_mode` selects.
+        rank: Rank of the token in the whole vocabulary by `logprob`; 1 is the highest value.
         decoded_token: Text of the token alone; None without a tokenizer.
+        kept_mass: Probability of the tokens that top-k, top-p and min-p kept at this position,
+            after biases, penalties and temperature. Exactly 1 if they removed no token, and in
+            greedy requests. Only chosen tokens have the value; other tokens and prompt tokens have
+            None.
     """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    kept_mass: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class CompletionOutput:
             `include_stop_str_in_output` is set. Until the answer ends, an incomplete character and
             a possible start of a stop string are left out.
         token_ids: All sampled tokens, including the tokens of a stop string and a stop token.
-        cumulative_logprob: Sum of the tokens' log-probabilities. None unless the request set
+        cumulative_logprob: Sum of the tokens' `Logprob.logprob`. None unless the request set
             `logprobs`, or ranks its answers (`best_of` above `n`, or `beam_width`).
         logprobs: For each token, the log-probabilities of the top tokens and of the chosen token,
             by token id; None unless requested. The entries are created when they are first read.

@@ -161,8 +161,9 @@ class SamplingParams(Options, group="how tokens are chosen"):
         min_tokens: Number of output tokens before which end tokens cannot be chosen and stop
             strings are ignored.
         logprobs: For each output token, return the log-probabilities of this many most probable
-            tokens, and of the chosen token. None returns no log-probabilities.
-        prompt_logprobs: As `logprobs`, for each prompt token.
+            tokens, and of the chosen token. None returns no log-probabilities. The engine's
+            `logprobs_mode` chooses the values.
+        prompt_logprobs: As `logprobs`, for each prompt token, without regard to `logprobs_mode`.
         logit_bias: Number from -100 to 100 to add to the logit of a token, by token id.
         allowed_token_ids: The only tokens that may be chosen; None allows all tokens.
         structured_outputs: Structured-output specification that the answer must match, such as a
@@ -314,9 +315,14 @@ class SamplingParams(Options, group="how tokens are chosen"):
         return self.num_samples > self.n
 
     @property
+    def ranks_by_logprobs(self) -> bool:
+        """Whether log-probabilities rank the samples or the beams."""
+        return self.is_ranked or self.beam_width is not None
+
+    @property
     def needs_logprobs(self) -> bool:
         """Whether the caller, a ranking or a beam search needs the tokens' log-probabilities."""
-        return self.logprobs is not None or self.is_ranked or self.beam_width is not None
+        return self.logprobs is not None or self.ranks_by_logprobs
 
     @property
     def adjusts_logits(self) -> bool:
@@ -346,6 +352,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
         eos_token_ids: Collection[int] = (),
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """Check the parameters against the limits of a model and an engine.
 
@@ -355,6 +362,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
             eos_token_ids: End tokens of the model.
             max_num_seqs: Maximum number of sequences in a step; None for no bound.
             max_model_len: Maximum number of tokens of a sequence; None for no bound.
+            logprobs_mode: Values that the engine reports (`jpaged.config.LogprobsMode`).
 
         Raises:
             ValueError: A parameter exceeds a limit. The message names the parameter, its value and
@@ -371,6 +379,15 @@ class SamplingParams(Options, group="how tokens are chosen"):
                     value=str(value),
                     remedy=f"ask for at most {max_logprobs}",
                 )
+        if self.is_ranked and self.logprobs is not None and logprobs_mode.endswith("logits"):
+            raise RequestError(
+                "logprobs",
+                f"cannot be combined with best_of={self.best_of}: logprobs_mode={logprobs_mode!r} "
+                "of this engine reports logits, and log-probabilities rank the answers",
+                value=f"{self.logprobs}",
+                remedy="omit logprobs or best_of, or create the engine with "
+                "logprobs_mode='raw_logprobs'",
+            )
         self._check_some_token_allowed(vocab_size, eos_token_ids)
         if self.beam_width is not None and vocab_size > max_logprobs:
             self._check_candidates(max_logprobs, eos_token_ids)

@@ -36,6 +36,7 @@ from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange_memory
 from pallas_kernels.norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 from pallas_kernels.scores import (
+    KEPT_MASS_COLUMN,
     LOGPROB_COLUMN,
     NUM_TOKEN_COLUMNS,
     RANK_COLUMN,
@@ -71,6 +72,7 @@ __all__ = [
     "FP8_MAX",
     "FP8_MIN_ABSMAX",
     "FP8_PAIR_DTYPE",
+    "KEPT_MASS_COLUMN",
     "LOGPROB_COLUMN",
     "NUM_TOKEN_COLUMNS",
     "RANK_COLUMN",

@@ -36,6 +36,11 @@ def resolved(
     [
         ("dtype", "int8", "dtype='int8' is not supported; choose one of auto, float32"),
         ("load_format", "pt", "load_format='pt' is not supported"),
+        (
+            "logprobs_mode",
+            "raw",
+            "logprobs_mode='raw' is not .* of raw_logprobs, processed_logprob",
+        ),
         ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2' is not .* of .*fp8, fp8_e4m3"),
         ("block_size", 0, "block_size=0 is out of range: .* an integer from 1 to 256; use 16"),
         ("block_size", 257, "block_size=257"),

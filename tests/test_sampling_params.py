@@ -207,6 +207,16 @@ def test_logprobs_are_bounded_by_max_logprobs(name):
         params.validate_for(100, 5)
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_ranked_samples_cannot_report_logits(mode: str):
+    params = SamplingParams(best_of=3, logprobs=2)
+    params.validate_for(10)
+    with pytest.raises(ValueError, match=f"logprobs=2 .*best_of=3.*{mode}"):
+        params.validate_for(10, 2, logprobs_mode=mode)
+    SamplingParams(best_of=3).validate_for(10, logprobs_mode=mode)
+    SamplingParams(n=3, logprobs=2).validate_for(10, logprobs_mode=mode)
+
+
 def test_min_tokens_must_leave_an_allowed_token():
     params = SamplingParams(min_tokens=1, allowed_token_ids=[2, 3], stop_token_ids=[3])
     params.validate_for(10)

@@ -11,12 +11,19 @@ import numpy as np
 from jax import export
 from jax.sharding import Mesh, PartitionSpec
 
+from jpaged.config import LogprobsMode
 from jpaged.models.sharding import global_shape_struct, tree_mesh, wrap_in_shard_map
 from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.programs import DeviceShapes, ProgramName, SplitModel, int32_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import FULL_LEVEL, ROW_WIDTH, SampledTokens, SamplingState
+from jpaged.runtime.sampler import (
+    FULL_LEVEL,
+    ROW_WIDTH,
+    SampledTokens,
+    SamplerLevel,
+    SamplingState,
+)
 from jpaged.runtime.steps import (
     INPUT_SHAPES,
     PROGRAMS,
@@ -64,6 +71,8 @@ class Recipe:
         needs_pool: Whether the program depends on the size of the pool.
         options: XLA's compiler options by name. Code that compiles the lowered program must pass
             these options.
+        logprobs_mode: Values that the scores of sampled tokens contain; None if the program returns
+            no such scores.
     """
 
     name: ProgramName
@@ -75,6 +84,7 @@ class Recipe:
     num_logits_rows: int = 0
     needs_pool: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    logprobs_mode: LogprobsMode | None = None
 
     def on_mesh(self, mesh: Mesh | None, results: Any = REPLICATED) -> "Recipe":
         """Return a recipe that runs on all devices of a mesh, with `SYNCHRONOUS_COLLECTIVES`.
@@ -154,7 +164,8 @@ class Recipe:
         """Text that identifies the recipe among all recipes of an engine's steps."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-        return repr((self.name, str(tree), shapes, sorted(self.options.items())))
+        options = sorted(self.options.items())
+        return repr((self.name, str(tree), shapes, options, self.logprobs_mode))
 
 
 class SharedCalls:
@@ -230,6 +241,7 @@ class Recipes:
             "call_shared": shared_calls or SharedCalls(config.backend),
             "is_vocab_sharded": shapes.is_vocab_sharded,
             "max_logprobs": MAX_LOGPROBS,
+            "logprobs_mode": config.logprobs_mode,
         }
 
     def __iter__(self) -> Iterator[Recipe]:
@@ -276,6 +288,9 @@ class Recipes:
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,
+            logprobs_mode=config.logprobs_mode
+            if SamplerLevel.LOGPROBS in sizes.get("level", SamplerLevel.GREEDY)
+            else None,
         )
         if self._split.mesh is None:
             return recipe

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.recipes import Recipes, SharedCalls
-from jpaged.config import EngineConfig, LoopMode, physical_memory_bytes
+from jpaged.config import EngineConfig, LogprobsMode, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
 from jpaged.errors import format_count
 from jpaged.models.config import ModelConfig
@@ -350,6 +350,7 @@ def resolve_limits(
         few_programs=defaults.few_programs,
         num_scheduler_steps=burst,
         speculation=config.speculation,
+        logprobs_mode=LogprobsMode(config.logprobs_mode),
     )
 
 

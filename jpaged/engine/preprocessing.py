@@ -264,6 +264,7 @@ class Preprocessor:
         eos_token_ids: End tokens of the model.
         seed: Base seed for the requests that specify no seed.
         mask_client: Client of the mask worker, which compiles grammars; None without a tokenizer.
+        logprobs_mode: Values that the engine reports for output tokens.
     """
 
     tokenizer: Tokenizer | None
@@ -274,6 +275,7 @@ class Preprocessor:
     eos_token_ids: frozenset[int]
     seed: int
     mask_client: MaskWorkerClient | None = None
+    logprobs_mode: str = "raw_logprobs"
 
     def __post_init__(self):
         self._arrival_numbers, self._seq_ids, self._request_numbers = (
@@ -361,6 +363,7 @@ class Preprocessor:
             self.eos_token_ids,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            logprobs_mode=self.logprobs_mode,
         )
         if params.stop_strings:
             self.require_tokenizer(f"stop={params.stop!r}")

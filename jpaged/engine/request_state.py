@@ -20,7 +20,13 @@ from jpaged.structured_outputs.mask_client import Answer, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN_COLUMN
+from pallas_kernels import (
+    KEPT_MASS_COLUMN,
+    LOGPROB_COLUMN,
+    NUM_TOKEN_COLUMNS,
+    RANK_COLUMN,
+    TOKEN_COLUMN,
+)
 
 
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
@@ -37,6 +43,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         tokenizer: Tokenizer for the texts of the tokens; None to leave out the texts.
         cached_entries: Decoded entries of the first rows. Entries that are decoded later are
             appended to this list, which several sequences may share.
+        are_sampled: Whether the tokens were sampled. Only sampled tokens have a `kept_mass`.
     """
 
     def __init__(
@@ -44,8 +51,10 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         scores: np.ndarray,
         tokenizer: Tokenizer | None,
         cached_entries: list[dict[int, Logprob]] | None = None,
+        *,
+        are_sampled: bool = True,
     ):
-        self._scores, self._tokenizer = scores, tokenizer
+        self._scores, self._tokenizer, self._are_sampled = scores, tokenizer, are_sampled
         self._cached_entries = [] if cached_entries is None else cached_entries
 
     def __len__(self) -> int:
@@ -84,13 +93,15 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         if self._tokenizer is not None:
             for token_id in {token_id for row in token_ids for token_id in row}:
                 texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        masses = [row[KEPT_MASS_COLUMN] if self._are_sampled else None for row in floats]
         entries = []
-        for (chosen, *likeliest), (chosen_logprob, *others), rank in zip(
-            token_ids, logprobs, scores[:, RANK_COLUMN].tolist(), strict=True
+        for (chosen, *likeliest), (chosen_logprob, *others), rank, mass in zip(
+            token_ids, logprobs, scores[:, RANK_COLUMN].tolist(), masses, strict=True
         ):
-            entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen))}
+            entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen), mass)}
             for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                if token_id != chosen and logprob != -np.inf:  # -inf: a grammar forbids the token
+                # -inf: a grammar forbids the token, or truncation removed it.
+                if token_id != chosen and logprob != -np.inf:
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
         return entries
@@ -360,7 +371,7 @@ class RequestState:
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
         packed = scores.packed_top(self.params.prompt_logprobs or 0)
         new = packed[max(len(known) - item.start - 1, 0) :]
-        known.extend(TokenLogprobs(new, self.tokenizer))
+        known.extend(TokenLogprobs(new, self.tokenizer, are_sampled=False))
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, even if it has just finished. Keep the first error.

@@ -147,6 +147,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             mask_client=None
             if tokenizer is None
             else MaskWorkerClient(folder, runtime.vocab_size, eos_token_ids),
+            logprobs_mode=config.logprobs_mode,
         ),
         model_config=plan.config,
         runtime_config=runtime,

@@ -13,7 +13,13 @@ from jpaged.core.request import BeamCandidates, Request
 from jpaged.runtime.peer_memory import wait_for_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import LOGPROB_COLUMN, NUM_TOKEN_COLUMNS, RANK_COLUMN, TOKEN_COLUMN
+from pallas_kernels import (
+    KEPT_MASS_COLUMN,
+    LOGPROB_COLUMN,
+    NUM_TOKEN_COLUMNS,
+    RANK_COLUMN,
+    TOKEN_COLUMN,
+)
 
 MAX_LAUNCHES_AHEAD = 16
 """Maximum number of small programs that are launched before an earlier one has ended, with
@@ -24,6 +30,9 @@ full queue would block the thread without a time limit."""
 @dataclass(frozen=True)
 class TokenScores:
     """Log-probabilities and ranks of C tokens, and the most probable tokens at each position.
+
+    With an engine option `logprobs_mode` of logits, the log-probabilities are logits, except in
+    requests that rank their answers.
 
     Attributes:
         packed: int32 [C, W], as packed by `pallas_kernels.token_scores`.
@@ -40,6 +49,11 @@ class TokenScores:
     def ranks(self) -> np.ndarray:
         """Rank of each scored token, int32 [C]; 1 is the most probable token."""
         return self.packed[:, RANK_COLUMN]
+
+    @property
+    def kept_masses(self) -> np.ndarray:
+        """Probability mass that truncation kept at each position, float32 [C]."""
+        return self.packed[:, KEPT_MASS_COLUMN].view(np.float32)
 
     @property
     def top_token_ids(self) -> np.ndarray:

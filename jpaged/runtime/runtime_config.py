@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from jpaged.config import SpeculativeConfig
+from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.runtime.buckets import Buckets, make_buckets
 from pallas_kernels import Backend
 
@@ -26,6 +26,7 @@ class RuntimeConfig:
         num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
         has_peer_memory: Whether tensor-parallel devices all-reduce through each other's memory.
         speculation: Options of speculative decoding; None without speculative decoding.
+        logprobs_mode: Values that the scores of output tokens contain.
     """
 
     block_size: int
@@ -40,6 +41,7 @@ class RuntimeConfig:
     num_scheduler_steps: int = 1
     has_peer_memory: bool = False
     speculation: SpeculativeConfig | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
     @property
     def max_blocks_per_seq(self) -> int:

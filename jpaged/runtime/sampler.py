@@ -12,10 +12,12 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from jpaged.config import LogprobsMode
 from jpaged.core.plan import NO_TOKEN
 from jpaged.models.sharding import all_gather, all_max, shard_start
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import (
+    KEPT_MASS_COLUMN,
     TOKEN_COLUMN,
     Adjustments,
     Backend,
@@ -56,7 +58,10 @@ the largest fragment of `allocation_guard`, 64 KiB."""
 _MIN_DIVISOR, _MAX_DIVISOR = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
-_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of the column `_FLAGS`
+_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED, _ROW_RANKED = 1, 2, 4, 8  # bits of the column `_FLAGS`
+
+_PROCESSED_MODES = LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS
+_LOGITS_MODES = LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS
 
 
 class SamplingRows(NamedTuple):
@@ -82,6 +87,8 @@ class SamplingRows(NamedTuple):
     """Whether sampling uses the row's `logit_bias`."""
     is_scored: Bool[Array, "B"]
     """Whether the request needs the log-probabilities of the row's token."""
+    is_ranked: Bool[Array, "B"]
+    """Whether scores rank the request's answers. Such scores are log-probabilities in all modes."""
 
 
 class SamplingState(NamedTuple):
@@ -106,7 +113,7 @@ def pack_params(params: SamplingParams, seed: int) -> np.ndarray:
         seed: Seed of the sequence: any 64-bit integer, signed or unsigned.
     """
     kind = _ROW_ADJUSTS * params.adjusts_logits | _ROW_BIASED * params.biases_logits
-    kind |= _ROW_SCORED * params.needs_logprobs
+    kind |= _ROW_SCORED * params.needs_logprobs | _ROW_RANKED * params.ranks_by_logprobs
     packed = _ROW_STRUCT.pack(
         params.temperature and _clamp_divisor(float(params.temperature)),
         params.top_p,
@@ -143,6 +150,7 @@ def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> S
         is_adjusted=(packed[:, _FLAGS] & _ROW_ADJUSTS) != 0,
         is_biased=(packed[:, _FLAGS] & _ROW_BIASED) != 0,
         is_scored=(packed[:, _FLAGS] & _ROW_SCORED) != 0,
+        is_ranked=(packed[:, _FLAGS] & _ROW_RANKED) != 0,
         position=position,
     )
 
@@ -335,15 +343,29 @@ def required_level(params: SamplingParams) -> SamplerLevel:
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, and at a level with `LOGPROBS` their scores. Scores are computed from the
-    unchanged logits."""
+    """Sampled tokens, and at a level with `LOGPROBS` their scores."""
 
     token_ids: Int32[Array, "B"]
     """Sampled token of each row; `NO_TOKEN` if the row's logits have no finite maximum. The logits
     are then NaN or infinite, or all tokens are forbidden. The scores of such a row are meaningless.
     """
     scores: Int32[Array, "B W"] | None = None
-    """Scores packed by `pallas_kernels.token_scores`. The token column is valid in every row."""
+    """Scores packed by `pallas_kernels.token_scores`, with the probability mass that truncation
+    kept. The token column is valid in every row."""
+
+
+class _Distribution(NamedTuple):
+    """Distribution that the tokens of random rows are drawn from."""
+
+    logits: Float32[Array, "B V"]
+    """Logits after biases, forbidden tokens and penalties."""
+    is_greedy: Bool[Array, "B"]
+    temperature: Float32[Array, "B"]
+    """1 in greedy rows."""
+    scaled: Float32[Array, "B V"]
+    """Difference of each logit from the row's highest logit, divided by the temperature."""
+    kept: Bool[Array, "B V"] | None
+    """Tokens that truncation kept; None at a level without `TRUNCATED`. Ignored in greedy rows."""
 
 
 def sample(
@@ -355,6 +377,7 @@ def sample(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int = 0,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
 ) -> SampledTokens:
@@ -377,6 +400,7 @@ def sample(
         level: Static. Level that covers `required_level` of every row.
         backend: Static. Implementation of the kernels.
         max_logprobs: Static. Number of most probable tokens to return at a level with `LOGPROBS`.
+        logprobs_mode: Static. Values that the scores contain.
         call_shared: Static. Function that calls code shared by several programs (see
             `jpaged.compile.recipes`); None to call it directly.
         is_vocab_sharded: Static. Whether devices split the vocabulary.
@@ -393,14 +417,28 @@ def sample(
         adjustments = make_adjustments(rows, state, row_ids)
     call = _call_directly if call_shared is None else call_shared
     options = {"count": max_logprobs, "backend": backend}
+    named = {}
+    if logprobs_mode in _LOGITS_MODES:
+        named["reports_logits"] = ~rows.is_ranked
     if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
-        scores = call(partial(greedy_scores, **options), logits, adjustments, rows.is_scored)
+        if logprobs_mode in _PROCESSED_MODES and adjustments is not None:
+            logits, adjustments = adjust_logits(logits, adjustments, backend=backend), None
+        given = logits, adjustments, rows.is_scored
+        scores = call(partial(greedy_scores, **options), *given, **named)
         return SampledTokens(scores[:, TOKEN_COLUMN], scores)
-    best, height = _choose_tokens(logits, rows, adjustments, level, backend, call, is_vocab_sharded)
+    best, height, distribution = _choose_tokens(
+        logits, rows, adjustments, level, backend, call, is_vocab_sharded
+    )
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
-    if SamplerLevel.LOGPROBS not in level:
+    if SamplerLevel.LOGPROBS not in level or distribution is None:
         return SampledTokens(token_ids)
-    scores = call(partial(token_scores, **options), logits, token_ids, rows.is_scored)
+    if logprobs_mode in _PROCESSED_MODES:
+        logits = _processed_logits(distribution, logprobs_mode)
+    scores = call(partial(token_scores, **options), logits, token_ids, rows.is_scored, **named)
+    if distribution.kept is not None:
+        mass = _kept_mass(distribution.scaled, distribution.kept, distribution.is_greedy)
+        mass = jax.lax.bitcast_convert_type(mass, jnp.int32)
+        scores = scores.at[:, KEPT_MASS_COLUMN].set(mass)
     return SampledTokens(token_ids, scores)
 
 
@@ -416,14 +454,19 @@ def _choose_tokens(
     backend: Backend,
     call: Callable,
     is_vocab_sharded: bool,
-) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"], _Distribution | None]:
+    """Return the token of each row, and the value that won it.
+
+    At a level with `RANDOM`, also return the distribution of random rows.
+    """
     if adjustments is not None:
         logits = adjust_logits(logits, adjustments, backend=backend)
     if SamplerLevel.RANDOM not in level:
-        return _find_highest(logits, is_vocab_sharded)
+        return *_find_highest(logits, is_vocab_sharded), None
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
-    scaled = _apply_temperature(logits, temperature, is_vocab_sharded)
+    untruncated = scaled = _apply_temperature(logits, temperature, is_vocab_sharded)
+    kept = None
     if SamplerLevel.TRUNCATED in level:
         kept = call(
             partial(truncation_mask, backend=backend),
@@ -435,7 +478,33 @@ def _choose_tokens(
         )
         scaled = jnp.where(kept, scaled, -jnp.inf)
     drawn = scaled + _gumbel_noise(rows.seed, rows.position, logits.shape[1], is_vocab_sharded)
-    return _find_highest(jnp.where(greedy[:, None], logits, drawn), is_vocab_sharded)
+    best = _find_highest(jnp.where(greedy[:, None], logits, drawn), is_vocab_sharded)
+    return *best, _Distribution(logits, greedy, temperature, untruncated, kept)
+
+
+def _processed_logits(
+    distribution: _Distribution, logprobs_mode: LogprobsMode
+) -> Float32[Array, "B V"]:
+    """Return the logits after temperature and truncation, with -inf for removed tokens.
+
+    For log-probabilities, the logits of random rows are relative to the row's highest logit. The
+    difference is more precise at low temperatures.
+    """
+    logits, is_greedy, temperature, scaled, kept = distribution
+    if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:
+        scaled = logits / temperature[:, None]
+    scaled = jnp.where((temperature == 1.0)[:, None], logits, scaled)
+    return scaled if kept is None else jnp.where(kept | is_greedy[:, None], scaled, -jnp.inf)
+
+
+def _kept_mass(
+    scaled: Float32[Array, "B V"], kept: Bool[Array, "B V"], is_greedy: Bool[Array, "B"]
+) -> Float32[Array, "B"]:
+    """Return the probability of the tokens that truncation kept; exactly 1 if it removed none."""
+    weights = jnp.exp(scaled)
+    kept_weight = jnp.where(kept, weights, 0.0).sum(axis=1)
+    removed_weight = jnp.where(kept, 0.0, weights).sum(axis=1)
+    return jnp.where(is_greedy, 1.0, kept_weight / (kept_weight + removed_weight))
 
 
 def _find_highest(

@@ -26,6 +26,7 @@ Some arguments are static:
     backend           the implementation of the kernels
     level             what sampling can do (`SamplerLevel`)
     max_logprobs      number of most probable tokens that a level with `LOGPROBS` returns
+    logprobs_mode     values that the scores of sampled tokens contain
     call_shared       calls functions that several programs have (`jpaged.compile.recipes`)
     is_vocab_sharded  whether devices split the vocabulary
     drafter           proposes the drafts of a verify step (`jpaged.runtime.drafting`)
@@ -47,6 +48,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jpaged.config import LogprobsMode
 from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
@@ -236,6 +238,7 @@ def decode_burst_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
     peer_header: Int32[Array, "W"] | None = None,
@@ -250,6 +253,7 @@ def decode_burst_step(
     """
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
+    options |= {"logprobs_mode": logprobs_mode}
 
     def run(carry, batch):
         last, row_state, kv, row_tokens = carry
@@ -284,6 +288,7 @@ def verify_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
     peer_header: Int32[Array, "W"] | None = None,
@@ -300,6 +305,7 @@ def verify_step(
     """
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
+    options |= {"logprobs_mode": logprobs_mode}
 
     def run(carry, batch):
         last, row_state, kv, row_tokens = carry
@@ -457,6 +463,7 @@ def sample_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     call_shared: Callable | None = None,
     is_vocab_sharded: bool = False,
 ) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, RowTokens | None]:
@@ -467,6 +474,7 @@ def sample_step(
     rows = unpack_params(inputs.packed_params, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
+    options |= {"logprobs_mode": logprobs_mode}
     sampled = sample(logits, rows, sampling, inputs.rows, **options)
     device_rows = inputs.rows
     if row_tokens is not None:

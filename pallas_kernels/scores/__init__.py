@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.scores import triton, xla
+from pallas_kernels.scores.adjustments import KEPT_MASS_COLUMN as KEPT_MASS_COLUMN
 from pallas_kernels.scores.adjustments import LOGPROB_COLUMN as LOGPROB_COLUMN
 from pallas_kernels.scores.adjustments import NUM_TOKEN_COLUMNS as NUM_TOKEN_COLUMNS
 from pallas_kernels.scores.adjustments import RANK_COLUMN as RANK_COLUMN
@@ -41,6 +42,7 @@ def greedy_scores(
     needs_scores: Bool[Array, "B"],
     count: int,
     *,
+    reports_logits: Bool[Array, "B"] | None = None,
     backend: Backend,
 ) -> Int32[Array, "B W"]:
     """Choose the token with the highest adjusted logit in each row, and return its scores.
@@ -52,20 +54,25 @@ def greedy_scores(
     Args:
         logits: Logits of V tokens.
         adjustments: Adjustments of the logits; None leaves the logits unchanged.
-        needs_scores, count, backend: See `token_scores`.
+        needs_scores, count, reports_logits, backend: See `token_scores`.
 
     Raises:
         ValueError: Shapes do not match, or `count` is negative.
         TypeError: A dtype is not supported.
     """
     check_adjustments(logits, adjustments)
-    check_scores(logits, None, needs_scores, count)
+    check_scores(logits, None, needs_scores, count, reports_logits)
     backend, count = Backend(backend), min(count, logits.shape[1])
     if backend is Backend.XLA or not logits.size or not count:
-        return xla.greedy_scores(logits, adjustments, needs_scores, count)
-    interpret = backend is Backend.INTERPRET
+        return xla.greedy_scores(logits, adjustments, needs_scores, count, reports_logits)
     return triton.token_scores(
-        logits, None, needs_scores, count, adjustments=adjustments, interpret=interpret
+        logits,
+        None,
+        needs_scores,
+        count,
+        reports_logits,
+        adjustments=adjustments,
+        interpret=backend is Backend.INTERPRET,
     )
 
 
@@ -75,19 +82,22 @@ def token_scores(
     needs_scores: Bool[Array, "T"],
     count: int,
     *,
+    reports_logits: Bool[Array, "T"] | None = None,
     backend: Backend,
 ) -> Int32[Array, "T W"]:
     """Return each token's log-probability and rank, and the most probable tokens of its row.
 
     All results are packed into one int32 array, because reading an array costs the host tens of
-    microseconds. Log-probabilities are stored as the bits of a float32. Let L = min(count, V). The
-    columns of a row are:
+    microseconds. Floats are stored as the bits of a float32. Let L = min(count, V). The columns of
+    a row are:
 
         0           the token id from `token_ids`
         1           log-probability of the token
         2           rank: number of tokens at least as probable, so 1 is the most probable token
-        3 + 2 i     id of the token with the i-th highest logit, for i from 0 to L - 1
-        4 + 2 i     log-probability of that token
+        3           1.0, for the probability mass that truncation kept: the ops do not truncate, so
+                    a caller that does must replace the value
+        4 + 2 i     id of the token with the i-th highest logit, for i from 0 to L - 1
+        5 + 2 i     log-probability of that token
 
     Among equal logits the lowest token id comes first, as in `jax.lax.top_k`. The width W is
     `NUM_TOKEN_COLUMNS` + 2 L.
@@ -99,18 +109,21 @@ def token_scores(
         needs_scores: Rows whose scores are computed. In other rows only column 0 is defined. If no
             row needs scores, the op costs almost nothing.
         count: Number of most probable tokens to return per row.
+        reports_logits: Rows that return logits instead of log-probabilities; None for no row.
         backend: The implementation to run.
 
     Raises:
         ValueError: Shapes do not match, or `count` is negative.
         TypeError: A dtype is not supported.
     """
-    check_scores(logits, token_ids, needs_scores, count)
+    check_scores(logits, token_ids, needs_scores, count, reports_logits)
     backend, count = Backend(backend), min(count, logits.shape[1])
     if backend is Backend.XLA or not logits.size or not count:
-        return xla.token_scores(logits, token_ids, needs_scores, count)
+        return xla.token_scores(logits, token_ids, needs_scores, count, reports_logits)
     interpret = backend is Backend.INTERPRET
-    return triton.token_scores(logits, token_ids, needs_scores, count, interpret=interpret)
+    return triton.token_scores(
+        logits, token_ids, needs_scores, count, reports_logits, interpret=interpret
+    )
 
 
 def check_adjustments(logits, adjustments):
@@ -127,11 +140,13 @@ def check_adjustments(logits, adjustments):
     checks.check_array("penalties", adjustments.penalties, "[B, 3]", None, **sizes)
 
 
-def check_scores(logits, token_ids, needs_scores, count):
+def check_scores(logits, token_ids, needs_scores, count, reports_logits=None):
     """Check the arguments of `token_scores`, which documents the errors; token_ids may be None."""
     sizes = checks.check_array("logits", logits, "[T, V]", jnp.float32)
     if token_ids is not None:
         checks.check_array("token_ids", token_ids, "[T]", jnp.int32, **sizes)
     checks.check_array("needs_scores", needs_scores, "[T]", None, **sizes)
+    if reports_logits is not None:
+        checks.check_array("reports_logits", reports_logits, "[T]", None, **sizes)
     if count < 0:
         raise ValueError(f"count={count} is negative: pass the number of tokens to return, or 0")

@@ -20,7 +20,7 @@ IS_ADJUSTED, HAS_BIASES, BELOW_MIN_TOKENS = 1, 2, 4
 """Bits of `Adjustments.row_flags`: the row has any adjustment; the row has biases; the row's output
 is too short, so tokens that end it are forbidden."""
 
-TOKEN_COLUMN, LOGPROB_COLUMN, RANK_COLUMN, NUM_TOKEN_COLUMNS = range(4)
+TOKEN_COLUMN, LOGPROB_COLUMN, RANK_COLUMN, KEPT_MASS_COLUMN, NUM_TOKEN_COLUMNS = range(5)
 """Columns of the result of `token_scores`, and their number before the most probable tokens."""
 
 

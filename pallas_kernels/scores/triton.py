@@ -10,7 +10,8 @@ Two launches process the logits without a sort and usually read them once:
     finish   grid (row,)
              if greedy: choose the row's token among the chunks
              if the row needs scores:
-                 compute log_total, the log of the sum of exp(logit) over the whole row
+                 compute log_total, the log of the sum of exp(logit) over the whole row; 0 if the
+                 row reports logits
                  repeat L times: take the block with the highest key, store the first token that
                  has this key, and replace the block's key by the next highest key of the block
 
@@ -52,6 +53,8 @@ CHUNK_TOKENS = 4096  # tokens per program of the scan
 RANK_TILE = 4096  # tokens per iteration when the second launch counts the rank of a token
 NUM_WARPS = 4  # warps per program of both launches
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+_LOGITS = 2  # value of `needs_scores` in rows that report logits; 1 in other rows with scores
+_ONE_BITS = int(np.float32(1).view(np.int32))
 
 
 def token_scores(
@@ -59,6 +62,7 @@ def token_scores(
     token_ids,
     needs_scores,
     count,
+    reports_logits=None,
     *,
     adjustments: Adjustments | None = None,
     interpret: bool,
@@ -88,6 +92,8 @@ def token_scores(
     if token_ids is None:
         scanned += (shape(chunks, jnp.int32),) * 2
     needs_scores = needs_scores.astype(jnp.int32)
+    if reports_logits is not None:
+        needs_scores = jnp.where(reports_logits, needs_scores * _LOGITS, needs_scores)
     state = () if adjustments is None else adjustments
     found = launch(
         _scan, "token_scores_scan", (chunks, batch), scanned, logits, needs_scores, *state
@@ -217,8 +223,10 @@ def _finish(logits_ref, needs_scores_ref, keys_ref, largest_ref, sums_ref, *refs
     @pl.when(needs_scores_ref[row] != 0)
     def _():
         log_total = _log_sum_exp(largest_ref, sums_ref, row)
+        log_total = jnp.where(needs_scores_ref[row] == _LOGITS, jnp.float32(0), log_total)
         chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
         out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
+        out_ref[row, 3] = jnp.int32(_ONE_BITS)
 
         blocks, count = keys_ref.shape[1], (out_ref.shape[1] - NUM_TOKEN_COLUMNS) // 2
         index, inside = _row_index_and_mask(row, keys_ref)

@@ -36,12 +36,13 @@ def greedy_scores(
     adjustments: Adjustments | None,
     needs_scores: Bool[Array, "B"],
     count: int,
+    reports_logits: Bool[Array, "B"] | None,
 ) -> Int32[Array, "B W"]:
     """Run the public op `greedy_scores` in plain XLA."""
     x = logits if adjustments is None else adjust_logits(logits, adjustments)
     best, height = first_maximum(x)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
-    return token_scores(logits, token_ids, needs_scores, count)
+    return token_scores(logits, token_ids, needs_scores, count, reports_logits)
 
 
 def adjust_logits(logits: Float32[Array, "B V"], adjustments: Adjustments) -> Float32[Array, "B V"]:
@@ -55,6 +56,7 @@ def token_scores(
     token_ids: Int32[Array, "T"],
     needs_scores: Bool[Array, "T"],
     count: int,
+    reports_logits: Bool[Array, "T"] | None,
 ) -> Int32[Array, "T W"]:
     """Run the public op `token_scores` in plain XLA, for a `count` of at most V.
 
@@ -63,12 +65,15 @@ def token_scores(
 
     def score() -> Int32[Array, "T W"]:
         total = jax.nn.logsumexp(logits, axis=1)
+        if reports_logits is not None:
+            total = jnp.where(reports_logits, 0.0, total)
         known = jnp.clip(token_ids, 0, logits.shape[1] - 1)
         chosen = jnp.take_along_axis(logits, known[:, None], axis=1)
         values, ids = jax.lax.top_k(logits, count)
         top = jnp.stack([ids.astype(jnp.int32), _float_bits(values - total[:, None])], axis=2)
         logprobs = _float_bits(chosen[:, 0] - total)
-        facts = token_ids, logprobs, (logits >= chosen).sum(axis=1, dtype=jnp.int32)
+        ranks = (logits >= chosen).sum(axis=1, dtype=jnp.int32)
+        facts = token_ids, logprobs, ranks, _float_bits(jnp.ones_like(total))
         return jnp.concatenate([jnp.stack(facts, axis=1), top.reshape(len(ids), -1)], axis=1)
 
     def skip() -> Int32[Array, "T W"]:

@@ -167,6 +167,32 @@ def test_logprobs_equal_the_logprobs_of_one_device(pair: list[Engine]):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
+def test_each_logprobs_mode_gives_the_values_of_one_device(
+    engines: Engines, shallow_folder: Path, mode: str
+):
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ]
+    params = [SamplingParams(max_tokens=8, logprobs=4, seed=1, **kind) for kind in kinds]
+    one, two = (
+        on_devices(engines, count, shallow_folder, logprobs_mode=mode).generate(
+            [QUESTION] * 2, params
+        )
+        for count in (1, 2)
+    )
+    assert token_ids(one) == token_ids(two)
+    for own, others in zip(one, two, strict=True):
+        pairs = zip(own.outputs[0].logprobs or (), others.outputs[0].logprobs or (), strict=True)
+        for mine, theirs in pairs:
+            assert [*mine] == [*theirs]
+            for entry, other in zip(mine.values(), theirs.values(), strict=True):
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
+                assert entry.kept_mass == pytest.approx(other.kept_mass, abs=1e-5)
+
+
 def test_tensor_parallel_devices_share_prefixes(engines: Engines, shallow_folder: Path):
     both = on_devices(engines, 2, shallow_folder)
     prompt = "Count from 1 to 20. " * 6 + QUESTION

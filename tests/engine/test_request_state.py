@@ -43,11 +43,15 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
     return RequestState(request, params, "ab", [97, 98], tokenizer, frozenset({EOS}))
 
 
+KEPT_MASS = 0.75
+
+
 def pack(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
     """Pack a token, its logprob and its rank, and then the best tokens and their logprobs."""
     token_id, logprob, rank = facts
-    row = np.array([token_id, 0, rank, *(x for pair in top for x in pair)]).astype(np.int32)
-    row[[1, *range(4, len(row), 2)]] = np.array([logprob, *(x for _, x in top)], "f4").view("i4")
+    row = np.array([token_id, 0, rank, 0, *(x for pair in top for x in pair)]).astype(np.int32)
+    floats = np.array([logprob, KEPT_MASS, *(x for _, x in top)], "f4")
+    row[[1, 3, *range(5, len(row), 2)]] = floats.view("i4")
     return TokenScores(row[None])
 
 
@@ -167,13 +171,13 @@ def test_logprobs_decode_their_tokens_lazily_and_once():
     whole = [TokenLogprobs(row.packed, tokenizer) for row in rows]
     assert list(map(len, whole)) == [1, 1]
     assert tokenizer.decoded == []
-    assert whole[0] == [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    assert whole[0] == [{65: Logprob(-0.5, 3, "A", KEPT_MASS), 66: Logprob(-0.25, 1, "B")}]
     assert [*whole[0][0]] == [65, 66]  # the emitted token comes first
-    assert whole[1] == [{66: Logprob(-1.0, 1, "B")}]
+    assert whole[1] == [{66: Logprob(-1.0, 1, "B", KEPT_MASS)}]
     assert whole[0][0] is whole[0][-1] is next(iter(whole[0]))
     assert whole[0][1:] == []
     assert sorted(tokenizer.decoded) == [65, 66, 66]
-    assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B")}])
+    assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B", KEPT_MASS)}])
 
 
 def test_growing_logprobs_decode_only_new_entries():
@@ -189,7 +193,7 @@ def test_growing_logprobs_decode_only_new_entries():
 
 def test_logprobs_can_be_copied_and_pickled_as_a_list():
     scores = TokenLogprobs(pack((65, -0.5, 3), (66, -0.25)).packed, CountingTokenizer())  # type: ignore
-    plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    plain = [{65: Logprob(-0.5, 3, "A", KEPT_MASS), 66: Logprob(-0.25, 1, "B")}]
     for copied in (copy.copy(scores), copy.deepcopy(scores), scores + plain[:0]):
         assert type(copied) is list
         assert copied == plain

@@ -261,7 +261,16 @@ def test_scores_lower_to_two_kernels(width):
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)
     state: Any = (_ints(9, width), biases, _ints(B), _ints(B), penalties)
     adjustments = Adjustments(*state)
-    for op, second in ((token_scores, _ints(B)), (greedy_scores, adjustments)):
-        text = lower(partial(op, **options), logits, second, wanted)
+    for op, second, reports_logits in (
+        (token_scores, _ints(B), None),
+        (token_scores, _ints(B), wanted),
+        (greedy_scores, adjustments, None),
+        (greedy_scores, None, wanted),
+    ):
+
+        def run(logits, second, wanted, reports_logits, op=op):
+            return op(logits, second, wanted, reports_logits=reports_logits, **options)
+
+        text = lower(run, logits, second, wanted, reports_logits)
         assert re.findall(KERNEL_CALL, text) == ["triton"] * 2
         assert "sort" not in text

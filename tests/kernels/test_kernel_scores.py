@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import on_backends
 
 from pallas_kernels import (
+    KEPT_MASS_COLUMN,
     NUM_TOKEN_COLUMNS,
     Adjustments,
     Backend,
@@ -41,17 +42,19 @@ def _logits(width, seed=0, spread=3.0):
     return (np.random.default_rng(seed).standard_normal((B, width)) * spread).astype(np.float32)
 
 
-def _run_scores(logits, tokens, count, backend, wanted=None):
+def _run_scores(logits, tokens, count, backend, wanted=None, reports_logits=None):
     wanted = np.ones(len(logits), np.bool_) if wanted is None else np.array(wanted)
     given = jnp.asarray(logits), jnp.asarray(tokens, jnp.int32), jnp.asarray(wanted)
-    return np.asarray(_scores(*given, count=count, backend=backend))
+    options = {"count": count, "backend": backend, "reports_logits": reports_logits}
+    return np.asarray(_scores(*given, **options))
 
 
-def _check(logits, tokens, count, backend):
-    packed = _run_scores(logits, tokens, count, backend)
+def _check(logits, tokens, count, backend, reports_logits=None):
+    packed = _run_scores(logits, tokens, count, backend, reports_logits=reports_logits)
     count = min(count, logits.shape[1])
     assert packed.shape == (len(logits), NUM_TOKEN_COLUMNS + 2 * count)
-    expected = reference.token_scores(logits, tokens, count)
+    np.testing.assert_array_equal(packed[:, KEPT_MASS_COLUMN].view(np.float32), 1.0)
+    expected = reference.token_scores(logits, tokens, count, reports_logits=reports_logits)
     for row, token, (logprob, rank, top, logprobs) in zip(packed, tokens, expected, strict=True):
         assert (row[0], row[2]) == (token, rank)
         np.testing.assert_array_equal(row[NUM_TOKEN_COLUMNS::2], top)
@@ -65,6 +68,19 @@ def test_scores_match_a_sort(width, backend):
     tokens = [0, width - 1, int(logits[2].argmax()), int(logits[3].argmin())]
     for count in (1, 20) if width == 130 else (20,):
         _check(logits, tokens, count, backend)
+
+
+@pytest.mark.parametrize("width", [5, 4099])
+def test_chosen_rows_report_logits_instead_of_logprobs(width, backend):
+    logits, reports_logits = _logits(width), np.array([True, False, False, True])
+    logits[3, 1:4] = -np.inf
+    _check(logits, [0, width - 1, 3, 2], 4, backend, reports_logits)
+    packed = _greedy(
+        jnp.asarray(logits), None, ALL, count=4, backend=backend, reports_logits=reports_logits
+    )
+    highest = np.asarray(packed)[:, 1].view(np.float32)
+    np.testing.assert_array_equal(highest[[0, 3]], logits.max(axis=1)[[0, 3]])
+    assert (highest[1:3] < 0).all()
 
 
 def test_ties_are_ordered_by_token_id(backend):

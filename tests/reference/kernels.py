@@ -218,11 +218,17 @@ def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float6
     return found
 
 
-def token_scores(logits, token_ids, count, dtype=np.float64):
-    """Return each token's log-probability and rank, and the `count` most probable tokens."""
+def token_scores(logits, token_ids, count, *, reports_logits=None, dtype=np.float64):
+    """Return each token's log-probability and rank, and the `count` most probable tokens.
+
+    Rows in `reports_logits` have logits instead of log-probabilities.
+    """
     found = []
-    for row, token in zip(np.asarray(logits).astype(dtype), token_ids, strict=True):
-        logprobs = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
+    are_logits = [False] * len(logits) if reports_logits is None else reports_logits
+    rows = np.asarray(logits).astype(dtype)
+    for row, token, is_logit in zip(rows, token_ids, are_logits, strict=True):
+        total = 0.0 if is_logit else np.log(np.exp(row - row.max()).sum()) + row.max()
+        logprobs = row - total
         order = np.argsort(-row, kind="stable")[:count]
         found.append((logprobs[token], int((row >= row[token]).sum()), order, logprobs[order]))
     return found

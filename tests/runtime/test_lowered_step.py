@@ -17,6 +17,7 @@ from bench.common import SHAPES
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import select_worker_recipes
+from jpaged.config import LogprobsMode
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
@@ -55,18 +56,15 @@ def all_recipes(
     num_layers: int,
     num_devices: int = 1,
     kv_cache_dtype: str | None = None,
-    *,
-    has_peer_memory: bool = False,
+    **options: Any,
 ) -> dict[Any, Recipe]:
     """Return the recipes of an engine with the first layers of a published model, by name."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
-    return recipes_of(config, num_devices, has_peer_memory=has_peer_memory)
+    return recipes_of(config, num_devices, **options)
 
 
-def recipes_of(
-    config: ModelConfig, num_devices: int, *, has_peer_memory: bool = False
-) -> dict[Any, Recipe]:
+def recipes_of(config: ModelConfig, num_devices: int, **options: Any) -> dict[Any, Recipe]:
     """Return the recipes that an engine of this model would compile on GPUs, by name."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
@@ -77,7 +75,7 @@ def recipes_of(
         config.vocab_size,
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
-        has_peer_memory=has_peer_memory,
+        **options,
     )
     mesh = make_mesh(jax.devices(), num_devices)
     split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
@@ -204,6 +202,22 @@ def test_only_samplers_of_whole_rows_gather_logits():
     assert gathered("prompt_logprobs", 512) == whole
     num_samplers = len([name for name in made if name[0] == "sample"])
     assert num_samplers == (NUM_LEVELS + 1) * len([name for name in made if name[0] == "mask"])
+
+
+def test_logprobs_mode_changes_only_programs_that_return_scores():
+    modes = LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS
+    raw, processed = (all_recipes("qwen3-0.6b", 1, logprobs_mode=mode) for mode in modes)
+
+    def returns_scores(name: tuple) -> bool:
+        parts = name[1] if isinstance(name[1], tuple) else ()
+        levels = [part for part in parts if isinstance(part, SamplerLevel)]
+        return any(SamplerLevel.LOGPROBS in level for level in levels)
+
+    assert {name for name in raw if raw[name].key != processed[name].key} == {
+        name for name in raw if returns_scores(name)
+    }
+    name = "sample", (8, SamplerLevel.TRUNCATED)
+    assert lowered_for_gpu(raw[name]) == lowered_for_gpu(processed[name])
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jpaged.config import LogprobsMode
 from jpaged.core.plan import NO_TOKEN
 from jpaged.models.sharding import MESH_AXIS, make_mesh
 from jpaged.runtime.sampler import (
@@ -65,8 +66,10 @@ def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable
 
 
 @cache
-def sampler(count: int, level: SamplerLevel) -> Callable:
-    options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
+def sampler(
+    count: int, level: SamplerLevel, mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+) -> Callable:
+    options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4, "logprobs_mode": mode}
     if count == 1:
         return jax.jit(partial(sample, **options))
     return on_all(partial(sample, is_vocab_sharded=True, **options), count)
@@ -84,10 +87,16 @@ def rows_of(params: list[SamplingParams]) -> tuple:
 
 
 def both(
-    logits: np.ndarray, level: SamplerLevel, count: int, params: list[SamplingParams]
+    logits: np.ndarray,
+    level: SamplerLevel,
+    count: int,
+    params: list[SamplingParams],
+    *mode: LogprobsMode,
 ) -> tuple[SampledTokens, SampledTokens]:
     """Return the tokens of one device and of `count` devices, which must all be equal."""
-    one, shared = (sampler(n, level)(jnp.asarray(logits), *rows_of(params)) for n in (1, count))
+    one, shared = (
+        sampler(n, level, *mode)(jnp.asarray(logits), *rows_of(params)) for n in (1, count)
+    )
     first = jax.tree.map(lambda it: np.asarray(it)[0], shared)
     for leaf, own in zip(jax.tree.leaves(shared), jax.tree.leaves(first), strict=True):
         np.testing.assert_array_equal(leaf, np.stack([own] * count))
@@ -169,6 +178,22 @@ def test_gathered_levels_give_the_scores_of_one_device(level: SamplerLevel, coun
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = both(random_logits(2), level, count, params)
+    for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode"),
+    covering(
+        [SCORED_GREEDY, FULL_LEVEL],
+        [mode for mode in LogprobsMode if mode is not LogprobsMode.RAW_LOGPROBS],
+        strength=0,
+        keep=lambda level, mode: level == FULL_LEVEL and mode == "processed_logprobs",
+    ),
+)
+def test_each_logprobs_mode_gives_the_scores_of_one_device(level: SamplerLevel, mode: LogprobsMode):
+    params = ASKING if level == FULL_LEVEL else [ASKING[0], ASKING[4]] * 3
+    one, shared = both(random_logits(2), level, 2, params, mode)
     for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(found, wanted)
 

@@ -1,13 +1,14 @@
 """The `/v1/completions` route of the application."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from serve_helpers import ANSWER, QUESTION, Server, events_of
 
-from jpaged import RequestDelta
+from jpaged import Engine, RequestDelta
 from jpaged.serve.api import generation
 from jpaged.serve.engine import client as engine_client
 from jpaged.serve.engine import worker
@@ -191,6 +192,53 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
             assert told == found[name]
 
     serve(scenario)
+
+
+def test_logprobs_have_the_kept_mass_and_follow_the_mode(
+    serve: Run, engines: Callable[..., Engine]
+):
+    fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}
+    fields |= {"temperature": 5.0, "top_k": 2, "ignore_eos": True}
+
+    async def scenario(server: Server) -> None:
+        found = (await server.complete(**fields))["choices"][0]["logprobs"]
+        assert found["kept_mass"][:2] == [None, None]  # tokens of the prompt
+        assert all(0 < mass < 1 for mass in found["kept_mass"][2:])
+        for top in found["top_logprobs"][2:]:
+            assert sum(map(math.exp, top.values())) == pytest.approx(1.0)
+            assert len(top) == 2
+        chunks = await stream(server, **fields)
+        masses = [mass for it in chunks for mass in it["choices"][0]["logprobs"]["kept_mass"]]
+        assert masses == pytest.approx(found["kept_mass"], abs=1e-6)
+        greedy = (await server.complete(**fields | {"temperature": 0}))["choices"][0]["logprobs"]
+        assert greedy["kept_mass"] == [None, None, 1.0, 1.0, 1.0, 1.0]
+        asked = {"best_of": 3, "prompt": "ab", "logprobs": 1}
+        assert (await server.http.post("/v1/completions", json=asked)).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_k": 2}
+        chat |= {"temperature": 5.0, "max_tokens": 3, "top_logprobs": 5}
+        body = (await server.http.post("/v1/chat/completions", json=chat)).json()
+        for entry in body["choices"][0]["logprobs"]["content"]:
+            assert 0 < entry["kept_mass"] < 1
+            total = sum(math.exp(it["logprob"]) for it in entry["top_logprobs"])
+            assert total == pytest.approx(1.0)
+
+    serve(scenario, engines(logprobs_mode="processed_logprobs"))
+
+
+@pytest.mark.full
+def test_logits_are_clamped_and_cannot_rank_answers(serve: Run, engines: Callable[..., Engine]):
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "ab", "max_tokens": 2, "logprobs": 5, "temperature": 1e-6}
+        found = (await server.complete(**fields))["choices"][0]["logprobs"]
+        values = [value for top in found["top_logprobs"] for value in top.values()]
+        assert max(values) > 1e6
+        assert all(value >= -9999 for value in values)
+        asked = {"best_of": 3, "prompt": "ab", "logprobs": 1}
+        answer = await server.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 400
+        assert "logprobs=1 cannot be combined with best_of=3" in answer.text
+
+    serve(scenario, engines(logprobs_mode="processed_logits"))
 
 
 def test_text_offset_counts_characters_not_tokens(serve: Run):

@@ -76,9 +76,9 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
         for token_id, candidates in zip(delta.token_ids, delta.logprobs or (), strict=True):
             best = sorted(candidates.items(), key=lambda item: -item[1].logprob)[:num_top]
             top = [self._format_logprob(each, own.logprob) for each, own in best]
-            content.append(
-                self._format_logprob(token_id, candidates[token_id].logprob) | {"top_logprobs": top}
-            )
+            chosen = candidates[token_id]
+            entry = self._format_logprob(token_id, chosen.logprob)
+            content.append(entry | {"top_logprobs": top, "kept_mass": chosen.kept_mass})
         return {"content": content, "refusal": None}
 
     def _format_logprob(self, token_id: int, logprob: float) -> JsonObject:

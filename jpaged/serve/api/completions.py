@@ -139,6 +139,7 @@ class CompletionsGeneration(ChoicesGeneration):
         *offsets, self._num_characters[number] = accumulate(widths, initial=offset)
         found = list(zip(ids, candidates, strict=True))
         return {
+            "kept_mass": [None if c is None else c[t].kept_mass for t, c in found],
             "text_offset": [max(start, 0) for start in starts] + offsets,
             "token_logprobs": [
                 None if c is None else clamp_logprob(c[t].logprob) for t, c in found
