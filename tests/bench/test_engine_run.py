@@ -179,7 +179,7 @@ def test_giving_up_leaves_the_server_idle(servers: Callable[..., Server]):
 
 
 def test_next_conversation_round_includes_the_previous_answer(servers: Callable[..., Server]):
-    rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(0.5, 90, 2, ((0, 0, 90),))]
+    rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(2.0, 90, 2, ((0, 0, 90),))]
     work = EngineWorkload(rounds, "ours", 1, None, 256)
     before = work.prompt(1)
     work.note_answer(0, 0, [7, 8])

@@ -499,6 +499,7 @@ def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
     with stopped_mask_workers():
         advance_until_finished(free)
         advance_until_finished(engine.add_request(QUESTION, GREEDY))
+        advance_until_finished(failing)
         assert time.monotonic() - start < 15  # half of the time limit of the mask worker
         assert kept not in final
         assert final[failing].error_info.kind is ErrorKind.UNAVAILABLE
