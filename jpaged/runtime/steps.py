@@ -614,9 +614,7 @@ INPUT_SHAPES: Mapping[str, Callable[[RuntimeConfig, DeviceShapes, ProgramSizes],
     "hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
         (sizes["num_tokens"], *shapes.hidden.shape), shapes.hidden.dtype
     ),
-    "indices": lambda config, shapes, sizes: int32_shape(
-        num_scored_rows(config, sizes["num_tokens"])
-    ),
+    "indices": lambda config, shapes, sizes: int32_shape(sizes["num_scored"]),
     "scored_hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
         (sizes["num_scored"], *shapes.hidden.shape), shapes.hidden.dtype
     ),
@@ -688,7 +686,9 @@ class StepProgram:
             sizes["num_tokens"] = sizes["batch_size"] * (1 + num_drafts)
             sizes["num_rows"] = sizes["batch_size"]
             sizes["max_block_updates"] = 1 + -(-num_drafts // config.block_size)
-        if "num_scored" in sizes:
+        if "indices" in self.arguments:
+            sizes["num_scored"] = num_scored_rows(config, sizes["num_tokens"])
+        elif "num_scored" in sizes:
             sizes["num_rows"] = math.gcd(sizes["num_scored"], MAX_SCORED_LOGITS_ROWS)
         if "batch_size" in sizes:
             sizes.setdefault("num_rows", config.buckets.num_logits_rows(sizes["batch_size"]))
