@@ -5,7 +5,8 @@ Every run has 64 new prompts of 1,024 random tokens, through an engine with rand
     prefill         generate one token, without scores
     scored          `Engine.score_completions`: log-probabilities of all tokens but the first
     ranked          prompt_logprobs=0: log-probabilities and ranks
-    top 5           prompt_logprobs=5: also the five most probable tokens, and each entry read
+    top 5           prompt_logprobs=5: also the five most probable tokens
+    top 5, read     the same, and the caller reads each entry, which creates the entry
     completions     `score_completions` of the last 128 tokens; the prompts are not cached
 
 `ratio` compares with `prefill`. Runs alternate between the kinds, and the times are medians.
@@ -49,12 +50,18 @@ TARGETS = {
 CASE = "case", "model", "format"
 
 
-def _generate(prompts: list[list[int]], engine: Engine, prompt_logprobs: int | None) -> None:
+def _generate(
+    prompts: list[list[int]],
+    engine: Engine,
+    prompt_logprobs: int | None,
+    *,
+    reads_entries: bool = False,
+) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=prompt_logprobs
     )
     for output in engine.generate(prompts, params, use_tqdm=False):
-        if prompt_logprobs:
+        if reads_entries:
             assert len(list(output.prompt_logprobs or ())) == len(output.prompt_token_ids)
 
 
@@ -74,6 +81,7 @@ def measure(
         "prefill": partial(_generate, engine=engine, prompt_logprobs=None),
         "ranked": partial(_generate, engine=engine, prompt_logprobs=0),
         "top 5": partial(_generate, engine=engine, prompt_logprobs=5),
+        "top 5, read": partial(_generate, engine=engine, prompt_logprobs=5, reads_entries=True),
     }
     if hasattr(engine, "score_completions"):
         kinds["scored"] = partial(_score, engine=engine, completion_len=None)

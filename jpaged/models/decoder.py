@@ -26,8 +26,8 @@ from jpaged.models.linear import (
     make_linear,
 )
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
-from jpaged.models.sharding import PendingAllReduce, all_gather, reduce_update, shard_start
-from pallas_kernels import Backend, LayerKV, sum_partials, target_scores
+from jpaged.models.sharding import PendingAllReduce, all_gather, reduce_update
+from pallas_kernels import Backend, LayerKV, sum_partials
 
 LayersOutput = tuple[
     Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, tuple[LayerKV, ...]
@@ -279,13 +279,9 @@ class Decoder(nnx.Module):
             The log-probabilities, and whether no other token of the row is more probable.
         """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
-        table, is_sharded = self.head.weight[...], self.head.is_sharded
-        if is_sharded:
-            targets = targets - shard_start(table.shape[0])
-        cap = self.config.final_soft_cap
-        scores = target_scores(hidden, table, targets, soft_cap=cap, backend=backend)
+        scores = self.head.target_scores(hidden, targets, self.config.final_soft_cap, backend)
         largest, total, target = scores
-        if is_sharded:
+        if self.head.is_sharded:
             parts = all_gather(jnp.stack(scores, axis=1)[None], axis=0)  # [devices, R, 3]
             largest = parts[:, :, 0].max(axis=0)
             total = (parts[:, :, 1] * jnp.exp(parts[:, :, 0] - largest[None])).sum(axis=0)

@@ -54,11 +54,13 @@ def target_scores(
     sizes = checks.check_array("table", table, "[V, D]", x.dtype, **sizes)
     checks.check_array("targets", targets, "[R]", jnp.int32, **sizes)
     cores = num_cores(Backend(backend))
-    if cores and is_hopper(device_kind(backend)) and soft_cap is None and _has_whole_tiles(x):
+    if cores and is_hopper(device_kind(backend)) and soft_cap is None and _fits_hopper(x, table):
         return TargetScores(*hopper.target_scores(x, table, targets, num_programs=cores))
     return TargetScores(*xla.target_scores(x, table, targets, soft_cap=soft_cap))
 
 
-def _has_whole_tiles(x) -> bool:
-    """Return whether the Hopper kernel supports the dtype and the width of `x`."""
-    return x.dtype.itemsize == 2 and x.shape[1] % hopper.TILE == 0 and x.size > 0
+def _fits_hopper(x, table) -> bool:
+    """Return whether the Hopper kernel supports the dtype and the shapes."""
+    (rows, depth), width = x.shape, table.shape[0]
+    is_whole = depth % hopper.TILE == 0 and width % hopper.TOKEN_MULTIPLE == 0
+    return x.dtype.itemsize == 2 and is_whole and rows > 0 and width >= hopper.TILE_TOKENS

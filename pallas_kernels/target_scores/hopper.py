@@ -35,6 +35,7 @@ from pallas_kernels.gemm.hopper import (
 
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
+TOKEN_MULTIPLE = 8  # the vocabulary is a multiple: tables in shared memory have tiles of 8 rows
 NUM_STAGES = 4  # pipeline stages, which fill the shared memory
 _LOG2_E = math.log2(math.e)
 
@@ -42,7 +43,8 @@ _LOG2_E = math.log2(math.e)
 def target_scores(x, table, targets, *, num_programs):
     """Run the public op `target_scores` in Mosaic GPU; return the fields of its result.
 
-    The dtype has 2 bytes, and the depth is a multiple of `TILE`.
+    The dtype has 2 bytes, the depth is a multiple of `TILE`, and the vocabulary is a multiple of
+    `TOKEN_MULTIPLE` with at least `TILE_TOKENS` tokens.
     """
     rows = x.shape[0]
     padding = -rows % TILE_ROWS

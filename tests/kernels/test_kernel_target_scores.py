@@ -12,8 +12,9 @@ from pallas_kernels import Backend, target_scores
 from pallas_kernels.target_scores import xla
 from tests.reference import kernels as reference
 
-# Widths below one slice, of whole slices, and with a last slice or tile of one token.
-WIDTHS = (5, 256, 300, 513, 769)
+# Widths below one slice, of whole slices, and with a last slice of one token. The Hopper kernel takes
+# multiples of 8: the last tile has half of its tokens, or 8, or 136.
+WIDTHS = (5, 256, 300, 384, 520, 648, 769)
 
 
 def run(dtype, rows, width, *, depth=128, soft_cap=None, backend):
@@ -59,7 +60,8 @@ def test_soft_cap_bounds_the_logits(backend):
     [
         ((1024, 1024, 151936), BF16, True),
         ((64, 4096, 128256), F16, True),
-        ((64, 64, 64), F32, False),
+        ((64, 64, 512), F32, False),
+        ((64, 768, 50257), BF16, False),
     ],
 )
 def test_target_scores_lower_to_one_hopper_kernel(shape, dtype, kernel):
