@@ -12,8 +12,8 @@ from pallas_kernels import Backend, target_scores
 from pallas_kernels.target_scores import xla
 from tests.reference import kernels as reference
 
-# Widths below one slice, of whole slices, and with a last slice of one token. The Hopper kernel takes
-# multiples of 8: the last tile has half of its tokens, or 8, or 136.
+# Widths below one slice, of whole slices, and with a last slice of one token. On Hopper GPUs, the
+# kernel needs multiples of 8, and the last tile has 256, 128, 8 or 136 tokens.
 WIDTHS = (5, 256, 300, 384, 520, 648, 769)
 
 
