@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from jpaged.observe.pool_changes import PoolChanges, PoolWatch
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
-    from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
+    from jpaged.outputs import (
+        CompletionOutput,
+        CompletionScore,
+        Logprob,
+        RequestDelta,
+        RequestOutput,
+        TextDelta,
+    )
     from jpaged.parsing.answer import AnswerParser
     from jpaged.parsing.reasoning import REASONING_FAMILIES, reasoning_end
     from jpaged.parsing.stream import CallArguments, CallEnd, CallStart, Content, Reasoning
@@ -34,7 +41,14 @@ _EXPORTS = {
     "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
     "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
-    "jpaged.outputs": ("CompletionOutput", "Logprob", "RequestDelta", "RequestOutput", "TextDelta"),
+    "jpaged.outputs": (
+        "CompletionOutput",
+        "CompletionScore",
+        "Logprob",
+        "RequestDelta",
+        "RequestOutput",
+        "TextDelta",
+    ),
     "jpaged.sampling_params": ("SamplingParams",),
     "jpaged.structured_outputs": ("StructuredOutputs",),
     "jpaged.parsing.answer": ("AnswerParser",),
@@ -63,6 +77,7 @@ __all__ = [
     "CallEnd",
     "CallStart",
     "CompletionOutput",
+    "CompletionScore",
     "Content",
     "Engine",
     "EngineConfig",

@@ -1,5 +1,6 @@
 """Outputs of the engine: answers and deltas, named as in vLLM where vLLM has the same class."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class RequestOutput:
         prompt_token_ids: Tokens of the prompt.
         prompt_logprobs: For each prompt token, the log-probabilities of the top tokens and of the
             prompt's own token, by token id; None unless requested. The first entry is None, since
-            no token precedes the first token.
+            no token precedes the first token. The entries are created when they are first read.
         outputs: The `n` answers in the order of the samples, including unfinished answers. With
             `best_of` above `n`: the `n` samples that are best so far, best first. For a beam
             search: the `n` best answers, best first, or fewer if too few tokens have a finite
@@ -89,11 +90,34 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: Sequence[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionScore:
+    """Log-probabilities of the tokens of one completion, as returned by `Engine.score_completions`.
+
+    Attributes:
+        token_ids: Tokens of the completion.
+        logprobs: Natural logarithm of each token's probability after the prompt and the tokens
+            before it, from the unchanged logits.
+        is_greedy: For each token, whether no other token is more probable at its position.
+        num_cached_tokens: Number of prompt tokens whose KV came from the prefix cache.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    is_greedy: list[bool]
+    num_cached_tokens: int = 0
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probabilities: the log-probability of the whole completion."""
+        return math.fsum(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)

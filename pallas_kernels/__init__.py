@@ -47,6 +47,7 @@ from pallas_kernels.scores import (
     greedy_scores,
     token_scores,
 )
+from pallas_kernels.target_scores import TargetScores, target_scores
 from pallas_kernels.truncation import truncation_mask
 from pallas_kernels.types import (
     FP8,
@@ -83,6 +84,7 @@ __all__ = [
     "HeadNorms",
     "KVScales",
     "LayerKV",
+    "TargetScores",
     "add_rms_norm",
     "add_rms_norm_to_fp8",
     "adjust_logits",
@@ -116,6 +118,7 @@ __all__ = [
     "sum_partials",
     "supports_fp8",
     "supports_kernels",
+    "target_scores",
     "to_fp8",
     "token_scores",
     "truncation_mask",

@@ -17,7 +17,13 @@ from jpaged.models.sharding import per_device_bytes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_use_peer_memory
-from jpaged.runtime.programs import MAX_VERIFY_LOGITS_ROWS, DeviceShapes, SplitModel
+from jpaged.runtime.programs import (
+    MAX_SCORED_LOGITS_ROWS,
+    MAX_VERIFY_LOGITS_ROWS,
+    DeviceShapes,
+    SplitModel,
+    num_scored_rows,
+)
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.steps import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
@@ -243,6 +249,7 @@ class Sizing:
         shapes, workspace = self._minimal_pool_shapes, 0
         if self._device_limit is not None:
             large = max(step_bytes, self._burst_logits_bytes(), self._verify_logits_bytes())
+            large += self._scoring_bytes()
             workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAY_BYTES
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
         row_state = shapes.sampling, shapes.last_tokens, shapes.kv.block_tables, shapes.row_tokens
@@ -261,6 +268,16 @@ class Sizing:
         sizes = self._limits.buckets.verify_batch_sizes
         rows = max(MAX_VERIFY_LOGITS_ROWS, *sizes) if sizes else 0
         return 4 * rows * self._limits.vocab_size * jnp.dtype(jnp.float32).itemsize
+
+    def _scoring_bytes(self) -> int:
+        """Return the bytes of a launch that scores prompt tokens, while its prefill step's results
+        exist: the logits of `prompt_logprobs_step`, twice if devices exchange them."""
+        limits, shapes = self._limits, self._minimal_pool_shapes
+        num_rows = num_scored_rows(limits, limits.buckets.prefill_token_sizes[-1])
+        copies = 1 + shapes.is_vocab_sharded
+        width = limits.vocab_size // (self._num_devices if shapes.is_vocab_sharded else 1)
+        logits = copies * min(num_rows, MAX_SCORED_LOGITS_ROWS) * width * 4
+        return logits + num_rows * shapes.hidden.shape[0] * shapes.hidden.dtype.itemsize
 
     def _choose_num_blocks(self, account: MemoryAccount) -> int:
         config, limits = self._config, self._limits

@@ -263,12 +263,14 @@ class BlockManager:
         Args:
             sequence: Sequence whose known tokens are looked up.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
-                a step must compute at least one token to sample from.
+                a step must compute at least one token to sample from. A sequence whose prompt is
+                scored has a limit of its own.
         """
-        if self.prefix_cache is None or not sequence.reads_prefix_cache:
+        tokens, limit = sequence.token_ids, sequence.max_cached_tokens
+        most = len(tokens) - 1 if max_tokens is None else max_tokens
+        most = (most if limit is None else min(most, limit)) // self.block_size
+        if self.prefix_cache is None or not most:
             return []
-        tokens = sequence.token_ids
-        most = (len(tokens) - 1 if max_tokens is None else max_tokens) // self.block_size
         return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
     def num_pinned_prefix_blocks(self, sequence: Sequence) -> int:
@@ -276,10 +278,12 @@ class BlockManager:
 
         Pinned blocks stay cached, and a lookup returns them before other blocks of the same tokens.
         """
-        if not (self.pins and sequence.reads_prefix_cache):
+        if not self.pins or sequence.max_cached_tokens == 0:
             return 0
         if sequence.block_table:
-            return sum(block_id in self.pins.holder_counts for block_id in sequence.block_table)
+            limit, table = sequence.max_cached_tokens, sequence.block_table
+            found = table if limit is None else table[: limit // self.block_size]
+            return sum(block_id in self.pins.holder_counts for block_id in found)
         # Before a swap-in, only the computed tokens of a sequence are looked up. The host does not
         # know yet which tokens the steps in flight sample.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
@@ -297,8 +301,9 @@ class BlockManager:
             sequence: Sequence whose known tokens are looked up.
             max_tokens: Maximum length of the prefix.
         """
-        cache, tokens = self.prefix_cache, sequence.token_ids
-        if cache is None or not sequence.reads_prefix_cache:
+        cache, tokens, limit = self.prefix_cache, sequence.token_ids, sequence.max_cached_tokens
+        max_tokens = max_tokens if limit is None else min(max_tokens, limit)
+        if cache is None:
             return False
         while cache_entries and not cache_entries[-1].blocks:
             cache_entries.pop()

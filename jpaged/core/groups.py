@@ -169,7 +169,7 @@ def _make_child(parent: Sequence) -> Sequence:
         parent.request,
         seed=parent.seed,
         cache_salt=parent.cache_salt,
-        reads_prefix_cache=parent.reads_prefix_cache,
+        first_scored_position=parent.first_scored_position,
         num_cached_tokens=parent.num_cached_tokens,
         host_block_table=list(parent.host_block_table),
     )

@@ -118,8 +118,9 @@ class Sequence:
         block_table: Ids of the sequence's blocks, in the order of its tokens.
         host_block_table: While swapped out: index in the swap entry for each block.
         cache_salt: Sequences share cached prefixes only if their salts are equal.
-        reads_prefix_cache: Whether the sequence may skip tokens that are cached. If False, every
-            position is computed, and the blocks are still added to the cache.
+        first_scored_position: Position of the first prompt token whose log-probability is returned;
+            None if no prompt token is scored. A token is scored when the token before it is
+            computed, so only tokens before that one may come from the prefix cache.
         num_cached_tokens: Number of cached tokens when the sequence first joined the batch; None
             before that.
         num_registered_blocks: Number of leading blocks that are in the prefix cache, or
@@ -145,7 +146,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     host_block_table: list[int] = field(default_factory=list)
     cache_salt: str | None = None
-    reads_prefix_cache: bool = True
+    first_scored_position: int | None = None
     num_cached_tokens: int | None = None
     num_registered_blocks: int = 0
     last_cache_entry_id: int = 0
@@ -156,6 +157,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Number of tokens, including sampled tokens that the host has not read yet."""
         return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """Maximum number of leading tokens that the prefix cache may provide; None for no limit."""
+        return None if self.first_scored_position is None else self.first_scored_position - 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -226,7 +232,7 @@ class Request:
         beam: BeamSearch | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        reads_prefix_cache: bool = True,
+        first_scored_position: int | None = None,
     ) -> "Request":
         """Create a request with `num_samples` samples, or with one sequence from which beams fork.
 
@@ -243,7 +249,7 @@ class Request:
             beam: State of a beam search; None to sample.
             priority: See `Request.priority`.
             cache_salt: See `Sequence.cache_salt`.
-            reads_prefix_cache: See `Sequence.reads_prefix_cache`.
+            first_scored_position: See `Sequence.first_scored_position`.
         """
         sequences = [
             Sequence(
@@ -253,7 +259,7 @@ class Request:
                 index=index,
                 seed=(seed + index) % 2**64,
                 cache_salt=cache_salt,
-                reads_prefix_cache=reads_prefix_cache,
+                first_scored_position=first_scored_position,
             )
             for index in range(num_samples)
         ]

@@ -694,8 +694,8 @@ class Scheduler:
         if first.num_cached_tokens is None:
             first.num_cached_tokens = first.num_computed_tokens
         cache = manager.prefix_cache
-        if cache is not None and first.reads_prefix_cache:
-            cache.num_query_tokens += len(first.token_ids)
+        if cache is not None and (limit := first.max_cached_tokens) != 0:
+            cache.num_query_tokens += len(first.token_ids) if limit is None else limit
             cache.num_hit_tokens += first.num_computed_tokens
         self._schedule_request(step, request)
         return True

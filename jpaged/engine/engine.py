@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm
 
@@ -12,8 +12,10 @@ from jpaged.core.plan import SchedulingGoal, StepPlan
 from jpaged.engine.loop import EngineLoop, defer_interrupts
 from jpaged.engine.preprocessing import (
     PIN_PARAMS,
+    SCORE_PARAMS,
     normalize_prompt,
     normalize_prompts,
+    pair_completions,
     pair_params,
     pair_priorities,
 )
@@ -31,9 +33,17 @@ from jpaged.observe.pool_report import (
 )
 from jpaged.observe.statistics import EngineStats
 from jpaged.options import check_int
-from jpaged.outputs import CompletionOutput, RequestDelta, RequestOutput, TextDelta
+from jpaged.outputs import (
+    CompletionOutput,
+    CompletionScore,
+    RequestDelta,
+    RequestOutput,
+    TextDelta,
+)
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
+
+Output = TypeVar("Output")
 
 
 class Engine:
@@ -252,11 +262,17 @@ class Engine:
             state.check_grammar()
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
         with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
-            return self._run_to_end(states, SchedulingGoal.THROUGHPUT, bar.update)
+            return self._run_to_end(
+                states, SchedulingGoal.THROUGHPUT, bar.update, RequestState.output
+            )
 
     def _run_to_end(
-        self, states: list[RequestState], goal: SchedulingGoal, on_ended: Callable[[int], object]
-    ) -> list[RequestOutput]:
+        self,
+        states: list[RequestState],
+        goal: SchedulingGoal,
+        on_ended: Callable[[int], object],
+        make_output: Callable[[RequestState], Output],
+    ) -> list[Output]:
         """Run requests until all of them end, and return their outputs in the order of `states`.
 
         If one request is refused, no request starts. An error or an interrupt aborts all requests.
@@ -267,8 +283,9 @@ class Engine:
             states: Requests to run, not queued yet.
             goal: Goal of the steps.
             on_ended: Called after each step with the number of requests that the step ended.
+            make_output: Function that returns the output of a request that has ended.
         """
-        unfinished, outputs = set(states), dict[RequestState, RequestOutput]()
+        unfinished, outputs = set(states), dict[RequestState, Output]()
         try:
             self._loop.add(states)
             while unfinished:
@@ -277,12 +294,64 @@ class Engine:
                 on_ended(len(ended))
                 for state in ended:
                     state.raise_if_failed()
-                outputs |= {state: state.output() for state in ended}
+                outputs |= {state: make_output(state) for state in ended}
         finally:
             with defer_interrupts():  # A second Ctrl-C must not interrupt the aborts.
                 for state in states:
                     self._loop.abort(state)
         return [outputs[state] for state in states]
+
+    def score_completions(
+        self, prompts: object, completions: object, *, use_tqdm: bool | None = None
+    ) -> list[CompletionScore]:
+        """Return the log-probabilities of given completions.
+
+        The engine computes each prompt and its completion without generating an answer. Prompts
+        that several completions share come from the prefix cache after the first.
+
+        Args:
+            prompts: A list of prompts, as in `generate`, or one prompt for all completions.
+            completions: The completion of each prompt: a list of strings or lists of token ids.
+                Repeat a prompt that has several completions. A text completion of a text prompt is
+                tokenised together with the prompt; special tokens are not added after it.
+            use_tqdm: As in `generate`.
+
+        Returns:
+            One score per completion, in their order.
+
+        Raises:
+            TypeError, ValueError: A prompt or completion is invalid, or both together have
+                `max_model_len` tokens or more. No request is started.
+            RuntimeError: A step failed.
+        """
+        pairs = pair_completions(prompts, completions, vocab_size=self.vocab_size)
+        first, later, seen = list[RequestState](), list[RequestState](), set[tuple]()
+        states = list[RequestState]()
+        in_use, block_size = self._loop.requests, self.runtime_config.block_size
+        for i, (prompt, completion) in enumerate(pairs):
+            joined, num_tokens = self._preprocessor.join_completion(
+                prompt, completion, f"completions[{i}]"
+            )
+            state = self._preprocessor.make_request_state(
+                joined, SCORE_PARAMS, ids_in_use=in_use, first_scored_position=num_tokens
+            )
+            self._loop.scheduler.check(state.request)
+            prefix = (joined.token_ids or [])[: (num_tokens - 1) // block_size * block_size]
+            key = *prefix, joined.cache_salt
+            is_shared = self.config.enable_prefix_caching and prefix and key in seen
+            seen.add(key)
+            states.append(state)
+            (later if is_shared else first).append(state)
+        disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
+        scores: dict[RequestState, CompletionScore] = {}
+        with tqdm(total=len(states), desc="Scoring", disable=disable, unit="req") as bar:
+            # The first completion of each prompt leaves the prompt in the prefix cache.
+            for part in filter(None, (first, later)):
+                found = self._run_to_end(
+                    part, SchedulingGoal.THROUGHPUT, bar.update, RequestState.completion_score
+                )
+                scores |= dict(zip(part, found, strict=True))
+        return [scores[state] for state in states]
 
     def beam_search(
         self,
@@ -437,7 +506,7 @@ class Engine:
         while pin is None:
             in_use = self._loop.requests
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
-            self._run_to_end([state], SchedulingGoal.LATENCY, int)
+            self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
             # The blocks may be gone: a running request may have preempted the prefix's request
             # while its token was in flight. Compute the prefix again in this case. When no other

@@ -83,6 +83,58 @@ def normalize_prompt(
     return NormalizedPrompt(text=_check_text(prompt, name))
 
 
+def pair_completions(
+    prompts: object, completions: object, *, vocab_size: int | None = None
+) -> list[tuple[NormalizedPrompt, NormalizedPrompt]]:
+    """Return a list of pairs (prompt, completion) for `Engine.score_completions`.
+
+    One prompt that is not in a list is the prompt of every completion.
+
+    Args:
+        prompts: The prompt or prompts from the caller.
+        completions: The completion or completions from the caller.
+        vocab_size: Token ids must be less than `vocab_size`; None for no upper limit.
+
+    Raises:
+        TypeError, ValueError: A prompt or completion is invalid, or the numbers of prompts and
+            completions differ.
+    """
+    given = _to_list(prompts)
+    is_list = isinstance(given, list) and not _is_token_ids(given)
+    checked = normalize_prompts(given, vocab_size=vocab_size)
+    answers = _to_list(completions)
+    if not isinstance(answers, list) or _is_token_ids(answers):
+        named = {"completions": answers}
+    elif not answers:
+        raise RequestError("completions", "is empty", remedy="pass one completion per prompt")
+    else:
+        named = {f"completions[{i}]": each for i, each in enumerate(answers)}
+    if not is_list:
+        checked *= len(named)
+    if len(checked) != len(named):
+        raise RequestError(
+            "completions",
+            f"has {format_count(len(named), 'entry', 'entries')} for "
+            f"{format_count(len(checked), 'prompt')}",
+            remedy="pass one completion per prompt, and repeat a prompt that has several",
+        )
+    found = [_check_completion(each, name, vocab_size) for name, each in named.items()]
+    return list(zip(checked, found, strict=True))
+
+
+def _check_completion(value: object, name: str, vocab_size: int | None) -> NormalizedPrompt:
+    value = _to_list(value)
+    if isinstance(value, list):
+        return NormalizedPrompt(token_ids=_check_token_ids(value, name, vocab_size))
+    if not isinstance(value, str):
+        raise RequestTypeError(
+            name,
+            "must be a string or a list of token ids; got "
+            f"{type(value).__name__}: {short_repr(value)}",
+        )
+    return NormalizedPrompt(text=_check_text(value, name))
+
+
 def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
     """Return a list with one `SamplingParams` per prompt.
 
@@ -249,6 +301,9 @@ def _check_token_id(token_id: object, name: str, position: int) -> int:
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """Sampling parameters of the request that computes a pinned prefix. The one token is dropped."""
 
+SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""Sampling parameters of a request that scores a completion. The one token is dropped."""
+
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
@@ -294,6 +349,35 @@ class Preprocessor:
         ids = self.require_tokenizer("a text prompt").encode(prompt.text)
         ids = _check_token_ids(ids, "prompt['prompt_token_ids']", self.vocab_size)
         return replace(prompt, token_ids=ids)
+
+    def join_completion(
+        self, prompt: NormalizedPrompt, completion: NormalizedPrompt, name: str
+    ) -> tuple[NormalizedPrompt, int]:
+        """Return a prompt that ends with a completion, and the number of tokens before it.
+
+        If both are texts, the joined text is tokenised, as a model would see it. The completion
+        begins after as many tokens as the prompt has alone.
+
+        Args:
+            prompt: The prompt.
+            completion: The completion, as `pair_completions` returned it.
+            name: Name of the completion in error messages.
+
+        Raises:
+            ValueError: A text cannot be tokenised, or the completion adds no token.
+        """
+        ids = self.tokenize(prompt).token_ids or []
+        if completion.token_ids is not None:
+            joined = ids + completion.token_ids
+        elif prompt.token_ids is None and prompt.text is not None:
+            text = prompt.text + (completion.text or "")
+            joined = self.tokenize(NormalizedPrompt(text=text)).token_ids or []
+        else:
+            tokenizer = self.require_tokenizer("a text completion")
+            joined = ids + tokenizer.encode(completion.text or "", add_special_tokens=False)
+        if len(joined) <= len(ids):
+            raise RequestError(name, "adds no token to its prompt", remedy="pass both as token ids")
+        return replace(prompt, text=None, token_ids=joined), len(ids)
 
     def cut_to_full_blocks(self, prompt: object, block_size: int) -> NormalizedPrompt:
         """Return the prompt without the tokens that follow its last full block.
@@ -341,6 +425,7 @@ class Preprocessor:
         *,
         request_id: str | None = None,
         ids_in_use: Container[str] = (),
+        first_scored_position: int | None = None,
     ) -> RequestState:
         """Return a checked and tokenised request, ready for `EngineLoop.add`.
 
@@ -353,6 +438,8 @@ class Preprocessor:
                 priority that its policy does not support.
             request_id: The id of the request; None to generate an id that is not in use.
             ids_in_use: Ids of unfinished requests.
+            first_scored_position: See `Sequence`; None without scores, and 1 with
+                `params.prompt_logprobs`.
 
         Raises:
             TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenised.
@@ -386,8 +473,7 @@ class Preprocessor:
             beam=search,
             priority=priority,
             cache_salt=prompt.cache_salt,
-            # Prompt log-probabilities need the hidden state of every position to be computed.
-            reads_prefix_cache=params.prompt_logprobs is None,
+            first_scored_position=first_scored_position if params.prompt_logprobs is None else 1,
         )
         constraint, spec = None, params.structured_outputs
         if spec is not None and self.mask_client is not None:

@@ -13,8 +13,15 @@ from jpaged.core.plan import EmittedToken, ScheduledSequence
 from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.observe.statistics import RequestMetrics
-from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
-from jpaged.runtime.results import TokenScores
+from jpaged.outputs import (
+    CompletionOutput,
+    CompletionScore,
+    Logprob,
+    RequestDelta,
+    RequestOutput,
+    TextDelta,
+)
+from jpaged.runtime.results import TargetLogprobs, TokenScores, scored_positions
 from jpaged.sampling_params import SamplingParams
 from jpaged.structured_outputs.mask_client import Answer, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
@@ -43,18 +50,17 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         tokenizer: Tokenizer for the texts of the tokens; None to leave out the texts.
         cached_entries: Decoded entries of the first rows. Entries that are decoded later are
             appended to this list, which several sequences may share.
-        are_sampled: Whether the tokens were sampled. Only sampled tokens have a `kept_mass`.
     """
+
+    _are_sampled = True  # only sampled tokens have a `kept_mass`
 
     def __init__(
         self,
         scores: np.ndarray,
         tokenizer: Tokenizer | None,
         cached_entries: list[dict[int, Logprob]] | None = None,
-        *,
-        are_sampled: bool = True,
     ):
-        self._scores, self._tokenizer, self._are_sampled = scores, tokenizer, are_sampled
+        self._scores, self._tokenizer = scores, tokenizer
         self._cached_entries = [] if cached_entries is None else cached_entries
 
     def __len__(self) -> int:
@@ -105,6 +111,19 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
         return entries
+
+
+class PromptLogprobs(TokenLogprobs):
+    """Log-probabilities of a prompt: None for the first token, then those of `TokenLogprobs`."""
+
+    _are_sampled = False
+
+    def __len__(self) -> int:
+        return 1 + super().__len__()
+
+    @property
+    def _entries(self) -> list[Any]:
+        return [None, *super()._entries]
 
 
 def _detokenizer(
@@ -293,7 +312,9 @@ class RequestState:
     _reads_every_token: bool = field(init=False)  # any token may complete a stop string
     _is_ranked: bool = field(init=False)
     _has_sent_prompt_logprobs: bool = False
-    _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    _prompt_scores: list[np.ndarray] = field(default_factory=list)  # packed, one row per token
+    _num_scored: int = 0  # rows of `_prompt_scores`
+    _cached_prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded
 
     def __post_init__(self) -> None:
         sequences = self.request.sequences if self.request.beam is None else ()
@@ -360,18 +381,23 @@ class RequestState:
                 self.is_polled or params.needs_logprobs or self._reads_every_token
             )
 
-    def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
+    def accept_prompt_logprobs(
+        self, item: ScheduledSequence, scores: TokenScores | TargetLogprobs
+    ) -> None:
         """Record the log-probabilities of prompt tokens. Ignore tokens that are known already.
 
         Args:
             item: The chunk of the prompt that the step computed.
-            scores: One row per scored prompt token, each for the token after a position of the
-                chunk.
+            scores: One row for each of `scored_positions(item)`.
         """
-        known = self._prompt_logprobs = self._prompt_logprobs or [None]
-        packed = scores.packed_top(self.params.prompt_logprobs or 0)
-        new = packed[max(len(known) - item.start - 1, 0) :]
-        known.extend(TokenLogprobs(new, self.tokenizer, are_sampled=False))
+        first = item.sequence.first_scored_position or 0
+        num_known = first + self._num_scored - scored_positions(item).start
+        packed = scores.packed
+        if isinstance(scores, TokenScores):
+            packed = scores.packed_top(self.params.prompt_logprobs or 0)
+        if len(new := packed[max(num_known, 0) :]):
+            self._prompt_scores.append(new)
+            self._num_scored += len(new)
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, even if it has just finished. Keep the first error.
@@ -423,7 +449,7 @@ class RequestState:
             request_id=request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._copy_prompt_logprobs(),
+            prompt_logprobs=self._make_prompt_logprobs(),
             outputs=self._sample_outputs()
             if request.beam is None
             else self._beam_outputs(request.beam),
@@ -464,11 +490,23 @@ class RequestState:
         answers = self.output().outputs if self.request.is_finished else ()
         return [TextDelta.of(self.request_id, answer) for answer in answers]
 
+    def completion_score(self) -> CompletionScore:
+        """Return the score of a finished request from `Engine.score_completions`."""
+        sequence = self.request.sequences[0]
+        scores = TargetLogprobs(np.concatenate(self._prompt_scores))
+        return CompletionScore(
+            token_ids=self.prompt_token_ids[sequence.first_scored_position :],
+            logprobs=scores.logprobs.tolist(),
+            is_greedy=scores.is_greedy.tolist(),
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self._has_sent_prompt_logprobs or self.metrics.first_token_time is None:
             return None
         self._has_sent_prompt_logprobs = True
-        return self._copy_prompt_logprobs()
+        found = self._make_prompt_logprobs()
+        return None if found is None else list(found)
 
     def _sample_outputs(self) -> list[CompletionOutput]:
         """Return all samples in their order, or the `n` best samples if the answers are ranked."""
@@ -504,7 +542,9 @@ class RequestState:
             score=hypothesis.score,
         )
 
-    def _copy_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def _make_prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:
             return None
-        return list(self._prompt_logprobs) or [None]
+        empty = np.zeros((0, NUM_TOKEN_COLUMNS), np.int32)
+        packed = np.concatenate(self._prompt_scores) if self._prompt_scores else empty
+        return PromptLogprobs(packed, self.tokenizer, self._cached_prompt_logprobs)

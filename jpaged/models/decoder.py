@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
 from jpaged.models.checkpoint import WeightRule
@@ -26,7 +26,7 @@ from jpaged.models.linear import (
     make_linear,
 )
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
-from jpaged.models.sharding import PendingAllReduce, reduce_update
+from jpaged.models.sharding import PendingAllReduce, all_gather, reduce_update
 from pallas_kernels import Backend, LayerKV, sum_partials
 
 LayersOutput = tuple[
@@ -261,6 +261,32 @@ class Decoder(nnx.Module):
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         logits, cap = self.head.logits(hidden), self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / jnp.float32(cap)) * jnp.float32(cap)
+
+    def target_logprobs(
+        self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
+    ) -> tuple[Float32[Array, "R"], Bool[Array, "R"]]:
+        """Return the log-probability of one token per row of hidden states.
+
+        The logits are never all in memory. If `head.is_sharded`, each device computes its shard of
+        the vocabulary, and the shards are combined in the order of the devices.
+
+        Args:
+            hidden: Hidden states after the final norm.
+            targets: One token id per row.
+            backend: Implementation of the kernels.
+
+        Returns:
+            The log-probabilities, and whether no other token of the row is more probable.
+        """
+        hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
+        scores = self.head.target_scores(hidden, targets, self.config.final_soft_cap, backend)
+        largest, total, target = scores
+        if self.head.is_sharded:
+            parts = all_gather(jnp.stack(scores, axis=1)[None], axis=0)  # [devices, R, 3]
+            largest = parts[:, :, 0].max(axis=0)
+            total = (parts[:, :, 1] * jnp.exp(parts[:, :, 0] - largest[None])).sum(axis=0)
+            target = parts[:, :, 2].sum(axis=0)
+        return target - largest - jnp.log(total), target >= largest
 
     @property
     def head(self) -> Embedding:

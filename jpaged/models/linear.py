@@ -23,7 +23,15 @@ from jpaged.models.sharding import (
     reduce_update,
     shard_start,
 )
-from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
+from pallas_kernels import (
+    Backend,
+    TargetScores,
+    device_sum,
+    einsum,
+    gated_silu,
+    sum_partials,
+    target_scores,
+)
 
 
 def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -244,3 +252,25 @@ class Embedding(nnx.Module):
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Return the dot product of each row with each table row on this device, in float32."""
         return einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
+
+    def target_scores(
+        self,
+        hidden: Float[Array, "R D"],
+        targets: Int32[Array, "R"],
+        soft_cap: float | None,
+        backend: Backend,
+    ) -> TargetScores:
+        """Return the parts of each target's log-probability, without storing the logits.
+
+        If the table is sharded, the parts cover this device's rows of the table.
+
+        Args:
+            hidden: Rows, as in `logits`.
+            targets: One id per row.
+            soft_cap: See `pallas_kernels.target_scores`.
+            backend: Implementation of the kernels.
+        """
+        table = self.weight[...]
+        if self.is_sharded:
+            targets = targets - shard_start(table.shape[0])
+        return target_scores(hidden, table, targets, soft_cap=soft_cap, backend=backend)

@@ -106,6 +106,14 @@ def all_gather(x: jax.Array, axis: int) -> jax.Array:
     return gathered.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
+def split_rows(x: jax.Array) -> jax.Array:
+    """Exchange shards of columns [T, C] for whole rows [T / devices, C * devices].
+
+    T is a multiple of the number of devices, and the first device gets the first rows.
+    """
+    return lax.all_to_all(x, MESH_AXIS, split_axis=0, concat_axis=1, tiled=True)
+
+
 def shard_start(size: int) -> Int32[Array, ""]:
     """Return where this device's shard begins along an axis, if every shard has `size` entries."""
     return lax.axis_index(MESH_AXIS) * size

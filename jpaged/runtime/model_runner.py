@@ -8,7 +8,7 @@ devices `_launch_small` waits after every `MAX_LAUNCHES_AHEAD` small launches.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from jpaged.runtime.programs import (
     DeviceShapes,
     Programs,
     SplitModel,
+    num_scored_rows,
     sampler_levels,
     verify_levels,
 )
@@ -71,7 +72,7 @@ class UnsampledStep:
         level: Sampling level that covers every row.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
-        prompt_scores: Scores of prompt tokens, by sequence id.
+        prompt_scores: Scores of prompt tokens.
         incoming_chunks: Swapped-out blocks to write to the pool after the step; None if the plan
             has no swap-ins.
     """
@@ -83,7 +84,7 @@ class UnsampledStep:
     level: SamplerLevel
     logits: Any = None  # jax.Array
     inputs: Any = None
-    prompt_scores: PromptScores = field(default_factory=dict)
+    prompt_scores: tuple[PromptScores, ...] = ()
     incoming_chunks: Any = None
 
 
@@ -206,7 +207,7 @@ class ModelRunner:
                 np.argsort(row_order),
             )
         rows = self._rows.rows(scheduled)
-        level, prompt_scores = self._rows.level(rows), {}
+        level, prompt_scores = self._rows.level(rows), ()
         limits = plan.limits
         if limits and step.row_order is not None:
             limits = [limits[i] for i in row_order.tolist()]
@@ -214,9 +215,11 @@ class ModelRunner:
         found = self._launch(step.name, key, packed=packed)
         logits, inputs, hidden = found["logits"], found["inputs"], found.get("hidden")
         if hidden is not None:
-            score = partial(self._launch, "prompt_logprobs", hidden.shape[0], hidden=hidden)
+            num_rows = num_scored_rows(self._config, hidden.shape[0])
             wait = self._wait if self._handle_options["is_tensor_parallel"] else None
-            prompt_scores = score_prompts(scheduled, sampling, score, wait)
+            prompt_scores = score_prompts(
+                scheduled, sampling, partial(self._score, hidden), num_rows, wait
+            )
         return UnsampledStep(
             plan,
             scheduled,
@@ -228,6 +231,13 @@ class ModelRunner:
             prompt_scores,
             incoming_chunks,
         )
+
+    def _score(
+        self, hidden: jax.Array, program: str, indices: np.ndarray, targets: np.ndarray
+    ) -> jax.Array:
+        """Launch the scoring of some prompt tokens, for `score_prompts`."""
+        found = self._launch("gather_hidden", hidden.shape[0], hidden=hidden, indices=indices)
+        return self._launch(program, len(targets), **found, targets=targets)["scores"]
 
     def _launch_moves(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
         """Launch everything of a plan that comes before its step.
@@ -312,7 +322,7 @@ class ModelRunner:
         packed = self._packers[name](*_burst_inputs(plans, rows))
         sampled = _start_copy_to_host(self._launch(*name, packed=packed)["sampled"], level)
         return [
-            StepHandle(plan, sampled, {}, np.arange(len(plan_rows)), (i,), **self._handle_options)
+            StepHandle(plan, sampled, (), np.arange(len(plan_rows)), (i,), **self._handle_options)
             for i, (plan, plan_rows) in enumerate(zip(plans, rows, strict=True))
         ]
 
@@ -336,7 +346,7 @@ class ModelRunner:
             StepHandle(
                 plan,
                 sampled,
-                {},
+                (),
                 np.arange(len(plan_rows)),
                 (i,),
                 faults=() if i else faults,

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
+from jpaged.runtime.buckets import round_up
 from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
 from jpaged.runtime.peer_memory import peer_header_shape
@@ -24,9 +25,12 @@ from jpaged.runtime.sampler import (
 )
 from jpaged.runtime.swap import gather_blocks_step
 
-PROMPT_LOGPROBS_CHUNK = 64
-"""Number of prompt tokens per launch of `prompt_logprobs_step`. The logits of a whole prompt would
-not fit next to the pool."""
+SCORED_ROW_SIZES = (64, 256, 1024)
+"""Numbers of prompt tokens that one launch scores. More rows per launch would not be faster."""
+
+MAX_SCORED_LOGITS_ROWS = 256
+"""Maximum number of rows of logits that `prompt_logprobs_step` holds at once: as many as a decode
+step has, so that the products of the output head are the same."""
 
 BLOCK_COPIES_CHUNK = 64
 """Number of blocks that one launch of `copy_blocks_step` copies."""
@@ -199,6 +203,12 @@ def sampler_levels(
         return levels
     first = SamplerLevel.GREEDY, SamplerLevel.RANDOM
     return *first, *(level for level in levels if level not in first)
+
+
+def num_scored_rows(config: RuntimeConfig, num_tokens: int) -> int:
+    """Return the number of prompt tokens that one launch scores after a step of `num_tokens`."""
+    max_tokens = config.buckets.prefill_token_sizes[-1]
+    return min(round_up(SCORED_ROW_SIZES, min(num_tokens, SCORED_ROW_SIZES[-1])), max_tokens)
 
 
 def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:

@@ -1,6 +1,7 @@
 """Read the results of launched steps on the host."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 from jpaged.core.plan import NO_TOKEN, ScheduledSequence, StepPlan
 from jpaged.core.request import BeamCandidates, Request
 from jpaged.runtime.peer_memory import wait_for_devices
-from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import (
     KEPT_MASS_COLUMN,
@@ -86,6 +86,27 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
+class TargetLogprobs:
+    """Log-probabilities of C prompt tokens, without ranks or other tokens.
+
+    Attributes:
+        packed: float32 [C, 2], from `score_targets_step`.
+    """
+
+    packed: np.ndarray
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Log-probability of each scored token, float32 [C]."""
+        return self.packed[:, 0]
+
+    @property
+    def is_greedy(self) -> np.ndarray:
+        """Whether no other token is more probable, bool [C]."""
+        return self.packed[:, 1] != 0
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Results of a finished step.
 
@@ -94,14 +115,14 @@ class StepResult:
             verify step, int32 [len(plan.scheduled), 1 + plan.num_drafts]; see `Scheduler.update`.
         logprobs: Scores of the sampled tokens, one row per scheduled sequence; None if no request
             in the step asked for log-probabilities.
-        prompt_logprobs: Scores of prompt tokens by sequence id, for requests that asked for them. A
-            step scores the prompt token after each position that it computes.
+        prompt_logprobs: Scores of prompt tokens by sequence id, for sequences with a
+            `first_scored_position`. `TokenScores` if the request asked for `prompt_logprobs`.
         draft_logprobs: As `logprobs`, for the tokens after each draft of a verify step.
     """
 
     token_ids: np.ndarray
     logprobs: TokenScores | None
-    prompt_logprobs: dict[int, TokenScores]
+    prompt_logprobs: dict[int, TokenScores | TargetLogprobs]
     draft_logprobs: tuple[TokenScores, ...] = ()
 
     @property
@@ -112,9 +133,37 @@ class StepResult:
         return None if scores is None else BeamCandidates(scores.top_token_ids, scores.top_logprobs)
 
 
-PromptScores = dict[int, tuple[int, list[jax.Array]]]
-"""Scores of prompt tokens by sequence id: the number of scored tokens, and the arrays of scores,
-one per chunk."""
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a step's prompt tokens, on their way to the host.
+
+    Attributes:
+        program: Name of the step that computed the scores: "prompt_logprobs" or "score_targets".
+        arrays: Scores of the launches. Only the last one has padding rows, at its end.
+        slices: Rows of each sequence in the concatenated arrays, by sequence id.
+    """
+
+    program: str
+    arrays: list[jax.Array]
+    slices: dict[int, slice]
+
+    def read(self) -> Iterator[tuple[int, TokenScores | TargetLogprobs]]:
+        """Wait for the scores; yield sequence ids and their scores."""
+        kind = TokenScores if self.program == "prompt_logprobs" else TargetLogprobs
+        packed = np.concatenate([np.asarray(array) for array in self.arrays])
+        return ((seq_id, kind(packed[rows])) for seq_id, rows in self.slices.items())
+
+
+def scored_positions(item: ScheduledSequence) -> range:
+    """Return the positions of the prompt tokens that a step scores for a scheduled sequence.
+
+    A token is scored by the step that computes the token before it.
+    """
+    sequence, start = item.sequence, item.start
+    if sequence.first_scored_position is None:
+        return range(0)
+    end = min(start + item.num_scheduled_tokens + 1, sequence.num_prompt_tokens)
+    return range(max(start + 1, sequence.first_scored_position), end)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +175,7 @@ class StepHandle:
         sampled: Sampled tokens [B], or scores [B, W] that contain the tokens; None if the plan
             schedules no sequence. All steps of a burst share one array, with the steps as its first
             axis.
-        prompt_logprobs: Scores of prompt tokens.
+        prompt_scores: Scores of prompt tokens.
         row_indices: Index of the step's row for each sequence of `plan.scheduled`.
         burst_index: Index of the step in its burst; () for a step outside a burst.
         faults: Requests whose sampling could not be set up, and the errors. The step computes these
@@ -139,7 +188,7 @@ class StepHandle:
 
     plan: StepPlan
     sampled: Any  # jax.Array
-    prompt_logprobs: PromptScores
+    prompt_scores: tuple[PromptScores, ...]
     row_indices: np.ndarray
     burst_index: tuple[int, ...] = ()
     faults: tuple[tuple[Request, Exception], ...] = ()
@@ -177,45 +226,51 @@ class StepHandle:
             tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
         if self.check_devices is not None and (tokens == NO_TOKEN).any():
             self.check_devices()
-        prompts = {
-            seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
-            for seq_id, (count, chunks) in self.prompt_logprobs.items()
-        }
+        prompts = dict(itertools.chain(*(each.read() for each in self.prompt_scores)))
         return StepResult(tokens, scores, prompts, draft_scores)
 
 
 def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Callable[[Request], SamplingParams],
-    score: Callable[..., dict[str, jax.Array]],
+    launch: Callable[[str, np.ndarray, np.ndarray], jax.Array],
+    num_rows: int,
     wait: Callable[[Any], Any] | None = None,
-) -> PromptScores:
+) -> tuple[PromptScores, ...]:
     """Launch the scoring of prompt tokens in a prefill step.
 
-    The step scores the prompt token after each position that it computes.
+    The tokens of all sequences are scored together, `num_rows` tokens per launch.
 
     Args:
         scheduled: The step's sequences, in the order in which their tokens are flattened.
-        sampling: Function that returns the sampling parameters of a request. Only requests with
-            `prompt_logprobs` are scored.
-        score: Function that launches `prompt_logprobs_step` for the step's hidden states. The
-            arguments are `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+        sampling: Function that returns the sampling parameters of a request.
+        launch: Function that launches a scoring step. The arguments are the step's name, the
+            indices of hidden states of the prefill step, and the token after each, int32
+            [num_rows] each.
+        num_rows: Number of tokens per launch.
         wait: Function that waits for arrays on several devices; None for one device.
     """
-    scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
-    launched: list[jax.Array] = []
-    for sequence, start, num_tokens, *_ in scheduled:
-        wanted = sampling(sequence.request).prompt_logprobs is not None
-        count = min(num_tokens, sequence.num_prompt_tokens - 1 - start)
-        if wanted and count > 0:
-            indices, targets = np.zeros((2, -(-count // size) * size), np.int32)
-            indices[:count] = np.arange(offset, offset + count)
-            targets[:count] = sequence.token_ids[start + 1 : start + 1 + count]
-            first = len(launched)
-            for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
-                if wait is not None and len(launched) >= MAX_LAUNCHES_AHEAD:
-                    wait(launched[-MAX_LAUNCHES_AHEAD])
-                launched.append(score(indices=i, targets=t)["scores"])
-            scored[sequence.seq_id] = count, launched[first:]
-        offset += num_tokens
-    return scored
+    found: dict[str, tuple[list[np.ndarray], list[int], dict[int, slice]]] = {}
+    offset = 0
+    for item in scheduled:
+        if positions := scored_positions(item):
+            is_ranked = sampling(item.sequence.request).prompt_logprobs is not None
+            name = "prompt_logprobs" if is_ranked else "score_targets"
+            indices, targets, slices = found.setdefault(name, ([], [], {}))
+            slices[item.sequence.seq_id] = slice(len(targets), len(targets) + len(positions))
+            first = offset + positions.start - 1 - item.start
+            indices.append(np.arange(first, first + len(positions)))
+            targets += item.sequence.token_ids[positions.start : positions.stop]
+        offset += item.num_scheduled_tokens
+    scores = []
+    for name, (indices, targets, slices) in found.items():
+        inputs = np.zeros((2, -(-len(targets) // num_rows) * num_rows), np.int32)
+        inputs[:, : len(targets)] = np.concatenate(indices), targets
+        arrays: list[jax.Array] = []
+        for start in range(0, inputs.shape[1], num_rows):
+            if wait is not None and len(arrays) >= MAX_LAUNCHES_AHEAD // 2:  # each is two launches
+                wait(arrays[-MAX_LAUNCHES_AHEAD // 2])
+            arrays.append(launch(name, *inputs[:, start : start + num_rows]))
+            arrays[-1].copy_to_host_async()
+        scores.append(PromptScores(name, arrays, slices))
+    return tuple(scores)

@@ -36,6 +36,7 @@ until it has read the step. The device holds the lengths, and each row has a lim
 tokens for which it has slots. A row whose length exceeds its limit computes and samples nothing.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -52,7 +53,7 @@ from jpaged.config import LogprobsMode
 from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
-from jpaged.models.sharding import all_gather, shard_start
+from jpaged.models.sharding import MESH_AXIS, all_gather, shard_start, split_rows
 from jpaged.runtime.batch import (
     DecodeBatch,
     decode_key,
@@ -84,10 +85,11 @@ from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
+    MAX_SCORED_LOGITS_ROWS,
     MAX_VERIFY_LOGITS_ROWS,
-    PROMPT_LOGPROBS_CHUNK,
     DeviceShapes,
     int32_shape,
+    num_scored_rows,
     sampler_levels,
     verify_levels,
 )
@@ -492,10 +494,16 @@ def sample_step(
     return sampled, last_tokens.at[device_rows].set(known), sampling, row_tokens
 
 
+def gather_hidden_step(
+    hidden: Float[Array, "T D"], indices: Int32[Array, "C"]
+) -> Float[Array, "C D"]:
+    """Return the rows of a prefill step's hidden states that a scoring step reads."""
+    return jnp.take(hidden, indices, axis=0, mode="clip")
+
+
 def prompt_logprobs_step(
     model: Decoder,
-    hidden: Float[Array, "T D"],
-    indices: Int32[Array, "C"],
+    scored_hidden: Float[Array, "C D"],
     targets: Int32[Array, "C"],
     *,
     max_logprobs: int,
@@ -503,16 +511,54 @@ def prompt_logprobs_step(
 ) -> Int32[Array, "C W"]:
     """Return the scores of C prompt tokens, as packed by `token_scores`.
 
+    At most `MAX_SCORED_LOGITS_ROWS` rows of logits exist at once. If devices split the vocabulary,
+    they exchange their logits, so that each device scores some rows over the whole vocabulary.
+
     Args:
-        hidden: Hidden states of a prefill step.
-        indices: Positions in `hidden`.
-        targets: Prompt token after each of these positions.
+        scored_hidden: Hidden state before each prompt token.
+        targets: The prompt tokens.
     """
-    wanted = jnp.ones(targets.shape, jnp.bool_)
-    logits = model.logits(hidden[indices])
-    if model.head.is_sharded:
-        logits = all_gather(logits, axis=1)
-    return token_scores(logits, targets, wanted, max_logprobs, backend=backend)
+    num_rows = targets.shape[0]
+    size = math.gcd(num_rows, MAX_SCORED_LOGITS_ROWS)
+
+    def score(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, targets = part
+        is_sharded = model.head.is_sharded
+        if is_sharded:  # pad to whole rows per device
+            padding = -size % lax.axis_size(MESH_AXIS)
+            hidden, targets = (
+                jnp.pad(hidden, ((0, padding), (0, 0))),
+                jnp.pad(targets, (0, padding)),
+            )
+        logits = model.logits(hidden)
+        if is_sharded:
+            logits = split_rows(logits)
+            own_rows = logits.shape[0]
+            targets = lax.dynamic_slice_in_dim(targets, shard_start(own_rows), own_rows)
+        wanted = jnp.ones(targets.shape, jnp.bool_)
+        scores = token_scores(logits, targets, wanted, max_logprobs, backend=backend)
+        return all_gather(scores, axis=0)[:size] if is_sharded else scores
+
+    if size == num_rows:
+        return score((scored_hidden, targets))
+    parts = scored_hidden.reshape(-1, size, scored_hidden.shape[1]), targets.reshape(-1, size)
+    return lax.map(score, parts).reshape(num_rows, -1)
+
+
+def score_targets_step(
+    model: Decoder,
+    scored_hidden: Float[Array, "C D"],
+    targets: Int32[Array, "C"],
+    *,
+    backend: Backend,
+) -> Float32[Array, "C 2"]:
+    """Return the log-probabilities of C prompt tokens, and 1 for each that is the most probable.
+
+    The arguments are those of `prompt_logprobs_step`. Ranks and other tokens are left out, so that
+    no step holds all logits.
+    """
+    logprobs, is_greedy = model.target_logprobs(scored_hidden, targets, backend)
+    return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
 
 
 def copy_blocks_step(
@@ -577,8 +623,11 @@ INPUT_SHAPES: Mapping[str, Callable[[RuntimeConfig, DeviceShapes, ProgramSizes],
     "hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
         (sizes["num_tokens"], *shapes.hidden.shape), shapes.hidden.dtype
     ),
-    "indices": lambda config, shapes, sizes: int32_shape(PROMPT_LOGPROBS_CHUNK),
-    "targets": lambda config, shapes, sizes: int32_shape(PROMPT_LOGPROBS_CHUNK),
+    "indices": lambda config, shapes, sizes: int32_shape(sizes["num_scored"]),
+    "scored_hidden": lambda config, shapes, sizes: jax.ShapeDtypeStruct(
+        (sizes["num_scored"], *shapes.hidden.shape), shapes.hidden.dtype
+    ),
+    "targets": lambda config, shapes, sizes: int32_shape(sizes["num_scored"]),
     "marks": lambda config, shapes, sizes: int32_shape(2 * ROWS_PER_LOAD + 3 * TOKENS_PER_LOAD),
     "row": lambda config, shapes, sizes: int32_shape(),
     "bias": lambda config, shapes, sizes: jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32),
@@ -646,6 +695,10 @@ class StepProgram:
             sizes["num_tokens"] = sizes["batch_size"] * (1 + num_drafts)
             sizes["num_rows"] = sizes["batch_size"]
             sizes["max_block_updates"] = 1 + -(-num_drafts // config.block_size)
+        if "indices" in self.arguments:
+            sizes["num_scored"] = num_scored_rows(config, sizes["num_tokens"])
+        elif "num_scored" in sizes:
+            sizes["num_rows"] = math.gcd(sizes["num_scored"], MAX_SCORED_LOGITS_ROWS)
         if "batch_size" in sizes:
             sizes.setdefault("num_rows", config.buckets.num_logits_rows(sizes["batch_size"]))
             sizes.setdefault("num_tokens", sizes["batch_size"])
@@ -747,6 +800,10 @@ def _prefill_keys(config: RuntimeConfig, _: DeviceShapes) -> list[tuple[int, int
     return sorted(config.buckets.prefill_shapes, key=lambda it: (it[1] != max_seqs, -it[0]))
 
 
+def _scored_keys(config: RuntimeConfig, _: DeviceShapes) -> list[int]:
+    return sorted({num_scored_rows(config, size) for size in config.buckets.prefill_token_sizes})
+
+
 def _sample_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, SamplerLevel]]:
     levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
     rows = _logits_row_counts(config, shapes)
@@ -807,12 +864,27 @@ PROGRAMS: Mapping[str, StepProgram] = {
             row_order=device_order,
         ),
         StepProgram(
+            "gather_hidden",
+            gather_hidden_step,
+            ("scored_hidden",),
+            ("num_tokens",),
+            lambda config, _: config.buckets.prefill_token_sizes,
+            compile_seconds=(0.2, 0.0),
+        ),
+        StepProgram(
             "prompt_logprobs",
             prompt_logprobs_step,
             ("scores",),
-            ("num_tokens",),
-            lambda config, _: config.buckets.prefill_token_sizes,
-            lambda _: ("head", PROMPT_LOGPROBS_CHUNK),
+            ("num_scored",),
+            _scored_keys,
+            lambda sizes: ("head", sizes["num_rows"]),
+        ),
+        StepProgram(
+            "score_targets",
+            score_targets_step,
+            ("scores",),
+            ("num_scored",),
+            _scored_keys,
         ),
         StepProgram("mask", mask_step, ("logits",), ("num_rows",), _logits_row_counts),
         StepProgram(

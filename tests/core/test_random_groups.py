@@ -164,7 +164,7 @@ class Work:
             beam=beam,
             priority=pick.randint(-1, 1) if config.has_priorities else 0,
             cache_salt=pick.choice([None, None, "a"]),
-            reads_prefix_cache=self.num_added % 7 > 0,
+            first_scored_position=pick.randint(1, len(prompt)) if self.num_added % 7 == 0 else None,
         )
 
     def _make_search(self) -> BeamSearch:

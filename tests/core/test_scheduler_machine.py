@@ -117,7 +117,7 @@ def fits(
     return num_needed_blocks(scheduler, prompt, stop, group) <= num_blocks
 
 
-def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
+def make(name: str, arrival: tuple, seq_id: int, scored_from: int | None = None) -> Request:
     prompt, stop, salt, group, priority = arrival
     is_search = isinstance(group, BeamSearch)
     return Request.from_prompt(
@@ -126,7 +126,7 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
         stop,
         seq_id_counter=count(seq_id),
         cache_salt=salt,
-        reads_prefix_cache=reads,
+        first_scored_position=scored_from,
         num_samples=1 if is_search else group,
         beam=fresh_search(group) if is_search else None,
         priority=priority,
@@ -177,8 +177,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, stop, salt, group, priority = arrival
         scheduler = self.driver.scheduler
         arrival = (prompt, stop, salt, group, priority if scheduler.config.has_priorities else 0)
-        reads = self.num_added % 7 > 0
-        request = make(f"request-{self.num_added}", arrival, 10**6 * self.num_added, reads)
+        scored_from = 1 + self.num_added % max(len(prompt), 1) if self.num_added % 7 == 0 else None
+        request = make(f"request-{self.num_added}", arrival, 10**6 * self.num_added, scored_from)
         accepted = True
         try:
             self.driver.add(request)
@@ -190,7 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_shared(self, sequence: Sequence) -> int:
         """Return the number of pinned blocks that a new sequence shares."""
         size = self.driver.scheduler.block_manager.block_size
-        most = (len(sequence.token_ids) - 1) // size if sequence.reads_prefix_cache else 0
+        limit = sequence.max_cached_tokens
+        most = (len(sequence.token_ids) - 1 if limit is None else limit) // size
         shared = [0]
         for tokens, salt in self.pins.values() if most > 0 else ():
             pairs = zip(sequence.token_ids, tokens, strict=False)
@@ -266,8 +267,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         group = request.beam or request.num_rows
         needed = num_needed_blocks(scheduler, prompt, request.stop_criteria, group)
         num_shared = self.num_shared(sequence)
-        if sequence.block_table and sequence.reads_prefix_cache:
-            num_shared = len(manager.pins.holder_counts.keys() & sequence.block_table)
+        if sequence.block_table:
+            limit, table = sequence.max_cached_tokens, sequence.block_table
+            found = table if limit is None else table[: limit // manager.block_size]
+            num_shared = len(manager.pins.holder_counts.keys() & found)
         if request.num_rows > 1:
             num_shared_tokens = len(prompt) - (request.beam is None)
             num_shared = min(num_shared, num_shared_tokens // manager.block_size)

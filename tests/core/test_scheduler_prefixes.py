@@ -121,7 +121,7 @@ def test_preempted_request_resumes_after_its_cached_blocks():
 def test_request_that_ignores_the_cache_registers_its_blocks():
     driver = make_driver()
     for name in "12":
-        driver.add(make_request(name, PROMPT, max_tokens=2, reads=False))
+        driver.add(make_request(name, PROMPT, max_tokens=2, scored_from=1))
         assert rows(driver.step()) == [(int(name), 0, 9)]
         driver.run()
     driver.add(make_request("3", PROMPT, max_tokens=2))
@@ -130,6 +130,17 @@ def test_request_that_ignores_the_cache_registers_its_blocks():
     cache = driver.scheduler.block_manager.prefix_cache
     assert cache is not None
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (9, 8)
+
+
+@pytest.mark.parametrize(("scored_from", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
+def test_scored_request_takes_only_blocks_before_its_first_score(scored_from: int, num_cached: int):
+    """The token before the first scored token must be computed. A block has 4 tokens."""
+    driver = make_driver()
+    driver.add(make_request("1", PROMPT, max_tokens=2))
+    driver.run()
+    driver.add(make_request("2", PROMPT, max_tokens=2, scored_from=scored_from))
+    assert rows(driver.step()) == [(2, num_cached, 9 - num_cached)]
+    driver.run()
 
 
 def test_shared_prefix_lets_a_waiting_request_fit():

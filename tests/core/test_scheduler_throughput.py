@@ -104,13 +104,13 @@ def test_no_request_overtakes_a_partly_computed_group():
     check_steps(driver, {0: 10}, {0: 10}, {0: 4, 2: 6}, {0: 1, 1: 1, 2: 1, 3: 6, 4: 1})
 
 
-@pytest.mark.parametrize(("reads", "second"), [(True, {0: 1, 1: 8, 2: 1}), (False, {1: 8, 2: 2})])
+@pytest.mark.parametrize(("scored_from", "second"), [(None, {0: 1, 1: 8, 2: 1}), (1, {1: 8, 2: 2})])
 def test_cached_tokens_fill_a_step_only_for_requests_that_ignore_the_cache(
-    reads: bool, second: dict
+    scored_from: int | None, second: dict
 ):
     driver = throughput_driver(digest="xxh3")
     for name in "0123":
-        driver.add(make_request(name, [7] * 9, reads=reads))
+        driver.add(make_request(name, [7] * 9, scored_from=scored_from))
     check_steps(driver, {0: 9, 1: 1}, second)
 
 

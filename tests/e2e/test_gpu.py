@@ -213,7 +213,7 @@ def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[
     prompts = [[*it.prompt_token_ids, *it.outputs[0].token_ids] for it in outputs]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     scored = zip(outputs, engine.generate(prompts, params), strict=True)
-    return [(it.prompt_logprobs or [])[len(output.prompt_token_ids) :] for output, it in scored]
+    return [list(it.prompt_logprobs or ())[len(output.prompt_token_ids) :] for output, it in scored]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jpaged.core.beam import BeamSearch, Hypothesis
-from jpaged.core.plan import EmittedToken
+from jpaged.core.plan import EmittedToken, ScheduledSequence
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.engine.request_state import RequestState, TokenLogprobs
 from jpaged.outputs import Logprob
-from jpaged.runtime.results import TokenScores
+from jpaged.runtime.results import TargetLogprobs, TokenScores, scored_positions
 from jpaged.sampling_params import SamplingParams
 
 EOS = 1
@@ -63,6 +63,22 @@ def emit(
     sequence.finish_reason = reason
     scores = pack((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
     return state.accept_token(EmittedToken(sequence, state.request, token_id, reason), scores, 0)
+
+
+def test_scores_of_recomputed_chunks_are_recorded_once():
+    """A request that is preempted between two chunks computes the first chunk again."""
+    prompt, params = [*range(10)], SamplingParams(max_tokens=1)
+    request = Request.from_prompt(
+        "r", prompt, StopCriteria(1), seq_id_counter=itertools.count(), first_scored_position=3
+    )
+    state = RequestState(request, params, None, prompt, None, frozenset({EOS}))
+    [sequence] = request.sequences
+    for start, size in [(0, 3), (3, 2), (0, 4), (4, 6)]:
+        item = ScheduledSequence(sequence, start, size, is_sampled=False)
+        found = [[-position, 0] for position in scored_positions(item)]
+        state.accept_prompt_logprobs(item, TargetLogprobs(np.array(found, np.float32)))
+    score = state.completion_score()
+    assert (score.token_ids, score.logprobs) == (prompt[3:], [-3, -4, -5, -6, -7, -8, -9])
 
 
 def test_each_sample_has_its_text_scores_and_finish_reason():

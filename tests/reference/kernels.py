@@ -234,6 +234,16 @@ def token_scores(logits, token_ids, count, *, reports_logits=None, dtype=np.floa
     return found
 
 
+def target_scores(x, table, targets, soft_cap=None):
+    """Return each row's largest logit, its sum of exp(logit - largest), and the target's logit."""
+    logits = x @ table.T
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    largest = logits.max(axis=1)
+    known = [row[t] if 0 <= t < len(row) else 0.0 for row, t in zip(logits, targets, strict=True)]
+    return largest, np.exp(logits - largest[:, None]).sum(axis=1), np.array(known)
+
+
 def copy_blocks(pool, src, dst):
     """Copy block src[i] to block dst[i], in the keys and values of every layer."""
     layers = [(np.array(k), np.array(v)) for k, v in pool]

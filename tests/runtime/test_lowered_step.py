@@ -25,7 +25,8 @@ from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY, SamplerLevel
-from pallas_kernels import Backend
+from jpaged.sampling_params import MAX_LOGPROBS
+from pallas_kernels import NUM_TOKEN_COLUMNS, Backend
 from pallas_kernels.attention import prefill_hopper
 from tests.covering import covering
 
@@ -199,7 +200,9 @@ def test_only_samplers_of_whole_rows_gather_logits():
     assert gathered("sample", (64, SamplerLevel.RANDOM)) == best
     assert gathered("sample", (64, SCORED_GREEDY)) == whole
     assert gathered("sample", (64, SamplerLevel.TRUNCATED)) == whole
-    assert gathered("prompt_logprobs", 512) == whole
+    scores = f"2x128x{NUM_TOKEN_COLUMNS + 2 * MAX_LOGPROBS}xi32"
+    assert gathered("prompt_logprobs", 1024) == [scores]
+    assert gathered("score_targets", 1024) == ["2x1x1024x3xf32"]
     num_samplers = len([name for name in made if name[0] == "sample"])
     assert num_samplers == (NUM_LEVELS + 1) * len([name for name in made if name[0] == "mask"])
 
@@ -323,7 +326,7 @@ def test_every_step_can_be_stored():
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
     }
-    assert len(kinds) == 9 + NUM_LEVELS
+    assert len(kinds) == 11 + NUM_LEVELS
     made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8).items()
     kinds |= {(FLOAT8, name[0]): recipe for name, recipe in made if recipe.needs_pool}
     assert all(stored(recipe).platforms == ("cuda",) for recipe in kinds.values())
@@ -402,7 +405,8 @@ def test_programs_without_pool_are_assigned_to_the_same_workers():
     """Workers compile these programs first, before the pool's size is known."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
-    kinds = {"mask", "sample", "prompt_logprobs", "load_rows", "load_bias"}
+    kinds = {"mask", "sample", "load_rows", "load_bias"}
+    kinds |= {"gather_hidden", "prompt_logprobs", "score_targets"}
     assert {recipe.name[0] for recipe in poolless} == kinds
     for worker in range(8):
         alone = select_worker_recipes(poolless, worker, 8)
@@ -410,7 +414,7 @@ def test_programs_without_pool_are_assigned_to_the_same_workers():
 
 
 def test_number_of_programs_is_as_recorded():
-    assert len(all_recipes("qwen3-0.6b", 1)) <= 85
+    assert len(all_recipes("qwen3-0.6b", 1)) <= 91
 
 
 def test_each_worker_starts_with_a_program_and_at_most_one_burst():

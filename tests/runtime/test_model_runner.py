@@ -75,6 +75,7 @@ class Driver:
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
         options: Any = {"num_samples": num_samples, "seed": params.seed or 0}
+        options["first_scored_position"] = None if params.prompt_logprobs is None else 1
         made = Request.from_prompt(
             "r", list(prompt), stop, seq_id_counter=self.seq_id_counter, **options
         )

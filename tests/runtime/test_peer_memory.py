@@ -15,7 +15,6 @@ from jpaged.core.request import Request, StopCriteria
 from jpaged.models.sharding import MESH_AXIS, axis_sharding, make_mesh
 from jpaged.runtime import peer_memory
 from jpaged.runtime.peer_memory import can_use_peer_memory, wait_for_devices
-from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.results import score_prompts
 from jpaged.sampling_params import SamplingParams
 
@@ -101,24 +100,29 @@ def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
     """An unbounded launch would block on a hanging device without a time limit."""
-    length = 20 * PROMPT_LOGPROBS_CHUNK
+    num_rows = 64
+    length = 20 * num_rows
     stop = StopCriteria(max_tokens=1)
-    request = Request.from_prompt("a", [*range(length + 1)], stop, seq_id_counter=iter([7]))
+    request = Request.from_prompt(
+        "a", [*range(length + 1)], stop, seq_id_counter=iter([7]), first_scored_position=1
+    )
     scored: list[jax.Array] = []
     waited: list[tuple[Any, int]] = []
 
-    def score(*, indices: np.ndarray, targets: np.ndarray) -> dict[str, jax.Array]:
+    def launch(name: str, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
+        assert name == "prompt_logprobs"
         scored.append(jnp.asarray(targets[0]))
-        return {"scores": scored[-1]}
+        return scored[-1]
 
     def wait(array: jax.Array) -> None:
         waited.append((int(array), len(scored)))
 
     scheduled = (ScheduledSequence(request.sequences[0], 0, length, is_sampled=False),)
     params = SamplingParams(prompt_logprobs=0)
-    found = score_prompts(scheduled, lambda _: params, score, wait if is_shared else None)
-    assert found == {7: (length, scored)}
-    firsts = [1 + i * PROMPT_LOGPROBS_CHUNK for i in range(20)]
+    options = scheduled, lambda _: params, launch, num_rows
+    (found,) = score_prompts(*options, wait if is_shared else None)
+    assert (found.arrays, found.slices) == (scored, {7: slice(0, length)})
+    firsts = [1 + i * num_rows for i in range(20)]
     assert [int(it) for it in scored] == firsts
-    ahead = [(first, i + 16) for i, first in enumerate(firsts[:4])]
+    ahead = [(first, i + 8) for i, first in enumerate(firsts[:12])]  # each is two launches
     assert waited == (ahead if is_shared else [])
