@@ -200,7 +200,11 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Launch the steps that all sequences still need, or that any needs if "static"."""
+        """Launch as many steps as every sequence still needs.
+
+        With static batching, launch as many as the longest sequence needs. If a request waits and a
+        row is free, launch one step.
+        """
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
         if self.arrivals and len(self.running) < self.num_slots:

@@ -107,7 +107,7 @@ CASES += [
 
 
 # Query and KV heads, ordered by group size: Llama-2, Qwen3-0.6B, Llama-3.2-3B, Llama-3.1-8B,
-# Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4; the last has one KV head for all.
+# Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4, and a model with one KV head.
 SWEPT_HEADS = [
     (32, 32), (16, 8), (24, 8), (32, 8), (40, 8), (12, 2), (28, 4), (64, 8), (32, 2), (16, 1)
 ]  # fmt: skip
@@ -256,14 +256,18 @@ def sweep(backend, repeats):
             seconds_per_call(attention(case, backend), *build(case, least_blocks=least), repeats)
             for case in cases
         ]
-        swept = [*_with_neighbours(cases, seconds)]
+        swept = [*_sweep_rows(cases, seconds)]
         print_table(swept)
         rows += swept
     return rows
 
 
-def _with_neighbours(cases, seconds):
-    """Yield one row per case, with its fraction of the lower bound and the neighbours' ratio."""
+def _sweep_rows(cases, seconds):
+    """Yield one row of the table per case.
+
+    `of_floor` is the lower bound of the time divided by the measured time. `to_neighbours` is
+    `of_floor` divided by its mean over the previous and the next case.
+    """
     shares = [case.flops / FLOPS_PER_SECOND / own for case, own in zip(cases, seconds, strict=True)]
     for index, (case, own, share) in enumerate(zip(cases, seconds, shares, strict=True)):
         ratio = share / statistics.mean(shares[max(index - 1, 0) : index] + shares[index + 1 :][:1])

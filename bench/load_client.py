@@ -71,7 +71,7 @@ class Share(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """Result of a share.
+    """Result of one client process.
 
     Attributes:
         answers: Results in the order of `Share.work`.

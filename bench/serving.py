@@ -241,7 +241,7 @@ def _rates(text: str) -> list[float]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of 1 or more")
     return int(text)
 
 

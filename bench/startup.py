@@ -96,7 +96,7 @@ class Kind(NamedTuple):
 
     @property
     def label(self) -> dict[str, Any]:
-        """Columns that identify the rows of this kind."""
+        """Columns that identify this kind of start in the results: model, GPUs and format."""
         count = {"devices": self.num_devices} if self.num_devices > 1 else {}
         return labelled({"model": self.model, **count}, self.form)
 

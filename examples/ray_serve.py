@@ -86,7 +86,7 @@ class Replica:
         body = [{"type": "http.request", "body": fields.pop("body"), "more_body": False}]
 
         async def receive() -> Message:
-            # Nothing follows the body: when a client disconnects, Ray cancels this call.
+            # Send no "http.disconnect": Ray cancels this call when the client disconnects.
             return body.pop() if body else await asyncio.Future()
 
         async def send(message: Message) -> None:
@@ -278,7 +278,7 @@ def _gone() -> ApiError:
 
 
 def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
-    """Return the application: one `Front`, and --replicas of `Replica`."""
+    """Return the application: one `Front`, and as many `Replica`s as --replicas allows."""
     low, high = args.replicas
     limits = flags.serve.limits
     router: dict[str, Any] = {

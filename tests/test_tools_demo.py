@@ -155,8 +155,8 @@ def test_calculator_answers_or_refuses_random_characters():
     ("name", "arguments", "result"),
     [
         ("calculator", '{"expression": "1 + 1"}', "2"),
-        ("calculator", '{"expression": 2}', "Error: the arguments need an expression, a string"),
-        ("calculator", "[]", "Error: the arguments need an expression, a string"),
+        ("calculator", '{"expression": 2}', "Error: the argument 'expression' must be a string"),
+        ("calculator", "[]", "Error: the argument 'expression' must be a string"),
         ("calculator", "[" * 5000, "Error: "),
         ("calculator", '{"expression": "1', "Error: "),
         ("weather", "{}", "Error: there is no tool 'weather'"),

@@ -47,7 +47,10 @@ FLOORS = (
     ("serve", "terminal"),
     ("__main__", "calibrate", "doctor"),
 )
-"""Rooms by layer, the lowest first. Rooms of a layer may import each other, but without a cycle."""
+"""Components (rooms) by layer, the lowest first.
+
+Components of one layer may import each other, but without a cycle.
+"""
 
 Graph = Mapping[str, set[str]]
 
@@ -203,7 +206,10 @@ def num_floors(graph: Graph) -> int:
 
 
 def upward_imports(imports: Iterable[Import]) -> list[Import]:
-    """Return the imports of a higher layer, and imports from or of a room not in `FLOORS`."""
+    """Return the imports by which a component (room) imports a component of a higher layer.
+
+    Imports by or of components that are missing in `FLOORS` are returned too.
+    """
     floor = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
     found = []
     for it in imports:

@@ -106,7 +106,8 @@ def measure(
     """
     begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices, form)
     for recipe in chosen:
-        recipe.compile(recipe.exported())  # lowered as in an engine's start
+        # An engine also compiles exported programs at its start.
+        recipe.compile(recipe.exported())
     quiet = time.perf_counter() - begin
     rows = {**record.rows, **rows_measured(shape, num_devices, form)}
     products = results(Path(cache))

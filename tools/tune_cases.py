@@ -103,7 +103,10 @@ def _attention_case(
 
 
 def decode(head_size: int, dtype: str) -> Op:
-    """Return the attention of decode steps; the heuristic chooses the number of splits."""
+    """Return the op that computes the attention of decode steps.
+
+    The heuristic, not the sweep, chooses the number of splits.
+    """
     case = partial(_attention_case, tokens=0, size=head_size, dtype=dtype)
     grid = {"tile_tokens": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
     cases = [
@@ -118,7 +121,7 @@ def decode(head_size: int, dtype: str) -> Op:
 
 
 def prefill(head_size: int, dtype: str) -> Op:
-    """Return the attention of ragged steps."""
+    """Return the op that computes the attention of prefill steps."""
     case = partial(_attention_case, size=head_size, dtype=dtype)
     grid = {
         "tile_rows": (64, 128, 256),

@@ -270,9 +270,9 @@ def _serve(
 def run_all(
     function: Callable[[T], R], jobs: Sequence[T], settings: Settings, what: str
 ) -> list[R]:
-    """Return the function of each job, in order; `settings.processes` run at a time.
+    """Run `settings.processes` jobs at a time, and return `function(job)` for each job, in order.
 
-    How many are done is shown on stderr, where `what` names them.
+    Show on stderr how many jobs are done; `what` is the name of the jobs.
     """
     with Progress(what, len(jobs)) as progress:
         if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":
@@ -408,9 +408,10 @@ def sustain(case: Case, settings: Settings) -> Sustained:
 def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float) -> float:
     """Return the approximate excess of a sustained rate over the rate of an endless trace, percent.
 
-    At a rate r above the highest that is served, c, requests of a trace of T seconds wait
-    (1 - c / r) T / 2 on average, and what that adds to their mean normalised latency is under the
-    threshold: 1 - c / r < 2 threshold / (T x mean of 1 / output tokens).
+    Let c be the highest rate that an endless trace can sustain. At a rate r above c, the requests
+    of a trace of T seconds wait (1 - c / r) T / 2 seconds on average. The wait divided by the
+    number of output tokens must be below the threshold on average. Thus
+    1 - c / r < 2 threshold / (T x mean of 1 / output tokens).
 
     Args:
         trace: Requests with the output lengths that are served.

@@ -37,8 +37,8 @@ from jpaged.observe.pool_report import memory_report
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 2048, 2048
-STEPS_A_LOOK = 8
-"""Memory is looked at once in so many steps."""
+STEPS_PER_SAMPLE = 8
+"""Number of steps between two samples of the memory."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +322,16 @@ class Padding:
         return StepWork(decodes, context, prompts, tokens, pairs, padded, logits)
 
 
-class _Look(NamedTuple):
-    """Slots at one time: held slots, held slots without a token, and half a block per sequence."""
+class _MemorySample(NamedTuple):
+    """Memory after one step, in slots.
+
+    Attributes:
+        is_full: Whether a request waits although it would have enough rows.
+        states: Slots by state.
+        held: Slots in held blocks or ranges.
+        waste: Held slots without a token.
+        half_blocks: Half a block per sequence that holds blocks, the expected waste.
+    """
 
     is_full: bool
     states: TokenStates
@@ -352,8 +360,8 @@ class Tally:
         self.num_logical = self.num_physical = 0
         self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether a request waits for memory
         self._waste = self._half_blocks = self._held = 0.0
-        self._since_look = self._running = 0.0
-        self._seen: _Look | None = None  # since `spend` was called last
+        self._since_sample = self._running = 0.0
+        self._seen: _MemorySample | None = None  # since `spend` was called last
         # By sequence: the tokens that were computed in steps with prompts, and that were lost.
         self._prompt_ends: dict[int, int] = {}
         self._lost: dict[int, int] = {}
@@ -372,21 +380,21 @@ class Tally:
         self._batch_steps += self._running
         self.num_steps += 1
         self.num_computed += plan.num_tokens
-        if self.num_steps % STEPS_A_LOOK == 1:
-            self._seen = self._look()
+        if self.num_steps % STEPS_PER_SAMPLE == 1:
+            self._seen = self._sample_memory()
 
     def spend(self, seconds: float) -> None:
         """Record that the steps planned since the last call took `seconds` in total."""
         self.seconds += seconds
         self._batch_seconds += self._running * seconds
-        self._since_look += seconds
+        self._since_sample += seconds
         if self._seen is not None:
-            weight, seen = self._since_look, self._seen
+            weight, seen = self._since_sample, self._seen
             self._looked[seen.is_full] += weight * np.array(seen.states)
             self._held += weight * seen.held
             self._waste += weight * seen.waste
             self._half_blocks += weight * seen.half_blocks
-            self._since_look, self._seen = 0.0, None
+            self._since_sample, self._seen = 0.0, None
 
     def note_end(self, request: Request) -> None:
         """Record that a request has ended."""
@@ -415,7 +423,7 @@ class Tally:
                     before = self._lost.get(sequence.seq_id, 0)
                     self._lost[sequence.seq_id] = max(reached, before)
 
-    def _look(self) -> _Look:
+    def _sample_memory(self) -> _MemorySample:
         scheduler = self._scheduler
         limit = scheduler.config.max_num_seqs
         is_full = bool(
@@ -431,7 +439,7 @@ class Tally:
             held = (manager.ranges.size - manager.ranges.num_free) * manager.block_size
         num_holding = sum(bool(s.block_table) for s in scheduler.sequences.by_id.values())
         half_blocks = num_holding * manager.block_size / 2
-        return _Look(is_full, states, held, held - report.num_token_slots, half_blocks)
+        return _MemorySample(is_full, states, held, held - report.num_token_slots, half_blocks)
 
     def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
         """Return the results of a trace that ended at time `now`."""

@@ -201,7 +201,8 @@ def chat(
     """
     _check_positive(rate=rate, seconds=seconds)
     source = source or of_dataset("sharegpt")
-    lead = 5 * MEAN_ROUNDS * MEAN_PAUSE_S  # of older conversations all but e**-5 have ended
+    # Omit conversations that begin earlier: at most e**-5 of them still run at time 0.
+    lead = 5 * MEAN_ROUNDS * MEAN_PAUSE_S
     rng = np.random.default_rng([seed, 2])
     begins = _arrivals(rate / MEAN_ROUNDS, seconds + lead, np.random.default_rng([seed, 0])) - lead
     rounds = rng.geometric(1 / MEAN_ROUNDS, len(begins))

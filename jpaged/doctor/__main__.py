@@ -163,7 +163,7 @@ def check_jax(packages: Mapping[str, str]) -> Finding:
 def list_nvidia_gpus() -> list[dict[str, str]]:
     """Return name, driver, memory and compute capability of each GPU, without using JAX.
 
-    If `nvidia-smi` is missing, entries of GPUs that the system has device files for are empty.
+    If `nvidia-smi` is missing or fails, return an empty dict for each NVIDIA device file in `/dev`.
     """
     fields = {"name": "name", "driver": "driver_version", "memory": "memory.total"}
     fields |= {"capability": "compute_cap"}

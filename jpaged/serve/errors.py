@@ -17,7 +17,7 @@ class ApiError(Exception):
     Args:
         status: The HTTP status.
         info: The parts of the error, or its message. Must not contain file paths of the server.
-        code: OpenAI's error code for programs, such as "context_length_exceeded".
+        code: The error's `code` field in OpenAI's format, such as "context_length_exceeded".
         headers: Additional HTTP headers of the response, such as Retry-After.
     """
 
@@ -61,7 +61,7 @@ def field_error(path: str, *problem: str, code: str | None = None, **info: Any) 
 
     Args:
         path, problem: See `errors.RequestError`.
-        code: OpenAI's error code for programs.
+        code: The error's `code` field in OpenAI's format.
         **info: Other arguments of `errors.RequestError`.
     """
     return ApiError(400, errors.RequestError(path, *problem, **info).info, code=code)

@@ -112,7 +112,7 @@ def run_tool_call(name: str, arguments: str) -> str:
         if name != CALCULATOR["function"]["name"]:
             raise ValueError(f"there is no tool {name!r}")
         if not isinstance(parsed, dict) or not isinstance(parsed.get("expression"), str):
-            raise ValueError("the arguments need an expression, a string")
+            raise ValueError("the argument 'expression' must be a string")
         return calculate(parsed["expression"])
     except (ValueError, RecursionError) as error:
         return f"Error: {error}"

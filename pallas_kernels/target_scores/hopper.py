@@ -47,6 +47,7 @@ def target_scores(x, table, targets, *, num_programs):
     `TOKEN_MULTIPLE` with at least `TILE_TOKENS` tokens.
     """
     rows = x.shape[0]
+    targets = jnp.where(targets < table.shape[0], targets, -1)  # the last tile may have more tokens
     padding = -rows % TILE_ROWS
     x, targets = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
     largest, totals, target = _scan_tiles(x, table, targets, num_programs=num_programs)

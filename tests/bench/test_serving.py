@@ -211,7 +211,7 @@ def test_default_request_length_is_half_of_max_model_len(answer: object, expecte
 def test_invalid_options_are_refused(option: str, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         serving.main([option])
-    assert ("above 0" if "rate" in option else "from 1 on") in capsys.readouterr().err
+    assert ("above 0" if "rate" in option else "1 or more") in capsys.readouterr().err
 
 
 def test_record_names_the_servers_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

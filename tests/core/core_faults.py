@@ -13,8 +13,8 @@ class InjectedError(Exception):
     pass
 
 
-class Place(NamedTuple):
-    """A function whose calls fail, before or after doing their work."""
+class FaultSite(NamedTuple):
+    """A function whose calls fail at random, before or after the function has run."""
 
     owner: Any
     name: str
@@ -34,13 +34,13 @@ class Injector:
         self._pick = random.Random(0)
 
     @contextmanager
-    def faults(self, seed: int, places: list[Place]) -> Iterator[None]:
-        """Make each call to one of the places fail with the rate of the place."""
+    def faults(self, seed: int, sites: list[FaultSite]) -> Iterator[None]:
+        """Make each call to one of the sites fail with the rate of the site."""
         self._pick = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
-            for place in places:
-                target = getattr(place.owner, place.name)
-                patch.setattr(place.owner, place.name, self._failing(place, target))
+            for site in sites:
+                target = getattr(site.owner, site.name)
+                patch.setattr(site.owner, site.name, self._failing(site, target))
             yield
 
     @contextmanager
@@ -57,13 +57,13 @@ class Injector:
             patch.setattr(owner, name, wrapper)
             yield
 
-    def _failing(self, place: Place, target: Callable[..., Any]) -> Callable[..., Any]:
+    def _failing(self, site: FaultSite, target: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
-            if not self.on or self._pick.random() >= place.rate:
+            if not self.on or self._pick.random() >= site.rate:
                 return target(*args, **options)
             if self._pick.random() < 0.5:
                 target(*args, **options)
-            self.happened[place.name] += 1
-            raise InjectedError(place.name)
+            self.happened[site.name] += 1
+            raise InjectedError(site.name)
 
         return wrapper

@@ -92,7 +92,10 @@ def test_search_ends_when_no_beam_beats_its_worst_answer():
 
 
 def answers_around_a_beam(**options) -> list[Continuation]:
-    """Return the beams of a search with answers of -1 and -2.5 and a best beam of -2.25."""
+    """Return the beams of a search whose answers have the log-probabilities -1 and -2.5.
+
+    The best beam has the log-probability -2.25.
+    """
     search = BeamSearch(2, end_token_ids=frozenset({END}), **options)
     first_step(search, {END: -1.0, 5: -1.5, 6: -2.0}, max_tokens=4)
     rows = candidates({7: -0.75, END: -1.0, 6: -3.0}, {5: -4.0, 7: -5.0, 6: -6.0})
@@ -113,8 +116,8 @@ def test_never_stopping_rule_uses_present_length_if_longer_scores_worse():
 
 
 def test_never_stopping_rule_ends_only_if_no_length_can_improve():
-    # The best beam has -3. At 4 tokens its score would be -0.75 with a length penalty of 1, and -3
-    # with a length penalty of 0.
+    # The sum of the best beam's log-probabilities is -3. At 4 tokens, its score would be -0.75 with
+    # a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
     assert [beam.token_id for beam in beams] == [5, 6]
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=0.0)[1] == []

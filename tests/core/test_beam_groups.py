@@ -153,7 +153,7 @@ def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     return driver
 
 
-def test_preempted_beams_read_their_step_in_flight_and_are_recomputed():
+def test_step_in_flight_of_preempted_beams_is_read_before_they_are_recomputed():
     driver = preempted_in_flight(PreemptionPolicy())
     assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
@@ -170,7 +170,7 @@ def test_preempted_beams_read_their_step_in_flight_and_are_recomputed():
     assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
 
 
-def test_swapped_out_beams_read_their_step_and_prune_the_swap_entry():
+def test_step_in_flight_of_swapped_out_beams_prunes_the_swap_entry():
     driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5

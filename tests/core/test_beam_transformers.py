@@ -41,7 +41,10 @@ def torch_thread() -> Iterator[None]:
 
 @functools.cache
 def tables():
-    """Return logits by position: without positions, reordered token pairs have equal scores."""
+    """Return random logits for each position and previous token, [positions, V, V].
+
+    If the logits did not depend on the position, reordered token pairs would have equal scores.
+    """
     import torch
 
     size = (2 + max(MAX_TOKENS), VOCAB, VOCAB)
@@ -63,7 +66,7 @@ def logprobs_after(tokens: list[list[int]]) -> np.ndarray:
 
 @functools.cache
 def table_model() -> Any:
-    """Return a transformers model with a table of logits, so that only the search rounds."""
+    """Return a transformers model that looks up its logits in `tables`, without rounding errors."""
     import torch
 
     transformers: Any = import_module("transformers")

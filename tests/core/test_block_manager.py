@@ -47,7 +47,8 @@ def test_free_queues_the_tail_before_the_head():
     manager.free(sequence)
     assert sequence.block_table == []
     assert queue_of(manager) == [5, 3, 2, 1]
-    # A new sequence takes the never used block, then the old tail; the old head survives longest.
+    # The next blocks are the block that was never used, and then the freed blocks from the last to
+    # the first. A cached first block thus stays longest.
     assert manager.pool.allocate(3) == [5, 3, 2]
 
 

@@ -60,11 +60,11 @@ def test_samples_share_all_prompt_tokens_except_the_last(
     driver.run()
 
 
-def test_samples_of_a_cached_prompt_join_with_whole_tables():
+def test_samples_of_a_cached_prompt_join_without_row_forks():
     driver = driver_of(make_request("1", list(range(9)), max_tokens=1), block_size=4, digest="xxh3")
     driver.run()
     driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
-    plan = the(driver.step())  # without row forks
+    plan = the(driver.step())
     assert forks(plan) == []
     assert shape(plan) == [(10, 8, 1, True), (11, 8, 1, True)]
     assert updates(plan) == [((0, 1), (1, 2), (2, 4)), ((0, 1), (1, 2), (2, 5))]
@@ -97,7 +97,7 @@ def test_step_with_a_small_budget_computes_part_of_a_group():
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
     assert shape(driver.step()) == [(10, 2, 1, False)]
-    plan = the(driver.step())  # all samples have rows, one row waits
+    plan = the(driver.step())  # three samples join, but the budget is two tokens
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 3, 1, True), (11, 3, 1, True)]
     assert tables(driver, "1") == [[2], [3], [1]]

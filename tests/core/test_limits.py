@@ -108,7 +108,7 @@ def group_request(
 
 
 def driver_with_pins(num_blocks: int) -> Driver:
-    """Return a driver that has pinned three blocks with twelve tokens of 0."""
+    """Return a driver whose block manager has pinned a prefix of twelve zeros in three blocks."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")
     driver.run()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
-from core_faults import InjectedError, Injector, Place
+from core_faults import FaultSite, InjectedError, Injector
 from core_plans import the
 from test_random_groups import Tally, Work
 
@@ -17,21 +17,21 @@ from jpaged.core.request import FinishReason
 from jpaged.core.swap import SwapSpace
 
 SEEDS = 200
-PLACES = [
-    Place(PlanBuilder, "add_sequence"),
-    Place(BlockManager, "append"),
-    Place(BlockManager, "admit", 0.1),
-    Place(BlockManager, "total_new_blocks"),
-    Place(BlockManager, "find_prefix"),
-    Place(SwapSpace, "measure_fit", 0.1),
-    Place(scheduler, "fork_sequences", 0.1),
-    Place(scheduler, "pending_work"),
-    Place(scheduler, "set_common_prefix"),
+SITES = [
+    FaultSite(PlanBuilder, "add_sequence"),
+    FaultSite(BlockManager, "append"),
+    FaultSite(BlockManager, "admit", 0.1),
+    FaultSite(BlockManager, "total_new_blocks"),
+    FaultSite(BlockManager, "find_prefix"),
+    FaultSite(SwapSpace, "measure_fit", 0.1),
+    FaultSite(scheduler, "fork_sequences", 0.1),
+    FaultSite(scheduler, "pending_work"),
+    FaultSite(scheduler, "set_common_prefix"),
 ]
 
 
 class FaultyDriver(Driver):
-    """Allows turns without a plan after the planning of the only request failed."""
+    """Allows that `step` finds nothing to plan, because planning the only request has failed."""
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.goal)
@@ -65,12 +65,12 @@ def test_random_faults_in_planning():
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         try:
-            with Injector(happened).faults(-seed, PLACES):
+            with Injector(happened).faults(-seed, SITES):
                 FaultyWork(seed, Tally()).run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    assert all(happened[place.name] >= 5 for place in PLACES), happened
+    assert all(happened[site.name] >= 5 for site in SITES), happened
 
 
 def test_planning_fault_of_one_request_leaves_the_others_running():

@@ -24,7 +24,10 @@ def join(
     seq_id: int = 0,
     is_read: bool = True,
 ) -> Sequence:
-    """Admit a sequence with its cached prefix and compute the rest; register it if `is_read`."""
+    """Admit a sequence with its cached prefix, and compute the other tokens.
+
+    With `is_read`, also add the full blocks of the sequence to the prefix cache.
+    """
     sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
     prefix = manager.find_prefix(sequence)
     num_tokens = len(token_ids) - len(prefix) * manager.block_size
@@ -139,7 +142,7 @@ def test_only_computed_and_known_tokens_are_registered():
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
-def test_reset_clears_the_cache_and_stops_registration():
+def test_reset_clears_the_cache_and_running_sequences_add_no_blocks_to_it():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     running = join(manager, LETTERS[50:58], seq_id=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_scheduler
-from core_faults import InjectedError, Injector, Place
+from core_faults import FaultSite, InjectedError, Injector
 from core_plans import tables, the
 from test_random_groups import Tally, Work
 
@@ -19,17 +19,17 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
 
 SEEDS = 200
-PLACES = [
-    Place(BlockManager, "register_full_blocks", 0.02),
-    Place(Scheduler, "finish_sequence", 0.05),
-    Place(SequenceTable, "release_row", 0.02),
-    Place(SequenceTable, "retire", 0.02),
-    Place(SequenceTable, "free", 0.02),
-    Place(BlockManager, "free", 0.02),
-    Place(BeamSearch, "advance", 0.02),
-    Place(SequenceTable, "add", 0.1),
-    Place(BlockManager, "fork", 0.05),
-    Place(SequenceTable, "fork_rows", 0.1),
+SITES = [
+    FaultSite(BlockManager, "register_full_blocks", 0.02),
+    FaultSite(Scheduler, "finish_sequence", 0.05),
+    FaultSite(SequenceTable, "release_row", 0.02),
+    FaultSite(SequenceTable, "retire", 0.02),
+    FaultSite(SequenceTable, "free", 0.02),
+    FaultSite(BlockManager, "free", 0.02),
+    FaultSite(BeamSearch, "advance", 0.02),
+    FaultSite(SequenceTable, "add", 0.1),
+    FaultSite(BlockManager, "fork", 0.05),
+    FaultSite(SequenceTable, "fork_rows", 0.1),
 ]
 
 
@@ -87,14 +87,14 @@ def test_random_faults_in_reading():
     for seed in range(SEEDS):
         injector = Injector(happened, on=False)
         try:
-            with injector.faults(-seed, PLACES), injector.spared(Scheduler, "_fail_request"):
+            with injector.faults(-seed, SITES), injector.spared(Scheduler, "_fail_request"):
                 work = FaultyWork(seed, injector)
                 work.run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
         num_lost += work.faulty.num_lost
-    assert all(happened[place.name] >= 5 for place in PLACES), happened
+    assert all(happened[site.name] >= 5 for site in SITES), happened
     assert num_lost >= 20
 
 

@@ -61,7 +61,7 @@ def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
     assert pool.num_free_blocks == 8
     driver.read()
     assert pool.num_free_blocks == 10
-    # The tail of the table was freed first.
+    # The last block of the block table was freed first, so the first block is reused last.
     assert list(pool.free_block_queue)[-2:] == [2, 1]
     assert driver.streams["1"] == []
 

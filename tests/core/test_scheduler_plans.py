@@ -40,7 +40,7 @@ def test_chunked_prefill_stays_within_the_token_budget():
         [(1, 10, 2, True)],
         [(1, 12, 1, True)],
     ]
-    # Each chunk takes just its own blocks.
+    # Each step allocates only the blocks that its chunk needs.
     updates = [p.scheduled[0].block_updates for p in plans if p]
     assert updates == [((0, 1), (1, 2)), ((2, 3),), (), ((3, 4),)]
     driver.run()
@@ -56,7 +56,8 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # Tokens of the chunks, one for each finished prompt, and one for each decode row.
+    # A step adds the tokens of its chunks, and one sampled token for each finished prompt and each
+    # decode row.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 

@@ -182,7 +182,7 @@ def test_finished_request_does_not_free_shared_blocks():
     driver.run()
 
 
-def test_cache_reset_stops_registration_by_steps_in_flight():
+def test_step_in_flight_during_a_cache_reset_caches_no_blocks():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT, max_tokens=9))
     driver.step()

@@ -85,7 +85,7 @@ def test_latency_goal_or_priorities_decode_all_rows_in_each_step(
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],
 )
-def test_prompts_fill_a_step_only_with_rows_and_blocks_for_all(limits: dict, second: dict):
+def test_prompts_fill_a_step_only_if_rows_and_blocks_suffice(limits: dict, second: dict):
     check_steps(throughput_driver(6, 6, 6, 6, **limits), {0: 6, 1: 4}, second)
 
 

@@ -69,7 +69,7 @@ def test_row_without_token_is_computed_again():
     assert shape(scheduler.schedule()) == [(1, 3, 1, True)]
 
 
-def test_missing_token_after_a_draft_ends_the_request():
+def test_row_without_a_token_after_a_draft_fails_its_request():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     tokens = np.array([[1, NO_TOKEN, NO_DRAFT, NO_DRAFT]])
@@ -180,7 +180,7 @@ def test_step_adds_as_many_blocks_as_a_packed_row_has_room_for():
     assert (plan.limits, updates(plan)) == ((8,), [((4, 5), (5, 6), (6, 7), (7, 8))])
 
 
-def test_beams_and_grammars_take_plain_steps():
+def test_no_drafts_are_planned_if_the_request_takes_none():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert plan.num_drafts == 3

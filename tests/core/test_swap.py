@@ -169,7 +169,7 @@ def test_swapped_request_finds_blocks_cached_again_after_a_reset():
     assert sequence.num_registered_blocks == REGISTRATION_ENDED
 
 
-def test_cache_reset_while_swapped_out_stops_registration():
+def test_sequence_swapped_out_during_a_cache_reset_is_never_cached():
     driver = swapped_out(digest="xxh3")
     driver.scheduler.reset_prefix_cache()
     driver.step()
@@ -180,7 +180,7 @@ def test_cache_reset_while_swapped_out_stops_registration():
     assert manager.find_prefix(Sequence(99, history, 1)) == []
 
 
-def test_cache_reset_before_swapping_out_stops_registration():
+def test_sequence_swapped_out_after_a_cache_reset_is_never_cached():
     driver = driver_of(*make_requests((7, 8), (1, 8)), num_blocks=6, pressure=SWAP, digest="xxh3")
     for _ in range(5):
         driver.step()
@@ -272,7 +272,7 @@ def test_swap_in_of_shared_partial_block_needs_a_copy_block():
     assert driver.requests["1"].is_finished
     pool = driver.scheduler.block_manager.pool
     taken = pool.allocate(4)
-    assert driver.scheduler.schedule() is None  # one block is free, none for the copy
+    assert driver.scheduler.schedule() is None  # one free block; the copy needs a second
     pool.free(taken)
     plan = the(driver.step())
     assert len(plan.swap_ins) == 1

@@ -25,7 +25,7 @@ def test_swap_space_counts_existing_swap_entries():
     for request in (first, second):
         manager.append(request.live_sequences[0], 12)
         request.live_sequences[0].num_computed_tokens = 12
-    assert space.should_swap(second)  # needs three of five host blocks
+    assert space.should_swap(second)  # three of the five host blocks
     space.swap_out(first)
     assert (space.num_used_host_blocks, space.should_swap(second)) == (3, False)
     space.drop(first)
@@ -74,7 +74,7 @@ def test_complete_request_is_preempted_without_swapping_out(mode: PreemptionMode
     for _ in range(3):
         driver.step()
     assert num_free(driver) == 0
-    assert samples(driver, "2")[0].num_tokens == 5  # all its tokens, the last one not read
+    assert samples(driver, "2")[0].num_tokens == 5  # the last token is sampled but not yet read
     plan = the(driver.step())
     assert shape(plan) == [(1, 4, 1, True)]
     assert (plan.preempted_request_ids, plan.swap_outs, plan.released_seq_ids) == ((), (), (2,))

@@ -111,12 +111,12 @@ def take_steps(engine: Engine, num_steps: int) -> None:
 
 
 def updates(engine: Engine) -> Iterator[Any]:
-    """Advance to the end; yield each update of each request."""
+    """Run the engine until all requests have ended; yield each update of each request."""
     while engine.has_work:
         engine.advance()
         yield from engine.take_deltas()
 
 
 def final_updates(engine: Engine) -> dict[str, Any]:
-    """Advance to the end; return the last update of each request."""
+    """Run the engine until all requests have ended; return the last update of each."""
     return {it.request_id: it for it in updates(engine) if it.finished}

@@ -66,7 +66,8 @@ def oracle(name: str) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 1.2 * parameter.shape[-1] ** -0.5)
         head = model.get_output_embeddings().weight
-        head[EOS] = 0.5 * head[10:16].sum(0)  # the end token is likely where these are
+        # The end token is likely wherever tokens 10 to 15 are likely.
+        head[EOS] = 0.5 * head[10:16].sum(0)
     return model
 
 

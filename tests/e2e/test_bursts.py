@@ -180,7 +180,7 @@ MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "ma
 
 @pytest.fixture
 def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
-    """Return the recorder of an engine of `MANY`."""
+    """Yield the step recorder of an engine with the options `MANY`."""
     with engines(shallow_folder, **MANY).record_steps() as steps:
         yield steps
 

@@ -85,7 +85,7 @@ def test_calibrated_cache_drifts_no_more_than_with_scale_1(engines: Engines, fol
     assert generate_text(engine) == ANSWER
 
 
-def test_wide_cache_ignores_calibrated_scales(engines: Engines, folder: Path):
+def test_calibrated_scales_change_nothing_without_an_fp8_cache(engines: Engines, folder: Path):
     options: dict[str, Any] = {"enable_prefix_caching": False}
     calibrated, plain = (scores(engines(it, **options), PROMPTS) for it in (folder, None))
     np.testing.assert_array_equal(calibrated, plain)

@@ -125,7 +125,7 @@ def test_abort_at_any_step_changes_no_other_request(
     assert engine.stats().num_used_blocks == 0
 
 
-def test_streams_and_steps_advance_each_other(engine: Engine):
+def test_one_stream_or_generate_call_advances_all_streams(engine: Engine):
     pairs = list(zip(engine.stream(QUESTION, GREEDY), engine.stream(QUESTION, GREEDY), strict=True))
     assert ["".join(d.text for d in side) for side in zip(*pairs, strict=True)] == [ANSWER] * 2
     first, second = engine.stream(QUESTION, GREEDY), engine.stream("Reverse stone", GREEDY)
@@ -450,7 +450,7 @@ UNIQUE_NUM_BLOCKS = 130
 
 
 def count_pools() -> int:
-    """Return the number of device arrays of a pool of `UNIQUE_NUM_BLOCKS`."""
+    """Return the number of live KV arrays that have `UNIQUE_NUM_BLOCKS` blocks."""
     return sum(it.ndim > 2 and it.shape[0] == UNIQUE_NUM_BLOCKS for it in jax.live_arrays())
 
 

@@ -69,7 +69,7 @@ def test_float32_tokens_equal_transformers(
 
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    # bfloat16 needs the same plans in both loops: all requests must fit in one batch.
+    # bfloat16 results depend on the batch, so all requests must fit in one batch in both loops.
     [("float32", 12), ("bfloat16", 8)],
 )
 def test_both_loops_give_the_same_tokens(
@@ -175,7 +175,9 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     before = bytes_in_use()
     options = {**DUMMY, "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512}
     options |= {"num_scheduler_steps": 1, "kv_cache_memory_bytes": 2 * 2**30}
-    options |= {"num_compile_workers": 0}  # worker processes would refuse code with tests' checks
+    # Compile in this process: the tests add type checks to jpaged's code, and worker processes
+    # refuse to compile for code that differs from theirs.
+    options |= {"num_compile_workers": 0}
     engine = Engine(tmp_path, **options)
     account = engine.memory_account
     assert bytes_in_use() - before == pytest.approx(account.resident, rel=0.01)
@@ -209,7 +211,11 @@ def test_fused_decode_steps_in_bfloat16_give_close_logprobs(engines: Engines, tm
 
 
 def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[Any]]:
-    """Return the logprobs of the generated tokens, and of the best tokens, as parts of prompts."""
+    """Send each prompt with its generated tokens as a new prompt, and score the generated tokens.
+
+    Returns:
+        The prompt logprobs at each generated token: of this token and of the best token.
+    """
     prompts = [[*it.prompt_token_ids, *it.outputs[0].token_ids] for it in outputs]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     scored = zip(outputs, engine.generate(prompts, params), strict=True)

@@ -31,7 +31,7 @@ VICTIMS: dict[str, tuple[list[int], SamplingParams]] = {
     "scored": ([3, 4, 5, BAD], SamplingParams(logprobs=3, prompt_logprobs=1, max_tokens=9)),
     "penalized": ([BAD, 3], SamplingParams(frequency_penalty=0.5, min_tokens=3, max_tokens=9)),
     "search": ([3, BAD], SamplingParams(beam_width=4, max_tokens=9)),
-    # This request is healthy until it samples the token.
+    # Only this request samples `BAD`, so its logits are finite until then.
     "later": ([3, 4], SamplingParams(logit_bias={BAD: 100.0}, temperature=0.0, max_tokens=9)),
 }
 

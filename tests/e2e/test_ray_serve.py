@@ -162,7 +162,11 @@ def check_api_key_is_required(url: str) -> None:
 def check_common_prefixes_share_a_replica(
     replicas: Replicas, prompts: list[str], right: dict[str, str]
 ) -> dict[str, str]:
-    """Return the replica of each group. It still has the blocks of the group's first request."""
+    """Check that prompts with the same prefix go to one replica, which has cached the prefix.
+
+    Returns:
+        The replica of each prefix in `GROUPS`.
+    """
     assert len(replicas.serving()) == 2
     # The second time in another order, so that round-robin routing would choose other replicas.
     first = [ask(replicas.url, prompt) for prompt in prompts[:4]]
@@ -172,7 +176,7 @@ def check_common_prefixes_share_a_replica(
     assert {it.replica for it in first} == replicas.serving()
     assert [it.num_cached for it in first] == [0] * 4
     for group, it in zip(GROUPS, second, strict=True):
-        # A token has at most one character, so the prefix is most of the prompt.
+        # Each character is at least one token, so the group has at least len(group) tokens.
         assert it.num_cached >= len(group) // BLOCK_SIZE * BLOCK_SIZE > 100, it
     return {group: it.replica for group, it in zip(GROUPS, first, strict=True)}
 

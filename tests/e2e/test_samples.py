@@ -214,7 +214,7 @@ def test_samples_compute_their_prompt_once_and_share_its_blocks(engines: Engines
     assert sum(computed) == len(STORY) - 1 + 4  # each sample computes the last token
     # Each sample writes tokens 97 to 119, in two blocks that no other sample uses.
     assert max(used) == 6 + 4 * 2
-    # One of the four samples keeps the seventh block.
+    # Three samples copy the partial seventh block before they write; the last writes to it.
     assert after.num_block_copies - before.num_block_copies == 3
     assert after.num_prompt_tokens - before.num_prompt_tokens == len(STORY)
     assert after.num_generated_tokens - before.num_generated_tokens == 80

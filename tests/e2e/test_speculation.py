@@ -28,7 +28,7 @@ REPEATING = [
 
 @pytest.fixture(autouse=True)
 def _always_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify drafts in every step that can."""
+    """Choose the maximum number of drafts in every step, whatever verifying them costs."""
     choose = Speculation.choose_num_drafts
 
     def choose_always(self: Speculation, num_rows: int) -> int:
@@ -170,7 +170,7 @@ def test_row_may_leave_within_a_burst(engines: Engines, shallow_folder: Path):
     assert speculative.stats().num_preemptions > before
 
 
-def test_constrained_rows_take_plain_steps(engines: Engines):
+def test_constrained_rows_have_steps_without_drafts(engines: Engines):
     """Other rows of the batch verify drafts again when the constrained request has ended."""
     speculative, plain = engines(speculative_config=NGRAM), engines()
     spec = StructuredOutputs(regex="(ab)+c")
@@ -219,7 +219,7 @@ def test_several_devices_accept_the_same_drafts(engines: Engines, shallow_folder
 
 
 def test_repeated_context_gives_more_tokens_per_step(engines: Engines):
-    """In chats that ask the same question again, and thus repeat the answer."""
+    """Each chat asks the same question again, so that the model repeats its answer."""
     speculative, plain = engines(speculative_config=NGRAM), engines()
     short = [e for e in sample_examples(11, 200) if 15 < len(e.completion) < 60]
     counting = [e for e in short if e.prompt.startswith(("Count", "Put"))][:4]

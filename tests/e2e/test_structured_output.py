@@ -326,7 +326,8 @@ def test_error_of_the_mask_worker_ends_one_request(
     victim, error = list[Any](), ValueError("too complex")
 
     def gather_but_one(self: MaskWorkerClient, items: Any, *args: Any) -> Any:
-        victim.append(items[0][0])  # of one of the first two requests
+        # Structured-output rows belong to the first two requests.
+        victim.append(items[0][0])
         masks, failed, late = gather_masks(self, items, *args)
         if where == "with the mask":
             failed = [*failed, *((i, error) for i, it in enumerate(items) if it[0] is victim[0])]
@@ -379,7 +380,7 @@ def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
     for num_steps in (0, 1, 5, 6):
         names = [engine.add_request(QUESTION, it) for it in (JSON_PARAMS, GREEDY, JSON_PARAMS)]
         take_steps(engine, num_steps)
-        for pid in mask_processes():  # also of engines that other tests use
+        for pid in mask_processes():  # includes the mask workers of other engines
             os.kill(pid, signal.SIGKILL)
         final = final_updates(engine)
         errors = [final[it].error for it in names]

@@ -136,7 +136,7 @@ def test_quantization_uses_the_largest_static_scale(width: int, dtype, backend: 
         assert np.mean(same) >= (0.9 if backend is Backend.TRITON else 1.0)
 
 
-def test_static_scales_exclude_groups_and_reduce_max():
+def test_static_scales_with_grouped_or_reduce_max_raise_errors():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
     with pytest.raises(ValueError, match=r"static_scales apply to whole rows: .* or grouped"):
         quantize_rows(x, given, grouped=True, backend=Backend.XLA)
@@ -196,9 +196,10 @@ def _gated(columns):
     return reference.gated_silu(columns.reshape(columns.shape[0], 2, -1))
 
 
-# The width is a number, or the numbers of rows of the weight's parts for blocks of scales.
+# (rows, depth, width) of a GEMM with one scale per output column.
 CHANNEL_SHAPES = [(1, 64, 48), (16, 192, 256), (13, 33, 7), (96, 256, 128), (64, 1024, 384)]
 CHANNEL_SHAPES += [(512, 512, 4096)]
+# With one scale per block of the weight: (rows, depth, widths of the fused projections).
 BLOCK_SHAPES = [(1, 128, [128]), (16, 256, [128, 256, 128]), (13, 192, [192, 64, 64])]
 BLOCK_SHAPES += [(8, 40, [7]), (512, 512, [1024, 1024])]
 
@@ -324,7 +325,8 @@ def _check_few_rows(rows, depth, config, grouped, gated):
     _assert_gemm(got.astype(F32).sum(0), _gated(exact) if gated else exact, F32, BF16)
 
 
-# Programs have at most one tile or several. A tile has more steps than stages, or fewer.
+# A program computes no tile, one tile or several tiles. A tile has more or fewer pipeline steps
+# than the pipeline has stages.
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("rows_depth_and_config", "grouped", "gated"),
@@ -413,9 +415,10 @@ def test_quantization_lowers_to_one_kernel_with_and_without_a_norm(depth, groupe
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full), 32, 300])
 def test_fp8_gemms_of_cublas_need_a_recent_gpu_and_aligned_sizes(rows, kind, depth, is_direct):
-    """cuBLASLt multiplies FP8 if both sides of the weight are multiples of 16.
+    """cuBLASLt multiplies FP8 if both dimensions of the weight are multiples of 16.
 
-    Rows are padded to a multiple of 16. Other factors are converted to bfloat16 before the product.
+    The rows are then padded to a multiple of 16. Otherwise both operands are converted to bfloat16
+    before the GEMM.
     """
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     x, weight = (jax.ShapeDtypeStruct((n, depth), FP8) for n in (rows, 48))

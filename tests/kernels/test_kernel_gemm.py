@@ -33,7 +33,8 @@ def races_raise():
     """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
     A copy that waits for only some of the readers of its stage is not detected. JAX 0.11 requires a
-    wait for every phase of a barrier, but nothing waits for the last phases of "empty".
+    wait for every phase of a barrier, but no thread waits for the last phases of the barrier that
+    signals empty stages.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -65,8 +66,8 @@ def test_gated_gemm_applies_the_activation(rows, depth, config):
     _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
 
-# One tile per program, several, and programs without a tile. The pipeline has more stages than a
-# tile has steps, or fewer.
+# A program computes no tile, one tile or several tiles. A tile has more or fewer pipeline steps
+# than the pipeline has stages.
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "stages", "programs"),

@@ -124,7 +124,8 @@ def _stored_by(op, values, scales, backend):
 def test_every_bfloat16_value_is_rounded_to_the_nearest_float8(op, scales, backend):
     """Values are rounded to nearest even and clipped to 448, and NaN is preserved."""
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
-    if op == "rope and decode":  # 0 * infinity is added from the other channel
+    # RoPE adds the other channel times a sine of 0, which is NaN if that channel is not finite.
+    if op == "rope and decode":
         every = np.where(np.isfinite(every.astype(np.float32)), every, BF16(0))
     values = jnp.asarray(every.reshape(256, 1, 256))
     run = jax.jit(lambda values: _stored_by(op, values, scales, backend))

@@ -254,8 +254,8 @@ def test_float32_partials_give_the_result_of_their_rounded_sum(backend):
         np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
 
 
-# Rows, depth, width. The Hopper kernel supports most: with one tile of rows or two, and with 128
-# columns per program and more steps than stages. It does not support the last two.
+# (rows, depth, width) of GEMMs. The Hopper kernel supports all but the last two. It splits the rows
+# into one or two tiles. Some GEMMs have 128 columns per program and more steps than stages.
 GEMMS = [(24, 192, 128), (8, 1024, 64), (64, 2048, 256), (96, 1024, 192), (192, 320, 64)]
 GEMMS += [(256, 1024, 1024), (256, 576, 4352), (40, 100, 24), (300, 512, 8)]
 
@@ -280,7 +280,8 @@ def test_split_k_gemm_matches_reference(shape, dtype, backend):
     partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert partials.dtype == (dtype if len(partials) == 1 else F32)
     assert len(partials) == 1 or (backend is not Backend.XLA and dtype != F32)
-    if backend is Backend.INTERPRET and dtype != F32:  # XLA's GEMM, with the splits of a GPU
+    # This backend uses XLA's GEMM, but splits the depth as a GPU does.
+    if backend is Backend.INTERPRET and dtype != F32:
         assert len(partials) == {8: 4, 64: 8, 300: 1}.get(rows, len(partials))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     _assert_gemm(sum_partials(partials, F32), exact, depth, partials.dtype)

@@ -63,7 +63,7 @@ def _check(logits, tokens, count, backend, reports_logits=None):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_scores_match_a_sort(width, backend):
+def test_scores_match_sorted_reference(width, backend):
     logits = _logits(width)
     tokens = [0, width - 1, int(logits[2].argmax()), int(logits[3].argmin())]
     for count in (1, 20) if width == 130 else (20,):
@@ -111,7 +111,7 @@ def test_forbidden_tokens_come_last_in_order_of_id(backend):
     ).filter(lambda row: max(row) > -np.inf),
     st.integers(0, 149),
 )
-def test_scores_of_random_rows_match_a_sort(backend, row, token):
+def test_scores_of_random_rows_match_sorted_reference(backend, row, token):
     _check(np.array([row], np.float32), [token], 20, backend)
 
 

@@ -63,7 +63,7 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
 def test_leading_one_token_rows_get_no_tile(query_lens, tile_size):
-    """Each row after the leading one-token rows has one tile, in both maps."""
+    """Each later row is in exactly one tile, both in `tile_map` and in `window_map`."""
     batch = len(query_lens)
     num_decode_rows = next((i for i, n in enumerate(query_lens) if n != 1), batch)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

@@ -93,7 +93,7 @@ _settings = st.fixed_dictionaries(
     scales=st.lists(st.sampled_from([1e-20, 1e-3, 1.0, 1e6]), min_size=B, max_size=B),
     params=st.lists(_settings, min_size=B, max_size=B),
 )
-def test_truncation_of_random_rows_matches_a_sort(rows, scales, params, backend):
+def test_truncation_of_random_rows_matches_sorted_reference(rows, scales, params, backend):
     logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
     logits[np.abs(logits) < 1e-30] = 0.0  # subnormal numbers are zeros to XLA
     _check(logits, params, backend)
@@ -144,7 +144,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_truncation_of_a_large_vocabulary_matches_a_sort(name, backend):
+def test_truncation_of_a_large_vocabulary_matches_sorted_reference(name, backend):
     params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
     params += [{"top_p": 0.9, "temperature": t, "min_p": 1e-4} for t in (0.1, 1.7)]
     params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]

@@ -70,7 +70,7 @@ def test_norm_threads_load_16_bytes_each(itemsize):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
-        # A load covers the row and is less than twice as wide, unless it uses the maximum warps.
+        # A load covers the row. It is less than twice as wide, unless it needs all 32 warps.
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
@@ -125,7 +125,7 @@ def test_hopper_prefill_is_chosen_only_if_supported():
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
-def test_widened_buffer_fits_the_tokens_of_a_step(num_tokens):
+def test_buffer_of_widened_fp8_blocks_fits_the_tokens_of_a_step(num_tokens):
     facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
     assert config.max_blocks == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
@@ -249,7 +249,7 @@ def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") ->
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_fp8_gemms_fit_the_shared_memory_and_divide_their_sizes(grouped):
+def test_fp8_gemm_tiles_fit_shared_memory_and_divide_the_weight_evenly(grouped):
     shapes = itertools.product((1024, 1920, 4096, 14336), (1024, 6144, 14336, 28672), (1, 2))
     for (depth, width, factors), rows in itertools.product(shapes, (8, 24, 64, 120, 192, 256)):
         few, _ = _fp8(rows, depth, width, factors, grouped=grouped)

@@ -105,7 +105,8 @@ def published(
     Args:
         weights: "tensor" or "block".
         config: The quantization_config, whose excluded modules are `fnmatch` patterns.
-        names: Tensor names of a projection's weight scale, `scale`, and row scale, `rows`.
+        names: Suffixes of tensor names: `scale` for the scale of a projection's weight, and
+            optionally `rows` for the static scale of its input rows.
     """
     model = copied(model)
     model.save_pretrained(folder)

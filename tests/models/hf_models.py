@@ -117,9 +117,9 @@ def build(
     dtype: type,
     filled: dict[str, float] | None = None,
 ) -> Decoder:
-    """Return a model of these tensors by a simple reading of the weight rules, not the loader's.
+    """Return a model with these weights, placed by the weight rules but without the loader.
 
-    Parameters whose last name is in `filled` have the value there.
+    `filled` has the value of parameters without a tensor, by the last part of the parameter's name.
     """
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     rules, specs = weight_rules(config), model_parameters(model)

@@ -282,7 +282,7 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path, index, com
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_by_name_and_never_opened(tmp_path, name):
-    (tmp_path / name).symlink_to("/nowhere")  # opening it would raise something else
+    (tmp_path / name).symlink_to("/nowhere")  # opening it would raise FileNotFoundError
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*save_pretrained"):
         read_tensor_infos(tmp_path)
 

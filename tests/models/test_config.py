@@ -76,7 +76,7 @@ def test_sliding_windows_equal_transformers_layer_types(name):
     assert windows_of(OLD_FILES[name]) == expected
 
 
-def test_config_is_read_to_literal_values():
+def test_config_fields_have_the_expected_values():
     assert windows_of(OLD_FILES["qwen2-window"]) == (None, None, 16)
     assert windows_of(OLD_FILES["mistral"]) == (16, 16, 16)
     llama3 = read_model_config(OLD_FILES["llama3-original"])

@@ -49,7 +49,7 @@ def load(folder: Path, quantization: str | None = None, **options: Any) -> Decod
 
 
 def logits_of(model: Decoder) -> np.ndarray:
-    """Return the logits of all tokens: one step, then one step for each of the last two."""
+    """Return the logits of all tokens, from a prefill step and two decode steps of one token."""
     harness, sequence = Harness(model), PagedSequence(TOKENS)
     return np.concatenate([harness.step([(sequence, n)])[0] for n in (len(TOKENS) - 2, 1, 1)])
 

@@ -66,7 +66,7 @@ def all_recipes(
 
 
 def recipes_of(config: ModelConfig, num_devices: int, **options: Any) -> dict[Any, Recipe]:
-    """Return the recipes that an engine of this model would compile on GPUs, by name."""
+    """Return the compilation inputs (`Recipe`) of all programs of a GPU engine, by program name."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -104,7 +104,7 @@ def lowered_for_gpu(recipe: Recipe, device: AbstractDevice = H200) -> str:
 
 
 def stored(recipe: Recipe) -> Any:
-    """Return the recipe's step after writing and reading its exported program."""
+    """Export the program of a recipe, serialize it, and return the deserialized program."""
     with on_gpu():
         return export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
 
@@ -180,7 +180,7 @@ def test_tensor_parallel_step_uses_peer_memory(name: tuple):
     turns = [f"{kernel}_{turn}" for turn in (0, 1)]
     counted = launches(text, ALL_REDUCE, *turns)
     assert counted[ALL_REDUCE] == 1
-    # A kernel's text has its name twice.
+    # The lowered text of a kernel call contains the kernel's name twice.
     assert [counted[turn] for turn in turns] == [2 * 2, 2 * 2]
     assert recipe.keywords["peer_header"].shape == (2 * 10,)
     assert not any("peer_header" in it for it in recipe.donate)
@@ -253,7 +253,8 @@ def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
         recipe = recipes_of(read_model_config(fields), num_devices=2, has_peer_memory=True)[name]
         order = sums_in_order(lowered(recipe, recipe.jitted_step))
     first = order.index("all_reduce")
-    assert order[first + 1 :] == ["0", "0", "1", "1"] * 3  # a kernel's text has its name twice
+    # The lowered text of a kernel call contains the kernel's name twice.
+    assert order[first + 1 :] == ["0", "0", "1", "1"] * 3
     assert name != BURST or "while" in order[:first]
 
 

@@ -51,7 +51,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # The second builder must load the programs: a model without a tree cannot be traced.
+    # The second builder must load the programs: a model without its treedef cannot be traced.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
@@ -260,7 +260,7 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
     assert len(launched) == 2
 
 
-def test_ranked_samples_get_logprobs(driver: Driver):
+def test_best_of_samples_get_logprobs(driver: Driver):
     params = SamplingParams(temperature=0.5, seed=1, n=1, best_of=2)
     (sequence, _) = driver.request(params, PROMPT, 2).sequences
     driver.prefill(sequence, [1, 2])

@@ -154,7 +154,7 @@ def test_extreme_sampling_parameters_are_clamped():
         (SamplingParams(n=2, best_of=3), SamplerLevel.RANDOM | SamplerLevel.LOGPROBS),
     ],
 )
-def test_required_level_covers_the_parameters(params, level):
+def test_required_sampler_level_follows_from_the_parameters(params, level):
     assert required_level(params) == level
 
 
@@ -196,7 +196,7 @@ def test_token_depends_only_on_its_row():
 def test_seeded_tokens_are_pinned_under_either_jax_flag(is_partitionable):
     with jax.threefry_partitionable(is_partitionable):
         drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
-    # Literal: a change here changes the output of every seeded request.
+    # If these tokens change, the output of every seeded request changes.
     assert drawn.tolist() == [954, 683, 291, 136, 329, 88, 628, 750]
 
 
@@ -510,7 +510,7 @@ def test_logprobs_come_from_the_unchanged_logits(level):
     np.testing.assert_allclose(scores.top_logprobs[0], expected[order], rtol=1e-5)
 
 
-def test_only_scored_rows_get_scores():
+def test_only_rows_that_request_logprobs_get_logprobs():
     params = [SamplingParams(temperature=0.0, logprobs=i % 2 or None) for i in range(8)]
     logits, row_ids = _logits(8), jnp.arange(8, dtype=jnp.int32)
     rows = _rows(params, range(8), range(8))

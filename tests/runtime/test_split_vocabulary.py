@@ -49,7 +49,10 @@ ASKING = [
 
 
 def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
-    """Return `function` on split logits, run on `count` devices; its results have a device axis."""
+    """Return `function` mapped over `count` devices, each with a shard of the logits.
+
+    The first axis of each result is the device, unless the function returns logits (`logits_out`).
+    """
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     mesh = make_mesh(jax.devices(), count)
@@ -76,7 +79,11 @@ def sampler(
 
 
 def rows_of(params: list[SamplingParams]) -> tuple:
-    """Return the rows' parameters, the state of rows with biases, and their device rows."""
+    """Return the arguments of the sampler for one row per item of `params`.
+
+    Returns:
+        The packed parameters, the sampling state with the logit biases, and the row indices.
+    """
     packed = np.stack([pack_params(one, 2**33 * i - 7) for i, one in enumerate(params)])
     positions = jnp.arange(len(params), dtype=jnp.int32) * 5
     state, ids = init_sampling_state(len(params) + 1, V), jnp.arange(len(params), dtype=jnp.int32)

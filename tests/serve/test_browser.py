@@ -268,7 +268,7 @@ def test_hidden_page_disconnects_unless_paused(pages: Pages):
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_selector("#line.live")
     page.select_option("#pace", "0")
-    page.evaluate("jpaged.disconnectHidden()")  # a paused page keeps its steps for its user
+    page.evaluate("jpaged.disconnectHidden()")  # a paused page stays connected
     page.wait_for_timeout(100)
     assert page.inner_text("#line") == "live"
 

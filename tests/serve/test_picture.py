@@ -284,8 +284,10 @@ def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs
 
 
 class Source:
-    """Return the given diffs one per fetch, then empty diffs, or fail. A snapshot is the sum of
-    the diffs of an epoch.
+    """A pool whose `fetch` returns the given diffs, one `PoolDiffs` per call.
+
+    Each later call returns empty diffs, or raises an error if `fails` is set. A snapshot is the sum
+    of all diffs since the epoch began.
     """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):

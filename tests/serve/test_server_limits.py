@@ -128,7 +128,7 @@ def test_cache_salts_differ_after_a_restart():
 
 FROM_THE_PAGE = (
     {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
-    {"Origin": "http://jpaged"},  # over plain HTTP a browser may send only this header
+    {"Origin": "http://jpaged"},  # over plain HTTP, browsers may leave out Sec-Fetch-*
 )
 FROM_ELSEWHERE = (
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},

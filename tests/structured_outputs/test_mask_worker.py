@@ -293,7 +293,7 @@ def test_slow_masks_are_computed_alone_until_they_are_fast_again(
     assert not all(is_made_alone() for _ in range(64))
 
 
-def test_ambiguous_grammar_makes_only_its_own_answers_heavy(made: Made):
+def test_only_answers_of_an_ambiguous_grammar_are_marked_heavy(made: Made):
     ambiguous = made.begin(StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"'))
     plain = StructuredOutputs(regex="a*")
     others = [made.begin(plain) for _ in range(3)]

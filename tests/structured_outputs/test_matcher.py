@@ -346,7 +346,7 @@ def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
 def test_masked_answers_conform_to_random_schemas(schema: dict[str, Any], seed: int):
     try:
         text = walk(StructuredOutputs(json=schema), seed)
-    except ValueError:  # over a bound, or llguidance cannot decide it
+    except ValueError:  # the schema exceeds a limit, or llguidance cannot enforce it
         reject()
     if text is not None:
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))

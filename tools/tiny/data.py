@@ -169,9 +169,10 @@ def _message(role: str, content: str) -> list[int]:
 
 
 def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Rows:
-    """Fill rows with documents; `next_document(room)` may fit the room left.
+    """Fill `rows` rows of `length` tokens with documents.
 
-    Each row begins with a new one. The document that no longer fits a row follows in a later one.
+    `next_document(room)` returns a document that should fit in `room` tokens. Each row begins with
+    a new document. A document that does not fit in the rest of a row is added to a later row.
 
     Raises:
         ValueError: a document is longer than a row.
@@ -181,7 +182,7 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
     for row in range(rows):
         document = next_document(length)
         if len(document.ids) > length:
-            raise ValueError(f"a document of {len(document.ids)} tokens, rows of {length}")
+            raise ValueError(f"a document has {len(document.ids)} tokens, but a row only {length}")
         start, number = _put(out, row, 0, 1, document), 2
         while start + len((left := left or next_document(length - start)).ids) <= length:
             start, number, left = _put(out, row, start, number, left), number + 1, None

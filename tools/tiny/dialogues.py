@@ -121,7 +121,7 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Return a question about two numbers. Each pair has the wording and the numeral."""
+    """Return a question about two numbers, each given as (text in the question, numeral)."""
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]

@@ -32,9 +32,9 @@ from tools.tiny.dialogues import sample_dialogues
 from tools.tiny.model import Config, Params, forward
 from tools.tiny.world import TASKS, Example, sample_examples
 
-SEED = 20261121  # of the held-out questions
-TOKENS = 16384  # of a forward pass on a CPU; four times as many on a GPU
-LENGTHS = (160, 320, 640, 896)  # of rows, for documents that are no longer; or as the context
+SEED = 20261121  # seed of the held-out questions
+TOKENS = 16384  # tokens per forward pass on a CPU; on a GPU, four times as many
+LENGTHS = (160, 320, 640, 896)  # row lengths; a document takes the shortest that fits
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ SHORT_ANSWER = (1, 150)  # characters
 LONG_ANSWER = (150, 750)
 LONGEST_STEPPED = 300  # characters of an answer that counts in steps
 LARGEST_SPOKEN = 700  # product in words
-LARGEST_UNTOLD = 99  # "count from A to B" names one number this small, or else says up or down
+LARGEST_UNTOLD = 99  # if A and B are larger, "count from A to B" also says up or down
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
@@ -146,7 +146,7 @@ def _number(rng: random.Random, limit: int = 1000) -> int:
 
 
 def _word(rng: random.Random, longest: int = 12) -> str:
-    """Return a word of the list or random letters, sometimes of only a few kinds."""
+    """Return a word of the list, or random letters, sometimes from only three different letters."""
     kind = rng.random()
     if kind < 0.5:
         return rng.choice(WORDS)
@@ -259,8 +259,8 @@ def _count(
 ) -> Draft:
     """Count up or down, by ones or in steps, with an answer of `lengths` characters.
 
-    In steps the answer has `stepped` characters at most. Between numbers that both pass `untold`
-    the question always tells whether to count up or down.
+    In steps the answer has `stepped` characters at most. If both numbers are above `untold`, the
+    question always says whether to count up or down.
     """
     limit, show = (100, number_words) if words else (1000, str)
     numbers, answer, longest = [0], "", 0

@@ -557,7 +557,8 @@ def _raise_unknown_field(name: str, path: str, known: list[str]) -> NoReturn:
     raise field_error(start + name[:60], problem, shows_path=False)
 
 
-# Errors: msgspec reports the path of an invalid field, the schema describes the accepted values.
+# Errors of invalid fields: msgspec's message has the path of the field. The JSON schema of the body
+# has the description of the accepted values.
 
 _ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
 _MAX_QUOTED_CHARACTERS = 500

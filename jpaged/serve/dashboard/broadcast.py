@@ -91,13 +91,16 @@ class Viewer:
         self._unread = bytearray()
 
     def start_from(self, snapshot: bytes) -> None:
-        """Replace all unread events by a snapshot, and let the viewer follow from there."""
+        """Replace all unread events by a snapshot, and set the state to FOLLOWING."""
         self.state, self._snapshot = ViewerState.FOLLOWING, snapshot
         self._unread.clear()
         self.has_unread.set()
 
     def add_unread(self, message: bytes) -> None:
-        """Append pool diffs for a viewer that follows; drop all if too many bytes are unread."""
+        """Append pool diffs for a viewer whose state is FOLLOWING.
+
+        If more than `MAX_UNREAD_BYTES` would be unread, drop all diffs and set the state to BEHIND.
+        """
         if self._unread and len(self._unread) + len(message) > MAX_UNREAD_BYTES:
             self.state, self._snapshot = ViewerState.BEHIND, b""
             self._unread.clear()

@@ -261,7 +261,8 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
             raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        # Spaces separate the number from any digits next to the string.
+        # If a digit is directly before or after the string in invalid JSON, the spaces keep it
+        # from becoming a part of the number.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))

@@ -288,7 +288,8 @@ async def start_serving(
         if config.enable_auto_tool_choice:
             await tokenizing.check_tools()
     except BaseException:
-        process.close()  # a thread would wait for the process at exit
+        # Otherwise Python could not exit: the thread of `wait_ready` would wait for the process.
+        process.close()
         raise
     serving.open(client, tokenizing, info)
 
