@@ -232,8 +232,10 @@ class EngineConfig(Options):
             log-probabilities of the model's logits. "processed_logprobs" are log-probabilities
             after biases, penalties, temperature, top-k, top-p and min-p; a greedy request has no
             temperature and no truncation. "raw_logits" and "processed_logits" are the logits at
-            these two points. A grammar's mask comes first in every mode. Prompt tokens always have
-            raw log-probabilities, and beam searches always rank by them.
+            these two points. A grammar's mask comes first in every mode. Prompt tokens
+            always have raw log-probabilities. A beam search ranks its beams by raw
+            log-probabilities. `best_of` ranks by log-probabilities, in the processed modes by
+            processed ones.
         async_scheduling: Launch each step before the tokens of the previous step are read (the
             overlapped loop).
         num_scheduler_steps: Number of decode steps in a burst, which is launched as one program.

@@ -15,7 +15,8 @@ class Logprob:
     Attributes:
         logprob: Natural logarithm of the token's probability, or the value that the engine's
             `logprobs_mode` selects.
-        rank: Rank of the token in the whole vocabulary by `logprob`; 1 is the highest value.
+        rank: Rank in the whole vocabulary by `logprob`. For the chosen token, the number of tokens
+            with at least this value; 1 if all other tokens have lower values.
         decoded_token: Text of the token alone; None without a tokenizer.
         kept_mass: Probability of the tokens that top-k, top-p and min-p kept at this position,
             after biases, penalties and temperature. Exactly 1 if they removed no token, and in
@@ -36,7 +37,7 @@ class CompletionOutput:
     Attributes:
         index: Index of the answer among the answers to the prompt: the number of the sample, or
             the rank for a beam search and for `best_of` above `n`.
-        text: Detokenised text so far. A matched stop string is removed unless
+        text: Detokenized text so far. A matched stop string is removed unless
             `include_stop_str_in_output` is set. Until the answer ends, an incomplete character and
             a possible start of a stop string are left out.
         token_ids: All sampled tokens, including the tokens of a stop string and a stop token.

@@ -306,18 +306,19 @@ class Engine:
     ) -> list[CompletionScore]:
         """Return the log-probabilities of given completions.
 
-        The engine computes each prompt and its completion without generating an answer. Prompts
-        that several completions share come from the prefix cache after the first.
+        The engine computes each prompt and its completion, and drops the token that it samples
+        after them. If several completions share a prompt, the first one computes the prompt, and
+        later ones read its full blocks from the prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
-            completions: The completion of each prompt: a list of strings or lists of token ids.
-                Repeat a prompt that has several completions. A text completion of a text prompt is
-                tokenised together with the prompt; special tokens are not added after it.
+            completions: The completion of each prompt: a list of strings or lists of token ids, or
+                one completion. Repeat a prompt that has several completions. A text completion of a
+                text prompt is tokenized together with the prompt.
             use_tqdm: As in `generate`.
 
         Returns:
-            One score per completion, in their order.
+            One score per completion, in the order of `completions`.
 
         Raises:
             TypeError, ValueError: A prompt or completion is invalid, or both together have
@@ -325,7 +326,7 @@ class Engine:
             RuntimeError: A step failed.
         """
         pairs = pair_completions(prompts, completions, vocab_size=self.vocab_size)
-        first, later, seen = list[RequestState](), list[RequestState](), set[tuple]()
+        first, later, seen_prompts = list[RequestState](), list[RequestState](), set[tuple]()
         states = list[RequestState]()
         in_use, block_size = self._loop.requests, self.runtime_config.block_size
         for i, (prompt, completion) in enumerate(pairs):
@@ -338,8 +339,8 @@ class Engine:
             self._loop.scheduler.check(state.request)
             prefix = (joined.token_ids or [])[: (num_tokens - 1) // block_size * block_size]
             key = *prefix, joined.cache_salt
-            is_shared = self.config.enable_prefix_caching and prefix and key in seen
-            seen.add(key)
+            is_shared = self.config.enable_prefix_caching and prefix and key in seen_prompts
+            seen_prompts.add(key)
             states.append(state)
             (later if is_shared else first).append(state)
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm

@@ -1,4 +1,4 @@
-"""Conversion of caller input into requests: prompts are normalised, checked and tokenised."""
+"""Conversion of caller input into requests: prompts are normalised, checked and tokenized."""
 
 import itertools
 from array import array
@@ -25,7 +25,7 @@ class NormalizedPrompt:
     """A checked prompt with a text, token ids, or both. No field is empty.
 
     Attributes:
-        text: Text of the prompt. The text is tokenised only if `token_ids` is None.
+        text: Text of the prompt. The text is tokenized only if `token_ids` is None.
         token_ids: Token ids of the prompt.
         cache_salt: Only prompts with the same salt share cached prefixes. Prompts with None share
             prefixes with each other.
@@ -355,8 +355,8 @@ class Preprocessor:
     ) -> tuple[NormalizedPrompt, int]:
         """Return a prompt that ends with a completion, and the number of tokens before it.
 
-        If both are texts, the joined text is tokenised, as a model would see it. The completion
-        begins after as many tokens as the prompt has alone.
+        If both are texts, the joined text is tokenized. The completion is every token after the
+        first n, where n is the number of tokens of the prompt alone.
 
         Args:
             prompt: The prompt.
@@ -364,7 +364,7 @@ class Preprocessor:
             name: Name of the completion in error messages.
 
         Raises:
-            ValueError: A text cannot be tokenised, or the completion adds no token.
+            ValueError: A text cannot be tokenized, or the completion adds no token.
         """
         ids = self.tokenize(prompt).token_ids or []
         if completion.token_ids is not None:
@@ -427,7 +427,7 @@ class Preprocessor:
         ids_in_use: Container[str] = (),
         first_scored_position: int | None = None,
     ) -> RequestState:
-        """Return a checked and tokenised request, ready for `EngineLoop.add`.
+        """Return a checked and tokenized request, ready for `EngineLoop.add`.
 
         A refused request uses up no generated id and no seed.
 
@@ -442,7 +442,7 @@ class Preprocessor:
                 `params.prompt_logprobs`.
 
         Raises:
-            TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenised.
+            TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenized.
         """
         params.validate_for(
             self.vocab_size,

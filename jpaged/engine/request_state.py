@@ -182,7 +182,7 @@ class SampleState:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
-            return False  # the text is detokenised when a caller asks for it
+            return False  # the text is detokenized when a caller asks for it
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop

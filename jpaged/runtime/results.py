@@ -31,8 +31,8 @@ full queue would block the thread without a time limit."""
 class TokenScores:
     """Log-probabilities and ranks of C tokens, and the most probable tokens at each position.
 
-    With an engine option `logprobs_mode` of logits, the log-probabilities are logits, except in
-    requests that rank their answers.
+    If the engine's `logprobs_mode` reports logits, `logprobs` and `top_logprobs` hold logits.
+    Prompt tokens and requests that rank their answers always have log-probabilities.
 
     Attributes:
         packed: int32 [C, W], as packed by `pallas_kernels.token_scores`.
@@ -139,7 +139,7 @@ class PromptScores:
 
     Attributes:
         program: Name of the step that computed the scores: "prompt_logprobs" or "score_targets".
-        arrays: Scores of the launches. Only the last one has padding rows, at its end.
+        arrays: Scores of the launches. Only the last array has padding rows, at its end.
         slices: Rows of each sequence in the concatenated arrays, by sequence id.
     """
 

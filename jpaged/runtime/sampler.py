@@ -88,7 +88,8 @@ class SamplingRows(NamedTuple):
     is_scored: Bool[Array, "B"]
     """Whether the request needs the log-probabilities of the row's token."""
     is_ranked: Bool[Array, "B"]
-    """Whether scores rank the request's answers. Such scores are log-probabilities in all modes."""
+    """Whether the scores rank the request's answers (`best_of`, `beam_width`). The row's scores are
+    then log-probabilities in every mode."""
 
 
 class SamplingState(NamedTuple):
@@ -487,8 +488,8 @@ def _processed_logits(
 ) -> Float32[Array, "B V"]:
     """Return the logits after temperature and truncation, with -inf for removed tokens.
 
-    For log-probabilities, the logits of random rows are relative to the row's highest logit. The
-    difference is more precise at low temperatures.
+    In mode PROCESSED_LOGPROBS, rows with a temperature other than 1 have differences from the row's
+    highest logit, which are more precise at low temperatures. The log-probabilities are the same.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
     if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:

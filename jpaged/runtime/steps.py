@@ -552,10 +552,10 @@ def score_targets_step(
     *,
     backend: Backend,
 ) -> Float32[Array, "C 2"]:
-    """Return the log-probabilities of C prompt tokens, and 1 for each that is the most probable.
+    """Return the log-probability of each target, and 1 if no token is more probable, else 0.
 
-    The arguments are those of `prompt_logprobs_step`. Ranks and other tokens are left out, so that
-    no step holds all logits.
+    `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns no ranks and no
+    other tokens, so that it never holds whole rows of logits.
     """
     logprobs, is_greedy = model.target_logprobs(scored_hidden, targets, backend)
     return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)

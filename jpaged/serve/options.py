@@ -153,7 +153,7 @@ class Limits(options.Options, group="limits on requests"):
         60.0, "maximum time that a client may leave an answer unread"
     )
     text_timeout: float = _seconds_option(
-        10.0, "maximum time to apply the chat template and tokenise the prompt"
+        10.0, "maximum time to apply the chat template and tokenize the prompt"
     )
     health_timeout: float = _seconds_option(
         30.0, "time without a turn of the engine loop after which /health returns 503"

@@ -94,8 +94,8 @@ def token_scores(
         0           the token id from `token_ids`
         1           log-probability of the token
         2           rank: number of tokens at least as probable, so 1 is the most probable token
-        3           1.0, for the probability mass that truncation kept: the ops do not truncate, so
-                    a caller that does must replace the value
+        3           probability mass that truncation kept, always 1.0: a caller that truncates must
+                    overwrite the column
         4 + 2 i     id of the token with the i-th highest logit, for i from 0 to L - 1
         5 + 2 i     log-probability of that token
 

@@ -35,14 +35,15 @@ def target_scores(
     soft_cap: float | None = None,
     backend: Backend,
 ) -> TargetScores:
-    """Compute the logits x @ table.T, and return what the targets' log-probabilities need.
+    """Return the largest logit, the sum of exponentials and the target's logit of each row.
 
-    Only a part of the logits exists at any time. Logits are float32.
+    The logits are x @ table.T, in float32. Only a part of them exists at any time.
 
     Args:
         x: Hidden states.
         table: Weight of the output head.
-        targets: One token id per row. Ids outside the vocabulary are allowed.
+        targets: One token id per row. An id outside the table gives a target of 0, so
+            that devices can sum the targets of their shards.
         soft_cap: Each logit z becomes soft_cap * tanh(z / soft_cap); None leaves it unchanged.
         backend: The implementation to run.
 

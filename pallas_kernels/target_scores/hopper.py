@@ -35,7 +35,7 @@ from pallas_kernels.gemm.hopper import (
 
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
-TOKEN_MULTIPLE = 8  # the vocabulary is a multiple: tables in shared memory have tiles of 8 rows
+TOKEN_MULTIPLE = 8  # V is a multiple, because shared memory holds tables in tiles of 8 rows
 NUM_STAGES = 4  # pipeline stages, which fill the shared memory
 _LOG2_E = math.log2(math.e)
 
@@ -47,7 +47,7 @@ def target_scores(x, table, targets, *, num_programs):
     `TOKEN_MULTIPLE` with at least `TILE_TOKENS` tokens.
     """
     rows = x.shape[0]
-    targets = jnp.where(targets < table.shape[0], targets, -1)  # the last tile may have more tokens
+    targets = jnp.where(targets < table.shape[0], targets, -1)  # -1 matches no token
     padding = -rows % TILE_ROWS
     x, targets = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
     largest, totals, target = _scan_tiles(x, table, targets, num_programs=num_programs)

@@ -16,7 +16,8 @@ def target_scores(x, table, targets, *, soft_cap):
 
     def fold(carry, index):
         largest, total, target = carry
-        # The last slice ends with the vocabulary, and skips the tokens of the slice before.
+        # The last slice is moved back to end with the vocabulary. Tokens that the slice before has
+        # computed are masked.
         first = jnp.minimum(index * size, width - size)
         logits = einsum(
             "rd,vd->rv", x, lax.dynamic_slice_in_dim(table, first, size), out=jnp.float32

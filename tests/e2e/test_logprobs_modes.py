@@ -181,7 +181,7 @@ def test_grammar_mask_precedes_every_mode(
 def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_mass(
     engines: Engines, shallow_folder: Path, logits: Logits
 ):
-    """A trainer computes the same value from the kept mass alone, without the truncation."""
+    """A trainer computes the same value from its logits and the kept mass, without truncation."""
     engine = with_mode(engines, shallow_folder, "processed_logprobs", num_scheduler_steps=3)
     assert engine.tokenizer is not None
     prompt, own = engine.tokenizer.encode(QUESTION), params(5, RANDOM["truncated"])

@@ -1,4 +1,4 @@
-"""Compare the scores of completions and prompts with `transformers`, under every option."""
+"""Compare the scores of completions with `transformers` under several engine options."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_scores_equal_the_log_softmax_of_transformers(
 ):
     engine = engines(qwen_folder, skip_tokenizer_init=True, **options)
     pairs = make_pairs()
-    # Greedy tokens, so that some are the most probable ones.
+    # Add greedy completions, so that `is_greedy` is true for some tokens.
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     for output in engine.generate([prompt for prompt, _ in pairs[:2]], greedy):
         pairs.append((list(output.prompt_token_ids), list(output.outputs[0].token_ids)))

@@ -281,17 +281,17 @@ def test_short_jobs_run_first_and_long_jobs_in_order():
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
         done = list[str]()
 
-        async def tokenise(text: str) -> None:
+        async def tokenize(text: str) -> None:
             answer = await pool.run_job(TokenizeJob(text))
             assert len(answer.token_ids) == len(text)
             done.append(text[0])
 
-        long = [asyncio.create_task(tokenise(name * 3 * 10**5)) for name in "abc"]
-        dropped = asyncio.create_task(tokenise("x" * 10**7))
-        last = asyncio.create_task(tokenise("d" * 3 * 10**5))
+        long = [asyncio.create_task(tokenize(name * 3 * 10**5)) for name in "abc"]
+        dropped = asyncio.create_task(tokenize("x" * 10**7))
+        last = asyncio.create_task(tokenize("d" * 3 * 10**5))
         await asyncio.sleep(0.01)
         dropped.cancel()
-        short = [asyncio.create_task(tokenise(name * 10)) for name in "12345678"]
+        short = [asyncio.create_task(tokenize(name * 10)) for name in "12345678"]
         await asyncio.gather(*short)
         assert "d" not in done
         await asyncio.gather(*long, last)

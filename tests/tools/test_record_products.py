@@ -37,7 +37,8 @@ def test_each_product_shape_is_measured_once():
     chosen = [recipe.gemm_key or () for recipe in first_of_each_products("qwen3-0.6b")]
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
-    assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
+    heads = [("head", 64), ("head", 256)]  # decode steps, and prompt log-probabilities
+    assert sorted(chosen) == [*heads, *(("layers", n) for n in rows)]
 
 
 def test_tensor_parallel_shards_have_their_own_products():
