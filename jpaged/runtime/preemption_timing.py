@@ -40,14 +40,14 @@ def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) ->
     """Return the seconds from the launch of a prefill step of `num_tokens` tokens until the host
     has its result."""
     requests = _make_requests(config, num_tokens)
-    plan = StepPlan(
-        step_id=-1,
-        scheduled=tuple(
-            ScheduledSequence(sequence, 0, len(sequence.token_ids), is_sampled=True)
-            for request in requests
-            for sequence in request.sequences
-        ),
+    scheduled = tuple(
+        ScheduledSequence(sequence, 0, len(sequence.token_ids), is_sampled=True)
+        for request in requests
+        for sequence in request.sequences
     )
+    lengths = tuple(item.num_scheduled_tokens for item in scheduled)
+    limits = () if config.speculation is None else lengths
+    plan = StepPlan(step_id=-1, scheduled=scheduled, limits=limits)
     sampling = dict.fromkeys(requests, SamplingParams(temperature=0.0))
     runner.wait()
     start = time.perf_counter()

@@ -111,10 +111,10 @@ def test_scores_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: 
     ("mode", "loop", "block_size"),
     [
         ("swap", "bursts", 4),
-        ("recompute", "overlapped", 16),
+        ("auto", "overlapped", 16),
         pytest.param("swap", "overlapped", 16, marks=pytest.mark.full),
         pytest.param("recompute", "bursts", 8, marks=pytest.mark.full),
-        pytest.param("auto", "synchronous", 1, marks=pytest.mark.full),
+        pytest.param("recompute", "synchronous", 1, marks=pytest.mark.full),
     ],
 )
 def test_requests_that_come_and_go_change_no_answer(
