@@ -374,7 +374,8 @@ class Preprocessor:
             joined = self.tokenize(NormalizedPrompt(text=text)).token_ids or []
         else:
             tokenizer = self.require_tokenizer("a text completion")
-            joined = ids + tokenizer.encode(completion.text or "", add_special_tokens=False)
+            added = tokenizer.encode(completion.text or "", add_special_tokens=False)
+            joined = ids + (_check_token_ids(added, name, self.vocab_size) if added else [])
         if len(joined) <= len(ids):
             raise RequestError(name, "adds no token to its prompt", remedy="pass both as token ids")
         return replace(prompt, text=None, token_ids=joined), len(ids)
