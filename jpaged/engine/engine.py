@@ -1,7 +1,7 @@
 """The `Engine` class: the public Python API for generating text with one model."""
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -326,8 +326,7 @@ class Engine:
             RuntimeError: A step failed.
         """
         pairs = pair_completions(prompts, completions, vocab_size=self.vocab_size)
-        first, later, seen_prompts = list[RequestState](), list[RequestState](), set[tuple]()
-        states = list[RequestState]()
+        groups, states = dict[tuple, list[RequestState]](), list[RequestState]()
         in_use, block_size = self._loop.requests, self.runtime_config.block_size
         for i, (prompt, completion) in enumerate(pairs):
             joined, num_tokens = self._preprocessor.join_completion(
@@ -338,21 +337,41 @@ class Engine:
             )
             self._loop.scheduler.check(state.request)
             prefix = (joined.token_ids or [])[: (num_tokens - 1) // block_size * block_size]
-            key = *prefix, joined.cache_salt
-            is_shared = self.config.enable_prefix_caching and prefix and key in seen_prompts
-            seen_prompts.add(key)
+            is_cached = self.config.enable_prefix_caching and prefix
+            key = (*prefix, joined.cache_salt) if is_cached else ("not cached", i)
+            groups.setdefault(key, []).append(state)
             states.append(state)
-            (later if is_shared else first).append(state)
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
         scores: dict[RequestState, CompletionScore] = {}
         with tqdm(total=len(states), desc="Scoring", disable=disable, unit="req") as bar:
-            # The first completion of each prompt leaves the prompt in the prefix cache.
-            for part in filter(None, (first, later)):
+            for part in self._split_into_runs(list(groups.values())):
                 found = self._run_to_end(
                     part, SchedulingGoal.THROUGHPUT, bar.update, RequestState.completion_score
                 )
                 scores |= dict(zip(part, found, strict=True))
         return [scores[state] for state in states]
+
+    def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
+        """Yield requests to run together, so that most of each group hits the prefix cache.
+
+        Requests of a group begin with the same full blocks. The first request of each group leaves
+        these blocks in the cache, and the others run next. The groups of two such runs take at most
+        half of the free blocks, unless it is a single group, so that the blocks stay cached.
+        """
+        max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
+        chosen, num_blocks = list[list[RequestState]](), 0
+        for group in [*groups, None]:
+            needed = 0
+            if group is not None and len(group) > 1:
+                needed = -(-len(group[0].prompt_token_ids) // self.runtime_config.block_size)
+            if group is None or (chosen and needed and num_blocks + needed > max_blocks):
+                yield [each[0] for each in chosen]
+                if others := [state for each in chosen for state in each[1:]]:
+                    yield others
+                chosen, num_blocks = [], 0
+            if group is not None:
+                chosen.append(group)
+                num_blocks += needed
 
     def beam_search(
         self,

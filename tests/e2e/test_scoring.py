@@ -94,6 +94,27 @@ def test_completions_of_one_prompt_share_its_blocks(
         assert [it.num_cached_tokens for it in again] == [num_cached] * 3
 
 
+def test_prompts_that_exceed_the_pool_are_still_shared(engines: Engines, qwen_folder: Path):
+    """16 prompts of 4 blocks each with a pool of 23: all would evict each other."""
+    engine = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=24)
+    engine.reset_prefix_cache()
+    prompts = [[2 + i] * 49 for i in range(16) for _ in range(2)]
+    scores = engine.score_completions(prompts, [[3, 4], [5]] * 16)
+    assert [it.num_cached_tokens for it in scores] == [0, 48] * 16
+    assert [it.token_ids for it in scores] == [[3, 4], [5]] * 16
+
+
+def test_text_completion_with_an_unknown_token_is_refused(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engines()
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_, **__: [10**6])
+    with pytest.raises(ValueError, match=r"completions\[0\].* token id 1000000 at position 0"):
+        engine.score_completions([[5, 6]], ["a"])
+    assert not engine.has_unfinished_requests
+
+
 def test_requests_that_run_at_the_same_time_keep_their_tokens(engines: Engines, qwen_folder: Path):
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
