@@ -53,6 +53,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
     """
 
     _are_sampled = True  # only sampled tokens have a `kept_mass`
+    _num_unscored = 0  # number of entries of None before the entries of `scores`
 
     def __init__(
         self,
@@ -61,10 +62,11 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         cached_entries: list[dict[int, Logprob]] | None = None,
     ):
         self._scores, self._tokenizer = scores, tokenizer
-        self._cached_entries = [] if cached_entries is None else cached_entries
+        missing: list[Any] = [None] * self._num_unscored
+        self._cached_entries = missing if cached_entries is None else cached_entries
 
     def __len__(self) -> int:
-        return len(self._scores)
+        return self._num_unscored + len(self._scores)
 
     def __getitem__(self, index: Any) -> Any:
         return self._entries[index]
@@ -86,9 +88,10 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 
     @property
     def _entries(self) -> list[dict[int, Logprob]]:
-        cached_entries, num = self._cached_entries, len(self._scores)
+        cached_entries, num = self._cached_entries, len(self)
         if len(cached_entries) < num:
-            cached_entries += self._decode_scores(self._scores[len(cached_entries) :])
+            num_decoded = len(cached_entries) - self._num_unscored
+            cached_entries += self._decode_scores(self._scores[num_decoded:])
         return cached_entries if len(cached_entries) == num else cached_entries[:num]
 
     def _decode_scores(self, scores: np.ndarray) -> list[dict[int, Logprob]]:
@@ -114,16 +117,12 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 
 
 class PromptLogprobs(TokenLogprobs):
-    """Log-probabilities of a prompt: None for the first token, then those of `TokenLogprobs`."""
+    """Log-probabilities of a prompt. The first entry is None: no token precedes the first token.
 
-    _are_sampled = False
+    `cached_entries` begins with this None.
+    """
 
-    def __len__(self) -> int:
-        return 1 + super().__len__()
-
-    @property
-    def _entries(self) -> list[Any]:
-        return [None, *super()._entries]
+    _are_sampled, _num_unscored = False, 1
 
 
 def _detokenizer(
@@ -314,7 +313,7 @@ class RequestState:
     _has_sent_prompt_logprobs: bool = False
     _prompt_scores: list[np.ndarray] = field(default_factory=list)  # packed, one row per token
     _num_scored: int = 0  # rows of `_prompt_scores`
-    _cached_prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded
+    _cached_prompt_logprobs: list[Any] = field(default_factory=lambda: [None])  # decoded
 
     def __post_init__(self) -> None:
         sequences = self.request.sequences if self.request.beam is None else ()
