@@ -262,15 +262,16 @@ def score_prompts(
             indices.append(np.arange(first, first + len(positions)))
             targets += item.sequence.token_ids[positions.start : positions.stop]
         offset += item.num_scheduled_tokens
-    scores = []
+    scores, launched = [], list[jax.Array]()
     for name, (indices, targets, slices) in found.items():
         inputs = np.zeros((2, -(-len(targets) // num_rows) * num_rows), np.int32)
         inputs[:, : len(targets)] = np.concatenate(indices), targets
-        arrays: list[jax.Array] = []
+        num_before = len(launched)
         for start in range(0, inputs.shape[1], num_rows):
-            if wait is not None and len(arrays) >= MAX_LAUNCHES_AHEAD // 2:  # each is two launches
-                wait(arrays[-MAX_LAUNCHES_AHEAD // 2])
-            arrays.append(launch(name, *inputs[:, start : start + num_rows]))
-            arrays[-1].copy_to_host_async()
-        scores.append(PromptScores(name, arrays, slices))
+            # An array takes two launches: `gather_hidden`, then the scoring step.
+            if wait is not None and len(launched) >= MAX_LAUNCHES_AHEAD // 2:
+                wait(launched[-MAX_LAUNCHES_AHEAD // 2])
+            launched.append(launch(name, *inputs[:, start : start + num_rows]))
+            launched[-1].copy_to_host_async()
+        scores.append(PromptScores(name, launched[num_before:], slices))
     return tuple(scores)

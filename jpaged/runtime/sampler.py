@@ -434,7 +434,7 @@ def sample(
     if SamplerLevel.LOGPROBS not in level or distribution is None:
         return SampledTokens(token_ids)
     if logprobs_mode in _PROCESSED_MODES:
-        logits = _processed_logits(distribution, logprobs_mode)
+        logits = _processed_logits(distribution, logprobs_mode, rows.is_ranked)
     scores = call(partial(token_scores, **options), logits, token_ids, rows.is_scored, **named)
     if distribution.kept is not None:
         mass = _kept_mass(distribution.scaled, distribution.kept, distribution.is_greedy)
@@ -484,16 +484,17 @@ def _choose_tokens(
 
 
 def _processed_logits(
-    distribution: _Distribution, logprobs_mode: LogprobsMode
+    distribution: _Distribution, logprobs_mode: LogprobsMode, is_ranked: Bool[Array, "B"]
 ) -> Float32[Array, "B V"]:
     """Return the logits after temperature and truncation, with -inf for removed tokens.
 
-    In mode PROCESSED_LOGPROBS, rows with a temperature other than 1 have differences from the row's
-    highest logit, which are more precise at low temperatures. The log-probabilities are the same.
+    Rows that report log-probabilities have differences from the row's highest logit, unless the
+    temperature is 1. The differences are more precise at low temperatures, and have the same
+    log-probabilities. `is_ranked` rows report log-probabilities in every mode.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
     if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:
-        scaled = logits / temperature[:, None]
+        scaled = jnp.where(is_ranked[:, None], scaled, logits / temperature[:, None])
     scaled = jnp.where((temperature == 1.0)[:, None], logits, scaled)
     return scaled if kept is None else jnp.where(kept | is_greedy[:, None], scaled, -jnp.inf)
 
