@@ -27,6 +27,7 @@ from pallas_kernels.attention import (
     xla,
 )
 from pallas_kernels.attention.tiles import split_decode_rows
+from pallas_kernels.gemm.xla import TILE_ROWS
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
 from pallas_kernels.types import Backend, HeadNorms, KVScales, LayerKV
@@ -147,6 +148,7 @@ def paged_prefill_attention(
     sliding_window: int | None = None,
     scales: KVScales | None = None,
     call_shared: Callable | None = None,
+    batch_invariant: bool = False,
 ) -> Float[Array, "T N H"]:
     """Compute causal attention of a ragged batch of new tokens over their paged sequences.
 
@@ -169,6 +171,9 @@ def paged_prefill_attention(
         call_shared: Called as `call_shared(function, *arrays)`; must return `function(*arrays)`.
             Wraps the part of the op that does not depend on the number of sequences, so that
             programs for different numbers can share the lowered function.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of the batch:
+            one kernel then computes all rows, decode rows too. On a GPU, prefill_hopper.py must
+            support the shapes.
 
     Returns:
         Attention outputs [T, N, H] in the dtype of q. Padding rows are zeros.
@@ -185,11 +190,14 @@ def paged_prefill_attention(
     options["scales"] = checks.resolve_pool_scales(kv, scales)
     if backend is Backend.XLA or not q.size:
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)
-        return xla.paged_prefill_attention(*arrays, **options)
-    if not tuning.should_split_decode_rows(num_tokens=q.shape[0], batch=seq_lens.shape[0]):
-        return _launch_prefill(
-            q, kv, block_tables, query_start_loc, seq_lens, options, backend, call_shared
-        )
+        tile_size = TILE_ROWS if batch_invariant else None
+        return xla.paged_prefill_attention(*arrays, tile_size=tile_size, **options)
+    splits = tuning.should_split_decode_rows(num_tokens=q.shape[0], batch=seq_lens.shape[0])
+    if batch_invariant or not splits:
+        arrays = q, kv, block_tables, query_start_loc, seq_lens
+        has_few_queries = batch_invariant and q.shape[0] <= MAX_VERIFY_QUERIES * seq_lens.shape[0]
+        launch = {"has_few_queries": has_few_queries}
+        return _launch_prefill(*arrays, options, backend, call_shared, **launch)
     remaining_start_loc, decode_lens = split_decode_rows(seq_lens, query_start_loc)
     out = _launch_prefill(
         q, kv, block_tables, remaining_start_loc, seq_lens, options, backend, call_shared
@@ -252,7 +260,17 @@ def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
 
-def _launch_prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, call_shared):
+def _launch_prefill(
+    q,
+    kv,
+    block_tables,
+    query_start_loc,
+    seq_lens,
+    options,
+    backend,
+    call_shared,
+    has_few_queries=False,
+):
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     facts = {
         "head_size": q.shape[2],
@@ -270,6 +288,7 @@ def _launch_prefill(q, kv, block_tables, query_start_loc, seq_lens, options, bac
             "call_shared": call_shared,
         }
         if not kv.is_scaled:
+            launch["has_few_queries"] = has_few_queries
             return prefill_hopper.paged_prefill_attention(*arrays, **launch)
         config = _widening_config(q, kv)
         wide = widen_triton.widen_blocks(*arrays[1:], dtype=q.dtype, config=config, interpret=False)

@@ -5,6 +5,8 @@ of q, limited to the rows of ONE sequence (`tiles.window_map`), times a set of M
 KV head. M is a power of 2 (`choose_heads_per_tile`). Matrix rows are ordered by head, then token.
 If M does not divide the group of query heads, the last set repeats the group's last head.
 
+If sequences have few tokens, a tile has 64 matrix rows and a program one consumer.
+
 The grid has a fixed number of programs (`NUM_PROGRAMS`), one per SM. Each program processes every
 `NUM_PROGRAMS`-th pair of tile and head set, starting with the last tile. A program has three
 warpgroups:
@@ -52,8 +54,9 @@ from pallas_kernels.attention.tiles import window_map
 from pallas_kernels.attention.tuning import HOPPER_KEY_TILE as KEY_TILE
 from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
-TILE_ROWS = 128  # matrix rows of a tile
-CONSUMER_ROWS = TILE_ROWS // 2  # matrix rows of one consumer warpgroup
+CONSUMER_ROWS = 64  # matrix rows of one consumer warpgroup
+NUM_CONSUMERS = 2  # consumer warpgroups, unless sequences have few tokens
+TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # matrix rows of a tile
 NUM_STAGES = 2  # pipeline stages of q, of keys and of values in shared memory
 _LOG2_E = math.log2(math.e)
 # Layout of the output in shared memory: tiles of one row, so that any range of rows can be copied.
@@ -75,6 +78,7 @@ class _PrefillSpec(NamedTuple):
         num_kv_heads: Number of KV heads.
         head_size: Elements of a head.
         block_size: Tokens of a block.
+        num_consumers: Number of consumer warpgroups, each for 64 rows of a tile.
     """
 
     scale: float
@@ -83,20 +87,37 @@ class _PrefillSpec(NamedTuple):
     num_kv_heads: int
     head_size: int
     block_size: int
+    num_consumers: int
 
 
 def paged_prefill_attention(
-    q, kv, block_tables, query_start_loc, seq_lens, *, scale, scales=None, call_shared=None
+    q,
+    kv,
+    block_tables,
+    query_start_loc,
+    seq_lens,
+    *,
+    scale,
+    scales=None,
+    call_shared=None,
+    has_few_queries=False,
 ):
     """Run the public op `paged_prefill_attention` in Mosaic GPU, without soft cap and window.
 
     `scales`, if given, are the scales of the FP8 pool from which the blocks of `kv` were converted.
+    With `has_few_queries`, tiles have half as many matrix rows. This is faster if most sequences
+    have few tokens, because fewer rows are unused. The result has the same bits.
     """
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
-    heads_per_tile = choose_heads_per_tile(group, num_tokens)
-    spec = _PrefillSpec(scale, group, heads_per_tile, num_kv_heads, head_size, block_size)
-    window = TILE_ROWS // heads_per_tile
+    if has_few_queries:  # every set of heads loads the keys again, so use few sets
+        num_consumers, heads_per_tile = 1, min(pl.next_power_of_2(group), CONSUMER_ROWS // 8)
+    else:
+        num_consumers, heads_per_tile = NUM_CONSUMERS, choose_heads_per_tile(group, num_tokens)
+    spec = _PrefillSpec(
+        scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers
+    )
+    window = num_consumers * CONSUMER_ROWS // heads_per_tile
     # Pad q to whole windows. The step's buckets are multiples of the window and need no padding.
     num_rows = -(-num_tokens // window) * window
     padded = (
@@ -116,7 +137,7 @@ def _attend(q, k, v, numbers, *scales, spec):
 
     The function is jitted so that a step traces and lowers it once for all layers.
     """
-    copies = max(1, KEY_TILE // spec.block_size)
+    copies, tile_rows = max(1, KEY_TILE // spec.block_size), spec.num_consumers * CONSUMER_ROWS
 
     def scratch(*shape, transforms=ops.SWIZZLE_TRANSFORMS):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
@@ -129,19 +150,21 @@ def _attend(q, k, v, numbers, *scales, spec):
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(NUM_PROGRAMS,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=spec.num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
-            "q_smem": scratch(NUM_STAGES, TILE_ROWS, spec.head_size),
+            "q_smem": scratch(NUM_STAGES, tile_rows, spec.head_size),
             "k_smem": scratch(NUM_STAGES, KEY_TILE, spec.head_size),
             "v_smem": scratch(NUM_STAGES, KEY_TILE, spec.head_size),
-            "out_smem": scratch(2, CONSUMER_ROWS, spec.head_size, transforms=_ROW_TRANSFORMS),
+            "out_smem": scratch(
+                spec.num_consumers, CONSUMER_ROWS, spec.head_size, transforms=_ROW_TRANSFORMS
+            ),
             "q_full": barriers(spec.heads_per_tile),
             "k_full": barriers(copies),
             "v_full": barriers(copies),
-            "q_empty": barriers(2),
-            "k_empty": barriers(2),
-            "v_empty": barriers(2),
+            "q_empty": barriers(spec.num_consumers),
+            "k_empty": barriers(spec.num_consumers),
+            "v_empty": barriers(spec.num_consumers),
         },
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="paged_prefill_attention_hopper",
@@ -211,9 +234,9 @@ def _kernel(
     v_empty,
     spec,
 ):
-    scale, group, heads_per_tile, num_kv_heads, head_size, block_size = spec
+    scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers = spec
     *scale_refs, out_ref = refs
-    window = TILE_ROWS // heads_per_tile
+    window = num_consumers * CONSUMER_ROWS // heads_per_tile
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
     num_tiles = metadata_ref[0]
     sets_per_group = -(-group // heads_per_tile)
@@ -247,7 +270,7 @@ def _kernel(
     def stage_index(step):
         return lax.rem(step, jnp.int32(NUM_STAGES))
 
-    @pl.when((warp_group == 2) & (num_rounds > 0))
+    @pl.when((warp_group == num_consumers) & (num_rounds > 0))
     def _load():
         plgpu.set_max_registers(24, action="decrease")
         size = min(block_size, KEY_TILE)
@@ -319,7 +342,7 @@ def _kernel(
             pl.when(warp < 2)(lambda: load_all(*keys, half, with_q=False))
             pl.when(warp >= 2)(lambda: load_all(*values, half, with_q=True))
 
-    @pl.when((warp_group < 2) & (num_rounds > 0))
+    @pl.when((warp_group < num_consumers) & (num_rounds > 0))
     def _compute():
         plgpu.set_max_registers(240, action="increase")
         first = warp_group * CONSUMER_ROWS

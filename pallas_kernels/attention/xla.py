@@ -92,15 +92,29 @@ def rope_decode_attention(
 
 
 def paged_prefill_attention(
-    q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window, scales=None
+    q,
+    kv,
+    block_tables,
+    query_start_loc,
+    seq_lens,
+    *,
+    scale,
+    soft_cap,
+    sliding_window,
+    scales=None,
+    tile_size=None,
 ):
-    """Run the public op `paged_prefill_attention` in plain XLA."""
+    """Run the public op `paged_prefill_attention` in plain XLA.
+
+    `tile_size` is the number of query tokens per tile; None chooses the number by the lengths. With
+    a fixed number, a token's bits do not depend on the other tokens.
+    """
     if not q.size:
         return q
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
     group = num_heads // num_kv_heads
-    tile_size = _prefill_tile_size(num_tokens, seq_lens.shape[0])
+    tile_size = tile_size or _prefill_tile_size(num_tokens, seq_lens.shape[0])
     tiles = tile_map(seq_lens, query_start_loc, num_tokens, tile_size)
     offsets = jnp.arange(tile_size, dtype=jnp.int32)
 

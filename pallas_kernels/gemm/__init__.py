@@ -3,6 +3,9 @@
 The public ops check their arguments and choose an implementation for the backend and the shapes:
 
     split_k_gemm, gated_gemm            hopper.py on a Hopper GPU where it is faster, else xla.py
+    batch_invariant_gemm,               hopper.py on a GPU, else xla.py
+    batch_invariant_gated_gemm,
+    batch_invariant_transposed_gemm
     gated_silu                          triton.py on a GPU where it is faster, else xla.py
     scaled_gemm, block_scaled_gemm,     fp8_hopper.py on a Hopper GPU where it is faster, else
     and their gated variants            fp8.py
@@ -19,9 +22,12 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels import checks
 from pallas_kernels.gemm import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
 from pallas_kernels.gemm.xla import einsum as einsum
+from pallas_kernels.gemm.xla import map_row_tiles as map_row_tiles
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
+
+MAX_FEW_ROWS = 256  # with more rows, `batch_invariant_gemm` runs the many-rows kernel
 
 
 def split_k_gemm(
@@ -71,6 +77,98 @@ def gated_gemm(
     if many is not None:
         return hopper.many_rows_gated_gemm(x, weight, config=many)
     return gated_silu(xla.gate_up(x, weight), backend=backend)
+
+
+def batch_invariant_gemm(
+    x: Float[Array, "T C"], weight: Float[Array, "C D"], *, backend: Backend
+) -> Float[Array, "T D"]:
+    """Return x @ weight so that a row's bits do not depend on the other rows or their number.
+
+    On a GPU, one float32 accumulator adds the products of the whole depth in order, for any number
+    of rows. The hardware adds in the same order if the weight is the first factor and if it is the
+    second.
+
+    Args:
+        x: Rows.
+        weight: Weight, in the dtype of x.
+        backend: The implementation to run. A GPU must be a Hopper GPU.
+
+    Raises:
+        ValueError: Shapes do not match, or the GPU has no kernel for them: C and D must be
+            multiples of 64.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
+    """
+    check_gemm(x, weight)
+    backend = Backend(backend)
+    if backend is not Backend.TRITON or not x.size:
+        return xla.batch_invariant_gemm(x, weight, transposed=False, dtype=x.dtype)
+    rows, gemm = _pad_rows(x, weight, backend)
+    many = tuning.invariant_many_rows_config(gemm)
+    if many is not None and gemm.num_tokens > MAX_FEW_ROWS:
+        return hopper.many_rows_gemm(rows, weight, config=many)[: x.shape[0]]
+    few = _invariant_few_rows_config(gemm, x.dtype)
+    return hopper.split_k_gemm(rows, weight, config=few)[0, : x.shape[0]]
+
+
+def batch_invariant_transposed_gemm(
+    x: Float[Array, "T C"], weight: Float[Array, "D C"], *, backend: Backend
+) -> Float32[Array, "T D"]:
+    """Return x @ weight.T in float32 so that a row's bits do not depend on the other rows.
+
+    See `batch_invariant_gemm` for the arguments and the errors.
+    """
+    check_gemm(x, weight.T)
+    backend = Backend(backend)
+    if backend is not Backend.TRITON or not x.size:
+        return xla.batch_invariant_gemm(x, weight, transposed=True, dtype=jnp.float32)
+    rows, gemm = _pad_rows(x, weight.T, backend)
+    few = _invariant_few_rows_config(gemm, x.dtype)
+    return hopper.transposed_gemm(rows, weight, dtype=jnp.float32, config=few)[: x.shape[0]]
+
+
+def batch_invariant_gated_gemm(
+    x: Float[Array, "T D"], weight: Float[Array, "D 2 F"], *, backend: Backend
+) -> Float[Array, "T F"]:
+    """Run `gated_gemm` so that a row's bits do not depend on the other rows or their number.
+
+    See `batch_invariant_gemm` for the errors.
+    """
+    check_gated_gemm(x, weight)
+    backend = Backend(backend)
+    if backend is not Backend.TRITON or not x.size:
+        flat = weight.reshape(weight.shape[0], -1)
+        gate_up = xla.batch_invariant_gemm(x, flat, transposed=False, dtype=x.dtype)
+        return xla.gated_silu(gate_up.reshape(x.shape[0], 2, -1))
+    rows, gemm = _pad_rows(x, weight, backend)
+    many = tuning.invariant_many_rows_config(gemm)
+    if many is not None and gemm.num_tokens > MAX_FEW_ROWS:
+        return hopper.many_rows_gated_gemm(rows, weight, config=many)[: x.shape[0]]
+    few = _invariant_few_rows_config(gemm, x.dtype)
+    return hopper.few_rows_gated_gemm(rows, weight, config=few)[: x.shape[0]]
+
+
+def _pad_rows(x, weight, backend):
+    """Return x with whole tiles of rows for the Hopper kernels, and the GEMM's description."""
+    unit = next((size for most, size in ((64, 8), (128, 64)) if x.shape[0] <= most), 128)
+    missing = -x.shape[0] % unit
+    rows = jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+    return rows, _gemm_problem(rows, weight, backend)
+
+
+def _invariant_few_rows_config(gemm, dtype):
+    """Return the launch parameters of the few-rows kernel.
+
+    Raises:
+        ValueError: The GPU has no kernel for the GEMM.
+    """
+    config = tuning.invariant_few_rows_config(gemm)
+    if config is None:
+        raise ValueError(
+            f"no batch-invariant kernel multiplies {dtype} by a weight of {gemm.depth} x "
+            f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
+            "and sizes that are multiples of 64"
+        )
+    return config
 
 
 def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Array, "T F"]:

@@ -1,4 +1,4 @@
-"""GEMMs in Pallas Mosaic GPU for Hopper: few rows (split-K or gated), and many rows (gated).
+"""GEMMs in Pallas Mosaic GPU for Hopper: few rows (split-K or gated), and many rows (gated or not).
 
 A program consists of a loader warpgroup and consumer warpgroups. The loader copies tiles of x and
 of the weight into a ring of pipeline stages in shared memory. A stage covers 64 of the depth. The
@@ -19,6 +19,7 @@ weight's columns take the place of the rows, so x may have only 8 rows. With man
 programs take neighbouring tiles, so that most reads hit the L2 cache. The loader fetches the next
 tile while the consumers store the current one.
 
+A many-rows tile that is not gated is twice as wide: 256 neighbouring columns in two accumulators.
 In a gated GEMM, a consumer accumulates the same columns of both factors, gate and up, and applies
 the activation in registers. This writes half as much as a GEMM by both factors, and the activation
 reads no memory. With few rows, each SM has at most one program, and the number of bytes in flight
@@ -54,6 +55,17 @@ def split_k_gemm(x, weight, *, config: FewRowsConfig):
     return _few_rows_gemm(x, weight, gated=False, config=config)
 
 
+def transposed_gemm(x, weight, *, dtype, config: FewRowsConfig):
+    """Return x @ weight.T in `dtype`, without splitting the depth."""
+    options = {"transposed": True, "dtype": jnp.dtype(dtype), "config": config}
+    return _few_rows_gemm(x, weight, gated=False, **options)[0]
+
+
+def many_rows_gemm(x, weight, *, config: ManyRowsConfig):
+    """Return x @ weight for many rows, a multiple of 128."""
+    return _many_rows_gemm(x, weight, gated=False, config=config)
+
+
 def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
     """Run the public op `gated_gemm` in Mosaic GPU for few rows; the depth is not split."""
     return _few_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
@@ -61,15 +73,15 @@ def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
 
 def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
     """Run the public op `gated_gemm` in Mosaic GPU for many rows, a multiple of 128."""
-    return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), config=config)
+    return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)
 
 
 # The jit makes layers with the same shapes share one trace and one lowering.
-@functools.partial(jax.jit, static_argnames=("gated", "config"))
-def _few_rows_gemm(x, weight, *, gated, config):
+@functools.partial(jax.jit, static_argnames=("gated", "transposed", "dtype", "config"))
+def _few_rows_gemm(x, weight, *, gated, config, transposed=False, dtype=None):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
-    width = weight.shape[1] // num_factors
-    out_dtype = x.dtype if config.num_splits == 1 else jnp.float32
+    width = weight.shape[0 if transposed else 1] // num_factors
+    out_dtype = dtype or (x.dtype if config.num_splits == 1 else jnp.float32)
     split_depth = depth // config.num_splits
     tile = config.tile_rows, config.num_splits * TILE, num_consumers * TILE
     num_stages = min(config.num_stages, split_depth // TILE)
@@ -77,7 +89,7 @@ def _few_rows_gemm(x, weight, *, gated, config):
         (rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE
     )
     call = plgpu.kernel(
-        functools.partial(_few_rows_kernel, split_depth=split_depth),
+        functools.partial(_few_rows_kernel, split_depth=split_depth, transposed=transposed),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
         grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * TILE)),
         grid_names=("split", "row_tile", "column_tile"),
@@ -101,7 +113,17 @@ def _few_rows_gemm(x, weight, *, gated, config):
 
 
 def _few_rows_kernel(
-    x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, split_depth
+    x_ref,
+    weight_ref,
+    out_ref,
+    *,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    empty,
+    split_depth,
+    transposed,
 ):
     warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
     (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
@@ -122,7 +144,8 @@ def _few_rows_kernel(
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
             depth_slice = pl.ds(split * split_depth + step * TILE, TILE)
             for factor, consumer in itertools.product(range(num_factors), range(num_consumers)):
-                source = weight_ref.at[depth_slice, column_slice(consumer, factor)]
+                index = depth_slice, column_slice(consumer, factor)
+                source = weight_ref.at[index[::-1] if transposed else index]
                 target = weight_smem.at[stage, factor, consumer]
                 plgpu.copy_gmem_to_smem(source, target, full.at[stage])
             plgpu.copy_gmem_to_smem(x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage])
@@ -134,7 +157,9 @@ def _few_rows_kernel(
         def operands(stage):
             weights = [weight_smem.at[stage, f, warp_group] for f in range(num_factors)]
             x_tile = x_smem.at[stage].transpose((1, 0))
-            return [(weight.transpose((1, 0)), x_tile) for weight in weights]
+            if not transposed:
+                weights = [weight.transpose((1, 0)) for weight in weights]
+            return [(weight, x_tile) for weight in weights]
 
         add_all = functools.partial(accumulate_steps, num_steps, stage_index, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
@@ -150,14 +175,16 @@ def _few_rows_kernel(
 
 
 # The jit makes layers with the same shapes share one trace and one lowering.
-@functools.partial(jax.jit, static_argnames="config")
-def _many_rows_gemm(x, weight, *, config):
-    num_stages, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
+@functools.partial(jax.jit, static_argnames=("gated", "config"))
+def _many_rows_gemm(x, weight, *, gated, config):
+    num_stages, (rows, depth) = config.num_stages, x.shape
+    width = weight.shape[1] // (NUM_FACTORS if gated else 1)
+    columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
     check_whole_tiles(
-        (rows, depth, width), (NUM_CONSUMERS * CONSUMER_ROWS, TILE, TILE_COLUMNS), num_stages, True
+        (rows, depth, width), (NUM_CONSUMERS * CONSUMER_ROWS, TILE, columns), num_stages, True
     )
     call = plgpu.kernel(
-        functools.partial(_many_rows_kernel, num_programs=config.num_programs),
+        functools.partial(_many_rows_kernel, num_programs=config.num_programs, gated=gated),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
         grid=(config.num_programs,),
         grid_names=("program",),
@@ -175,18 +202,21 @@ def _many_rows_gemm(x, weight, *, config):
             "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
         },
         compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="gated_gemm_hopper",
+        kernel_name="gated_gemm_hopper" if gated else "gemm_hopper",
     )
     return call(x, weight)
 
 
 def _many_rows_kernel(
-    x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, num_programs
+    x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, num_programs, gated
 ):
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
     num_stages, tile_rows, _ = x_smem.shape
-    num_steps, grid = depth // TILE, (num_rows // tile_rows, width // TILE_COLUMNS)
+    # The two factors of a tile are the same columns of gate and up, or neighbouring columns.
+    tile_columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
+    factor_distance = width if gated else TILE_COLUMNS
+    num_steps, grid = depth // TILE, (num_rows // tile_rows, width // tile_columns)
     num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
 
     def tile_origin(round_index):
@@ -194,7 +224,7 @@ def _many_rows_kernel(
         row, column = plgpu.planar_snake(
             program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH
         )
-        return row * tile_rows, column * TILE_COLUMNS
+        return row * tile_rows, column * tile_columns
 
     def stage_index(round_index, step):
         return lax.rem(round_index * num_steps + step, jnp.int32(num_stages))
@@ -219,7 +249,7 @@ def _many_rows_kernel(
                 )
                 for factor in range(NUM_FACTORS):
                     source = weight_ref.at[
-                        depth_slice, pl.ds(column + factor * width, TILE_COLUMNS)
+                        depth_slice, pl.ds(column + factor * factor_distance, TILE_COLUMNS)
                     ]
                     plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
 
@@ -244,18 +274,21 @@ def _many_rows_kernel(
         def compute_tile(round_index, _):
             accumulator = plgpu.ACC((CONSUMER_ROWS, TILE_COLUMNS), jnp.float32)
             add_own = functools.partial(add_all, round_index)
-            gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
-            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, for a finite gate
-            activated = activated.astype(out_ref.dtype)
+            results = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
+            if gated:
+                gate, up = results
+                results = [gate * (up / (1 + jnp.exp(-gate)))]  # silu(gate) * up, if gate is finite
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
-            for chunk in range(TILE_COLUMNS // TILE):
-                own_out = out_smem.at[warp_group, chunk]
-                own_out[...] = activated[:, chunk * TILE : (chunk + 1) * TILE]
-                plgpu.commit_smem()
-                target = out_ref.at[rows, pl.ds(column + chunk * TILE, TILE)]
-                plgpu.copy_smem_to_gmem(own_out, target)
+            for index, result in enumerate(results):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                result = result.astype(out_ref.dtype)
+                for chunk in range(TILE_COLUMNS // TILE):
+                    own_out = out_smem.at[warp_group, chunk]
+                    own_out[...] = result[:, chunk * TILE : (chunk + 1) * TILE]
+                    plgpu.commit_smem()
+                    first = column + index * TILE_COLUMNS + chunk * TILE
+                    plgpu.copy_smem_to_gmem(own_out, out_ref.at[rows, pl.ds(first, TILE)])
 
         lax.fori_loop(0, num_rounds, compute_tile, None)
         plgpu.wait_smem_to_gmem(0)

@@ -174,6 +174,40 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
     return ManyRowsConfig(num_stages=4, num_programs=num_cores)
 
 
+def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
+    """Return the launch parameters of hopper.py's few-rows kernel without a split, or None.
+
+    The number of rows is a multiple of 8, and above 64 of 64.
+    """
+    num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
+    is_whole = num_tokens % min(num_tokens, 64) == num_tokens % 8 == depth % 64 == width % 64 == 0
+    if not (is_hopper(device_kind) and num_cores and itemsize == 2 and is_whole and depth):
+        return None
+    tile_rows = min(num_tokens, 128)
+    # Tiles of fewer rows read the weight more often, but occupy more SMs.
+    if num_tokens % 128 or num_tokens // 128 * width // 64 < num_cores // 2:
+        tile_rows = min(num_tokens, 64)
+    programs = num_tokens // tile_rows * width // 64
+    num_consumers = 2 if programs > num_cores and width % 128 == 0 else 1
+    stage_weight = num_consumers * num_factors * 64 * 128
+    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * 4 - 2048
+    # A program that shares the memory with few others needs more bytes in flight.
+    cores_per_program = min(2.0, max(1.0, num_cores * num_consumers / programs))
+    stages = round(PREFETCHED_WEIGHT_BYTES * num_consumers * cores_per_program / stage_weight)
+    stages = min(stages, room // (stage_weight + tile_rows * 128))
+    return FewRowsConfig(1, tile_rows, num_consumers, stages) if stages >= 2 else None
+
+
+def invariant_many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
+    """Return the launch parameters of hopper.py's many-rows kernel at any utilization, or None."""
+    num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
+    columns = 128 if num_factors == 2 else 256
+    whole = num_tokens % 128 == 0 and depth % 64 == 0 and width % columns == 0
+    if not (is_hopper(device_kind) and num_cores and itemsize == 2 and whole and depth):
+        return None
+    return ManyRowsConfig(num_stages=4, num_programs=num_cores)
+
+
 def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | None:
     """Return the launch parameters of fp8_hopper.py's few-rows kernel, or None to use XLA.
 

@@ -1,10 +1,36 @@
 """GEMMs and the gated activation in plain XLA."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+TILE_ROWS = 8  # rows per tile of `map_row_tiles`
+
+
+def map_row_tiles(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Call `function` on tiles of `TILE_ROWS` rows, one after another, and join the results.
+
+    XLA may order a sum in another way for another number of rows. With tiles, `function` always has
+    the same shapes, so a row's bits do not depend on the number of rows.
+
+    Args:
+        function: Computes each row of its results from the same row of its arguments.
+        arrays: Arguments with the same number of rows.
+    """
+    num_rows = arrays[0].shape[0]
+    missing = -num_rows % TILE_ROWS
+
+    def split(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+        return padded.reshape(-1, TILE_ROWS, *array.shape[1:])
+
+    results = lax.map(lambda tiles: function(*tiles), tuple(map(split, arrays)))
+    return jax.tree.map(lambda it: it.reshape(-1, *it.shape[2:])[:num_rows], results)
 
 
 def sum_partials(
@@ -39,6 +65,12 @@ def split_k_gemm(x, weight, num_splits):
     x = x.reshape(x.shape[0], num_splits, -1)
     weight = weight.reshape(num_splits, -1, weight.shape[1])
     return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
+
+
+def batch_invariant_gemm(x, weight, *, transposed, dtype):
+    """Run the public op `batch_invariant_gemm` in plain XLA."""
+    subscripts = "tc,dc->td" if transposed else "tc,cd->td"
+    return map_row_tiles(lambda tile: einsum(subscripts, tile, weight, out=dtype), x)
 
 
 def gate_up(x, weight):

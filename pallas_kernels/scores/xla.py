@@ -1,9 +1,12 @@
 """Greedy token choice, log-probabilities and ranks in plain XLA."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from pallas_kernels.gemm.xla import map_row_tiles
 from pallas_kernels.scores.adjustments import (
     IS_ADJUSTED,
     NUM_TOKEN_COLUMNS,
@@ -64,7 +67,7 @@ def token_scores(
     """
 
     def score() -> Int32[Array, "T W"]:
-        total = jax.nn.logsumexp(logits, axis=1)
+        total = map_row_tiles(partial(jax.nn.logsumexp, axis=1), logits)
         if reports_logits is not None:
             total = jnp.where(reports_logits, 0.0, total)
         known = jnp.clip(token_ids, 0, logits.shape[1] - 1)
