@@ -236,6 +236,10 @@ class EngineConfig(Options):
             always have raw log-probabilities. A beam search ranks its beams by raw
             log-probabilities. `best_of` ranks by log-probabilities, in the processed modes by
             processed ones.
+        batch_invariant: Compute the same bits for a request alone and in any batch, for any chunks
+            of the prompt, after a prefix hit, and after a preemption. Needs unquantized weights and
+            KV cache; on a GPU a Hopper GPU, a 2-byte dtype, and a model with RMSNorm, heads of 128
+            numbers, and neither sliding windows nor soft caps.
         async_scheduling: Launch each step before the tokens of the previous step are read (the
             overlapped loop).
         num_scheduler_steps: Number of decode steps in a burst, which is launched as one program.
@@ -386,6 +390,11 @@ class EngineConfig(Options):
         help="values reported for output tokens; processed: after biases, penalties, temperature "
         "and truncation",
         group=_MODEL_GROUP,
+    )
+    batch_invariant: bool = switch(
+        False,
+        help="compute the same bits for a request alone and in any batch",
+        group=_STEPS_GROUP,
     )
     async_scheduling: bool = switch(
         True,

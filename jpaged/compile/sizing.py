@@ -145,7 +145,8 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weight_bytes),
         )
-        limits = replace(limits, has_peer_memory=can_use_peer_memory(devices, dtype))
+        has_peers = not model.batch_invariant and can_use_peer_memory(devices, dtype)
+        limits = replace(limits, has_peer_memory=has_peers)
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
         # Until the size of the pool is known, only swap_space limits the blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))

@@ -26,6 +26,7 @@ from jpaged.errors import RequestError, format_count
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
+from jpaged.models.linear import is_silu
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -39,6 +40,8 @@ from jpaged.runtime.verify_costs import verify_costs
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import select_backend, supports_fp8, supports_kernels
+from pallas_kernels.attention.tuning import runs_hopper_prefill
+from pallas_kernels.tuning import is_hopper
 
 
 class ProgressLog:
@@ -186,9 +189,61 @@ def _plan_model(
     if kv_cache_dtype == FP8_DTYPE and model.head_size % 4:
         supported = f"multiples of 4, with kv_cache_dtype={config.kv_cache_dtype!r}"
         raise head_size_error(model.head_size, supported)
-    model = replace(model, kv_cache_dtype=kv_cache_dtype)
+    model = replace(model, kv_cache_dtype=kv_cache_dtype, batch_invariant=config.batch_invariant)
+    if config.batch_invariant:
+        check_batch_invariant(model, config.block_size, dtype, device)
     requested = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **requested), dtype
+
+
+def check_batch_invariant(
+    model: ModelConfig, block_size: int, dtype: jnp.dtype, device: Any
+) -> None:
+    """Check that a model can be computed with the same bits in any batch on a device.
+
+    Raises:
+        ValueError: The model, its dtypes or the device is not supported.
+    """
+    found: list[tuple[bool, str, str]] = [
+        (model.quantization is not None, "quantized weights", "leave quantization unset"),
+        (
+            model.kv_cache_dtype is not None,
+            "a KV cache of another dtype than the weights",
+            "leave kv_cache_dtype unset",
+        ),
+    ]
+    if device.platform != "cpu":
+        layers, width, inner = model.layers, model.hidden_size, model.intermediate_size
+        is_plain = all(it.sliding_window is None and it.soft_cap is None for it in layers)
+        prefill = runs_hopper_prefill(
+            head_size=model.head_size,
+            block_size=block_size,
+            itemsize=dtype.itemsize,
+            is_plain_causal=is_plain,
+            device_kind=device.device_kind,
+        )
+        is_rms = model.norm_type == "rms" and model.norm_positions == ("before",)
+        is_silu_gated = model.is_gated and is_silu(model.activation)
+        is_whole = not any(size % 64 for size in (width, inner, model.num_embedding_rows))
+        found += [
+            (not is_hopper(device.device_kind), device.device_kind, "use a Hopper GPU or a CPU"),
+            (dtype.itemsize != 2, f"dtype {dtype.name}", "use dtype='bfloat16'"),
+            (
+                not prefill,
+                f"head_size={model.head_size} with block_size={block_size}, a sliding window or "
+                "a soft cap",
+                "use a model with heads of 128 numbers and neither windows nor caps",
+            ),
+            (
+                not (is_rms and is_silu_gated and is_whole),
+                f"model_type={model.model_type!r} with sizes {width}, {inner} and "
+                f"{model.num_embedding_rows}",
+                "use a model with RMSNorm, SwiGLU and sizes that are multiples of 64",
+            ),
+        ]
+    for is_wrong, what, remedy in found:
+        if is_wrong:
+            raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
 
 
 def resolve_dtype(requested: str, model: ModelConfig, platform: str) -> jnp.dtype:

@@ -89,6 +89,17 @@ class AttentionInputs:
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
+def _as_prefill(
+    seq_lens: Int32[Array, "B"], num_queries: int
+) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
+    """Return `query_start_loc` and lengths of a step with `num_queries` tokens per sequence.
+
+    Padding sequences compute their tokens in the null block.
+    """
+    starts = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * num_queries
+    return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
+
+
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the rotation of each channel pair in radians per position, float32 [H / 2].
 
@@ -136,6 +147,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
         self.layer_config = layer_config = config.layers[index]
+        self.batch_invariant = config.batch_invariant
         self.qkv = cast(Linear, make_linear(config, f"layers.{index}.attention.qkv", dtype))
         self.output = cast(Linear, make_linear(config, f"layers.{index}.attention.output", dtype))
         self.q_norm = (
@@ -195,6 +207,10 @@ class Attention(nnx.Module):
         }
         tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
         num_queries = attention.num_queries
+        if self.batch_invariant:
+            options["batch_invariant"] = True
+            if starts is None:  # the kernel of prefills computes every step
+                starts, lens = _as_prefill(lens, num_queries)
         if angles is not None and starts is None and num_queries == 1:
             norms = self.head_norms()
             return rope_decode_attention(
@@ -202,7 +218,7 @@ class Attention(nnx.Module):
             )
         q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
         rows = q.astype(kv.attention_dtype(q.dtype))
-        if num_queries > 1:
+        if num_queries > 1 and starts is None:
             queries = rows.reshape(-1, num_queries, *rows.shape[1:])
             out = paged_verify_attention(queries, kv, tables, lens, **options)
             out = out.reshape(rows.shape)
@@ -233,14 +249,25 @@ class Attention(nnx.Module):
         """
         slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
         if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
-            options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
+            norms = self.head_norms()
+            if norms is not None and self.batch_invariant and backend is Backend.XLA:
+                q, k, v = self._split_heads(qkv, kv, dtype)
+                heads = cast(RMSNorm, self.q_norm)(q), cast(RMSNorm, self.k_norm)(k), v
+                qkv, norms = jnp.concatenate(heads, axis=1)[None], None
+            options = {"norms": norms, "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
-        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
-        ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
-        q, k, v = jnp.split(heads, ends, axis=1)
+        q, k, v = self._split_heads(qkv, kv, dtype)
         # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
         k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
         return q, write_kv(kv, k, v, slots, backend=backend)
+
+    def _split_heads(
+        self, qkv: Float[Array, "parts T heads H"], kv: LayerKV, dtype: DTypeLike
+    ) -> list[Float[Array, "T _ H"]]:
+        """Return the query, key and value heads in `dtype`."""
+        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
+        ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
+        return jnp.split(heads, ends, axis=1)
 
     def scales(self) -> KVScales | None:
         """Return the scales of keys and values; None if the pool is not FP8."""

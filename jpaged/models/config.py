@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
-from jpaged.models.formats import Projection, WeightFormat
+from jpaged.models.formats import BatchInvariantFormat, Projection, WeightFormat
 
 RopeType = Literal["default", "linear", "llama3"]
 NormType = Literal["rms", "offset_rms", "layer", "bare_layer"]
@@ -109,6 +109,8 @@ class ModelConfig:
         quantization: Quantization of the projections and the KV cache; None for no quantization.
         kv_cache_dtype: Dtype of the KV pool; None for the dtype of the weights. Set by an engine
             option, not by config.json.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of a step. Set
+            by an engine option.
         tensor_parallel_size: Number of tensor-parallel devices. If larger than 1, the numbers of
             heads and `intermediate_size` describe the shard of one device.
     """
@@ -141,6 +143,7 @@ class ModelConfig:
     checkpoint_dtype: str | None = None
     quantization: QuantizationConfig | None = None
     kv_cache_dtype: str | None = None
+    batch_invariant: bool = False
     tensor_parallel_size: int = 1
 
     def __post_init__(self):
@@ -219,6 +222,8 @@ class ModelConfig:
         """
         _, _, in_layer = path.removeprefix("layers.").partition(".")
         found = self.projections.get(in_layer if path.startswith("layers.") else path)
+        if found is not None and self.batch_invariant:
+            return replace(found, format=BatchInvariantFormat)
         quantization = self.quantization
         if found is None or quantization is None or path in quantization.unquantized_paths:
             return found

@@ -175,7 +175,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
         def make_token_embedding() -> Embedding:
             is_sharded = config.num_embedding_rows < config.vocab_size
-            return Embedding(config.num_embedding_rows, outer, dtype=dtype, is_sharded=is_sharded)
+            return Embedding(
+                config.num_embedding_rows,
+                outer,
+                dtype=dtype,
+                is_sharded=is_sharded,
+                batch_invariant=config.batch_invariant,
+            )
 
         inner, outer, offset = config.hidden_size, config.embedding_size, config.position_offset
         layers, rows = range(config.num_layers), config.max_position_embeddings + (offset or 0)
@@ -253,13 +259,16 @@ class Decoder(nnx.Module):
             hidden += reduce_update(update, hidden.dtype)
         return hidden, new_pool
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    def logits(
+        self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
+    ) -> Float32[Array, "R V"]:
         """Return the logits of every token for each row of hidden states, in float32.
 
         If `head.is_sharded`, each device returns the logits of its shard of the vocabulary.
+        `backend` is the implementation of a batch-invariant product; XLA computes other products.
         """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
-        logits, cap = self.head.logits(hidden), self.config.final_soft_cap
+        logits, cap = self.head.logits(hidden, backend), self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / jnp.float32(cap)) * jnp.float32(cap)
 
     def target_logprobs(

@@ -18,7 +18,15 @@ from typing_extensions import override
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.sharding import PendingAllReduce
-from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm, sum_partials
+from pallas_kernels import (
+    Backend,
+    batch_invariant_gated_gemm,
+    batch_invariant_gemm,
+    einsum,
+    gated_gemm,
+    split_k_gemm,
+    sum_partials,
+)
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,28 @@ class UnquantizedFormat(WeightFormat):
     @override
     def dense_weight(self) -> Float[Array, "..."]:
         return self.weight[...]
+
+
+class BatchInvariantFormat(UnquantizedFormat):
+    """Unquantized weight whose products do not depend on the other rows of a step."""
+
+    @override
+    def matmul_partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
+        rows = x.reshape(x.shape[0], -1)
+        weight = self.weight[...].reshape(rows.shape[1], -1)
+        return batch_invariant_gemm(rows, weight, backend=backend)[None]
+
+    @override
+    def gated_silu(self, x: Any, backend: Backend) -> Float[Array, "T F"]:
+        return batch_invariant_gated_gemm(x, self.weight[...], backend=backend)
+
+    @override
+    def matmul(self, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
+        return WeightFormat.matmul(self, x, backend)
+
+    @override
+    def dense_weight(self) -> None:
+        return None  # a fused layer splits the depth by the number of rows
 
 
 def weight_rule(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
-from jpaged.models.formats import LinearInput, Projection, zero_param
+from jpaged.models.formats import BatchInvariantFormat, LinearInput, Projection, zero_param
 from jpaged.models.norm import Norm, RMSNorm, add_norm
 from jpaged.models.sharding import (
     MESH_AXIS,
@@ -22,10 +22,12 @@ from jpaged.models.sharding import (
     barrier_all_reduce,
     reduce_update,
     shard_start,
+    sum_in_device_order,
 )
 from pallas_kernels import (
     Backend,
     TargetScores,
+    batch_invariant_transposed_gemm,
     device_sum,
     einsum,
     gated_silu,
@@ -72,8 +74,14 @@ class Linear(nnx.Module):
         """
         partials = self.format.matmul_partials(x, backend)
         if self.projection.needs_all_reduce:
-            partials = device_sum(sum_partials(partials, x.dtype), MESH_AXIS)[None]
+            partials = self._sum_devices(sum_partials(partials, x.dtype))[None]
         return self._add_bias(partials, x.dtype)
+
+    def _sum_devices(self, rows: Float[Array, "T width"]) -> Float[Array, "T width"]:
+        """Sum the rows of all devices; in their order if the format is batch-invariant."""
+        if isinstance(self.format, BatchInvariantFormat):
+            return sum_in_device_order(rows)
+        return device_sum(rows, MESH_AXIS)
 
     def forward_residual(
         self,
@@ -222,9 +230,17 @@ class Embedding(nnx.Module):
     `rows` rows.
     """
 
-    def __init__(self, rows: int, size: int, *, dtype: DTypeLike, is_sharded: bool = False):
+    def __init__(
+        self,
+        rows: int,
+        size: int,
+        *,
+        dtype: DTypeLike,
+        is_sharded: bool = False,
+        batch_invariant: bool = False,
+    ):
         self.weight = zero_param(dtype, rows, size)
-        self.is_sharded = is_sharded
+        self.is_sharded, self.batch_invariant = is_sharded, batch_invariant
 
     def __call__(
         self, ids: Int32[Array, "T"], peer_header: Int32[Array, "W"] | None = None
@@ -249,8 +265,15 @@ class Embedding(nnx.Module):
             jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peer_header
         )
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Return the dot product of each row with each table row on this device, in float32."""
+    def logits(
+        self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
+    ) -> Float32[Array, "R V"]:
+        """Return the dot product of each row with each table row on this device, in float32.
+
+        XLA multiplies on every backend, unless the table is batch-invariant.
+        """
+        if self.batch_invariant:
+            return batch_invariant_transposed_gemm(hidden, self.weight[...], backend=backend)
         return einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
 
     def target_scores(

@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm over the last axis, computed in float32 and rounded once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,15 +11,15 @@ from jaxtyping import Array, Float
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats import zero_param
 from jpaged.models.sharding import MESH_AXIS, PendingAllReduce, reduce_update
-from pallas_kernels import Backend, add_rms_norm, device_sum_norm, rms_norm
+from pallas_kernels import Backend, add_rms_norm, device_sum_norm, map_row_tiles, rms_norm
 
 
 class RMSNorm(nnx.Module):
     """RMSNorm: x / rms(x) * weight over the last axis (Zhang, Sennrich 2019, arXiv:1910.07467)."""
 
-    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike, batch_invariant: bool = False):
         self.weight = zero_param(dtype, size)
-        self.eps = eps
+        self.eps, self.batch_invariant = eps, batch_invariant
 
     @property
     def scale(self) -> Float[Array, "D"]:
@@ -26,7 +28,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Normalize each row of `x`, and return the rows in the dtype of `x`."""
-        return rms_norm(x, self.scale, eps=self.eps)
+        normalize = partial(rms_norm, weight=self.scale, eps=self.eps)
+        return map_row_tiles(normalize, x) if self.batch_invariant else normalize(x)
 
     def add_norm(
         self,
@@ -41,19 +44,33 @@ class RMSNorm(nnx.Module):
             return device_sum_norm(
                 hidden, update.partials, self.scale, MESH_AXIS, **peer_options, **options
             )
+        if self.batch_invariant and backend is Backend.XLA:
+            hidden += reduce_update(update, hidden.dtype)
+            return self(hidden), hidden
         return add_rms_norm(hidden, update, self.scale, **options)
 
 
 class LayerNorm(nnx.Module):
     """LayerNorm: (x - mean) / std over the last axis, with weight and bias if `affine`."""
 
-    def __init__(self, size: int, eps: float, *, dtype: DTypeLike, affine: bool = True):
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: DTypeLike,
+        affine: bool = True,
+        batch_invariant: bool = False,
+    ):
         self.weight = zero_param(dtype, size) if affine else None
         self.bias = zero_param(dtype, size) if affine else None
-        self.eps = eps
+        self.eps, self.batch_invariant = eps, batch_invariant
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Normalize each row of `x`, and return the rows in the dtype of `x`."""
+        return map_row_tiles(self._normalize, x) if self.batch_invariant else self._normalize(x)
+
+    def _normalize(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -78,11 +95,12 @@ Norm = RMSNorm | LayerNorm
 
 def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
     """Create a norm of the model's type over rows of `size` numbers."""
+    options = {"batch_invariant": config.batch_invariant}
     if config.norm_type in ("layer", "bare_layer"):
         affine = config.norm_type == "layer"
-        return LayerNorm(size, config.norm_eps, dtype=dtype, affine=affine)
+        return LayerNorm(size, config.norm_eps, dtype=dtype, affine=affine, **options)
     weight_dtype = jnp.float32 if config.norm_type == "offset_rms" else dtype
-    return RMSNorm(size, config.norm_eps, dtype=weight_dtype)
+    return RMSNorm(size, config.norm_eps, dtype=weight_dtype, **options)
 
 
 def add_norm(
@@ -95,6 +113,9 @@ def add_norm(
 
     An update of None stands for zeros.
     """
+    if update is None and isinstance(norm, RMSNorm) and norm.batch_invariant:
+        # Run the kernel of the other norms: XLA may norm few rows and many rows differently.
+        update = jnp.zeros_like(hidden)[None]
     return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
 
 

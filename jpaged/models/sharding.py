@@ -11,7 +11,7 @@ A global array is the concatenation of the devices' shards along one axis, in th
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from typing import Any
 
 import jax
@@ -91,6 +91,15 @@ def barrier_all_reduce(
     if peer_header is not None:
         x += nan_if_peer_lost(peer_header).astype(x.dtype)
     return lax.psum(x, MESH_AXIS)
+
+
+def sum_in_device_order(x: jax.Array) -> jax.Array:
+    """Sum the devices' arrays in float32 in the order of the devices, and round once.
+
+    The order of an all-reduce may depend on the size of the array.
+    """
+    parts = lax.all_gather(x, MESH_AXIS).astype(jnp.float32)
+    return reduce(jnp.add, list(parts)).astype(x.dtype)
 
 
 def all_max(x: jax.Array) -> jax.Array:

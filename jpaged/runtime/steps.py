@@ -109,7 +109,14 @@ from jpaged.runtime.sampler import (
     unpack_params,
 )
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
-from pallas_kernels import TOKEN_COLUMN, Backend, copy_blocks, token_scores
+from pallas_kernels import (
+    LOGPROB_COLUMN,
+    RANK_COLUMN,
+    TOKEN_COLUMN,
+    Backend,
+    copy_blocks,
+    token_scores,
+)
 
 
 class SampleInputs(NamedTuple):
@@ -177,7 +184,7 @@ def decode_step(
     hidden, pool = model(tokens, positions, state.pool, attention, run_layers_fused)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
     inputs = SampleInputs(padded.rows, padded.is_output, padded.sampling, padded.seq_lens)
-    return model.logits(hidden), inputs, KVState(pool, tables)
+    return model.logits(hidden, backend), inputs, KVState(pool, tables)
 
 
 def prefill_step(
@@ -223,7 +230,7 @@ def prefill_step(
         peer_header=peer_header,
     )
     hidden, pool = model(tokens, positions, state.pool, attention)
-    logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
+    logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)], backend)
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
     inputs = SampleInputs(batch.rows, batch.is_output, batch.sampling, sample_positions)
     return logits, hidden, inputs, KVState(pool, tables)
@@ -412,7 +419,8 @@ def _sample_drafts(
     adjusts = SamplerLevel.ADJUSTED in options["level"]
     tokens, scores, is_accepted = [], [], lengths > 0
     for first in range(0, num_queries, per_head):
-        logits = model.logits(hidden[first : first + per_head].reshape(-1, width))
+        rows = hidden[first : first + per_head].reshape(-1, width)
+        logits = model.logits(rows, options["backend"])
         size = batch_size if adjusts else logits.shape[0]
         for start in range(0, logits.shape[0], size):
             repeats = size // batch_size
@@ -530,7 +538,7 @@ def prompt_logprobs_step(
                 jnp.pad(hidden, ((0, padding), (0, 0))),
                 jnp.pad(targets, (0, padding)),
             )
-        logits = model.logits(hidden)
+        logits = model.logits(hidden, backend)
         if is_sharded:
             logits = split_rows(logits)
             own_rows = logits.shape[0]
@@ -555,8 +563,14 @@ def score_targets_step(
     """Return the log-probability of each target, and 1 if no token is more probable, else 0.
 
     `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns no ranks and no
-    other tokens, so that it never holds whole rows of logits.
+    other tokens, so that it never holds whole rows of logits, unless the model is batch-invariant.
     """
+    if model.config.batch_invariant:  # the sum over the vocabulary has the order of generation
+        options = {"max_logprobs": 0, "backend": backend}
+        scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
+        is_greedy = scores[:, RANK_COLUMN] == 1
+        logprobs = lax.bitcast_convert_type(scores[:, LOGPROB_COLUMN], jnp.float32)
+        return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
     logprobs, is_greedy = model.target_logprobs(scored_hidden, targets, backend)
     return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
 
