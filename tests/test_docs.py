@@ -42,6 +42,14 @@ def code_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
+def test_reproducibility_page_names_tests_that_exist():
+    named = set(re.findall(r"`(test_\w+)`", page("reproducibility")))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "e2e").glob("*.py")]
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources), re.M))
+    assert named
+    assert named <= defined
+
+
 @pytest.mark.parametrize("name", docs.PAGES)
 def test_generated_page_is_current(name: str):
     text = (docs.DOCS / name).read_text(encoding="utf-8")
