@@ -243,7 +243,8 @@ class ModelRunner:
         """Launch everything of a plan that comes before its step.
 
         Returns:
-            The transfers of the plan's swap-ins, which run while the step runs; None without any.
+            The transfers of the plan's swap-ins, which run while the step runs. None if the plan
+            has no swap-ins.
         """
         self._num_small_launches = 0
         self._update_rows(plan, sampling)
