@@ -370,12 +370,12 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append the tokens after each draft of a verify step, and return the notified requests.
+        """Append all tokens of a verify step except the first token of each sequence.
 
         A stop string may end a sequence before its other tokens are appended.
 
         Args:
-            plan: Plan of the verify step, whose first tokens are appended.
+            plan: Plan of the verify step. The first token of each sequence is appended already.
             result: Result of the step.
             failed: List to which the function adds the requests that failed.
         """
@@ -408,7 +408,8 @@ class EngineLoop:
                 advanced[state] = None
         ended = []
         for state in advanced:
-            if state.is_polled:  # marked inside the critical section, so that no Ctrl-C loses it
+            if state.is_polled:
+                # Inside the critical section, so that a Ctrl-C cannot lose the update.
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
