@@ -263,7 +263,7 @@ class Workload:
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """Record that one of the separate requests of a request has ended."""
+        """Record that a request has ended. A request of the trace has `num_apart` requests."""
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]

@@ -529,9 +529,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The blocks may be gone: a running request may have preempted the prefix's request
-            # while its token was in flight. Compute the prefix again in this case. When no other
-            # request is left, no request can take the blocks.
+            # The blocks may be gone: another request may have preempted this one before its token
+            # was read. Compute the prefix again in this case. When no other request is left, no
+            # request can take the blocks.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)

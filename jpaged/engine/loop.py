@@ -276,7 +276,7 @@ class EngineLoop:
     def _record_launch(self, plan: StepPlan) -> None:
         """Add a launched step to the counts, the metrics of its requests, and the pool watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # A plan without sequences and block moves only reports failed requests: it is no step.
+        # A plan that has neither sequences nor block moves is not a step: it reports failures.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens

@@ -312,7 +312,7 @@ class ModelRunner:
         `fits_burst` must be true for every plan. All plans must verify drafts, or none.
         """
         rows, level = [], SamplerLevel.GREEDY
-        for plan in plans:  # a plan may release rows that the plans before it compute
+        for plan in plans:  # a plan may release rows that earlier plans still compute
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])

@@ -193,7 +193,7 @@ def test_token_depends_only_on_its_row():
 
 
 @pytest.mark.parametrize("is_partitionable", [True, False])
-def test_seeded_tokens_are_pinned_under_either_jax_flag(is_partitionable):
+def test_seeded_tokens_are_as_recorded_with_either_threefry_flag(is_partitionable):
     with jax.threefry_partitionable(is_partitionable):
         drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
     # If these tokens change, the output of every seeded request changes.
