@@ -190,7 +190,7 @@ CASE = "case", "model", "format"
 
 
 def labelled(row: dict, form: str) -> dict:
-    """Return the row with the key "format", which bfloat16 rows leave out."""
+    """Add the key "format" to the row, except for bfloat16."""
     return row if form == "bf16" else row | {"format": form}
 
 

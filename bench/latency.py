@@ -30,7 +30,8 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# vLLM 0.24 on an H200 and the target, in ms per decode step; the same in seconds of the prefill.
+# Milliseconds per decode step of vLLM 0.24 on an H200, and the target; then the seconds of the
+# prefill of vLLM, and the target.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),

@@ -155,7 +155,7 @@ def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) ->
 
 
 def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **given: Any) -> Any:
-    """Return the program's results. Each result is the argument with its name, else from `made`."""
+    """Return the results of a program: each is the argument of that name, or comes from `made`."""
     return results(made | given)
 
 

@@ -107,7 +107,7 @@ def _engine(at: Setting) -> Engine:
 
 
 class Times(NamedTuple):
-    """Seconds of each run except the first, and the tokens of the last run, of one case."""
+    """Results of one case: seconds of each run except the first, and tokens of the last run."""
 
     seconds: list[float]
     answers: Tokens

@@ -164,7 +164,8 @@ def measure_chats(num_drafts: int) -> dict:
         turns = ("user", question), ("assistant", answer), ("user", question)
         chats.append([{"role": role, "content": content} for role, content in turns])
     before = engine.stats()
-    for chat in chats:  # one at a time: an answer may be longer than the others
+    # One at a time: if chats ran together, the longest answer would determine the number of steps.
+    for chat in chats:
         engine.chat(chat, params, use_tqdm=False)
     after = engine.stats()
     num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(chats)

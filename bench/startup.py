@@ -83,7 +83,7 @@ class Kind(NamedTuple):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Seconds to reach, for "cold" and "warm"."""
+        """Target of a cold and of a warm start in seconds, by "cold" and "warm"."""
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
         limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}

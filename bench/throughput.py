@@ -38,7 +38,7 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-# vLLM 0.24 on an H200 and the target, in output tokens per second.
+# Output tokens per second of vLLM 0.24 on an H200, and the target.
 REFERENCE = {
     ("A", "qwen3-0.6b"): (50_900, 80_000),
     ("B", "qwen3-0.6b"): (28_650, 43_000),

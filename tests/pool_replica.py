@@ -10,7 +10,7 @@ class PoolReplica:
     Attributes:
         counts, hashes: Reference count and hash of each block that has changed.
         tables, computed, sequences: Block table, computed tokens and last change by sequence id.
-        images, pinned, tokens: The last reported values.
+        swap_entries, pinned, tokens: The last reported values.
     """
 
     def __init__(self):
@@ -19,7 +19,7 @@ class PoolReplica:
         self.tables: dict[int, list[int]] = {}
         self.sequences: dict[int, TableChange] = {}
         self.computed: dict[int, int] = {}
-        self.images: list[tuple[str, int]] = []
+        self.swap_entries: list[tuple[str, int]] = []
         self.pinned: list[int] = []
         self.tokens: dict[int, list[int]] = {}
 
@@ -37,7 +37,9 @@ class PoolReplica:
             self.sequences[change.seq_id] = change
             self.computed[change.seq_id] = change.num_computed_tokens
         self.computed.update(changes.grown)
-        self.images = self.images if changes.images is None else changes.images
+        self.swap_entries = (
+            self.swap_entries if changes.swap_entries is None else changes.swap_entries
+        )
         self.pinned = self.pinned if changes.pinned is None else changes.pinned
         self.tokens.update(changes.tokens)
 

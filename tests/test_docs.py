@@ -97,7 +97,7 @@ def test_grafana_dashboard_queries_the_same_metrics_as_the_alerts():
 def test_limits_on_the_page_have_the_values_of_the_code():
     text = page("limits")
     assert f"| dashboard viewers | {MAX_VIEWERS} pages |" in text
-    assert f"{NUM_SPARE_CONNECTIONS} connections above the limit are accepted for this" in text
+    assert f"answers on up to {NUM_SPARE_CONNECTIONS} connections above the limit" in text
     assert f"| time for the headers | {HEADER_TIMEOUT_S:.0f} s |" in text
     assert f"after the headers | {Limits().body_timeout:.0f} s |" in text
     assert f"default of {Limits().max_body_values:,} values" in text

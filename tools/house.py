@@ -195,7 +195,8 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def num_floors(graph: Graph) -> int:
-    """Return the length of the longest chain, where a cycle counts as one node."""
+    """Return the number of nodes in the longest path of a graph. A cycle counts as one node."""
+
     groups = components(graph)
     group_of = {node: group for group in groups for node in group}
     height: dict[frozenset[str], int] = {}

@@ -130,10 +130,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     if args.models is not None and "13b" not in args.models and (args.device or args.quick):
         raise ValueError(
-            f"--models {' '.join(args.models)}: only 13b runs with --device, and --quick wants it"
+            f"--models {' '.join(args.models)}: --device and --quick need 13b: add 13b"
         )
     if args.keep is not None and not args.device:
-        raise ValueError(f"--keep {args.keep} is of what a device found: add --device")
+        raise ValueError(f"--keep {args.keep} needs rates measured on a device: add --device")
     if args.keep is not None and not args.keep.parent.is_dir():
         raise ValueError(
             f"--keep {args.keep}: there is no folder {args.keep.parent}; make it first"

@@ -77,7 +77,7 @@ class BuddyAllocator:
         order = _order_of(length)
         found = next((o for o in range(order, len(self._free)) if self._free[o]), None)
         if found is None:
-            raise OutOfBlocksError(f"no free range of {length} places among {self.size}")
+            raise OutOfBlocksError(f"no free range of {length} blocks in a pool of {self.size}")
         start = min(self._free[found])
         self._free[found].remove(start)
         for half in reversed(range(order, found)):
@@ -176,7 +176,7 @@ class OrcaMax(BlockManager):
         held, table = self.reservations[sequence.seq_id], sequence.block_table
         end = self.num_blocks_for(sequence.num_computed_tokens + num_tokens)
         if end > held.num_blocks:
-            raise OutOfBlocksError(f"{end} blocks wanted of {held.num_blocks} reserved")
+            raise OutOfBlocksError(f"{end} blocks needed, but only {held.num_blocks} reserved")
         first = len(table)
         if end == first:
             return NO_CHANGES

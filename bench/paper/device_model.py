@@ -46,11 +46,11 @@ RECORDED = Path(__file__).parent / "recorded_steps.json"
 RESULTS = Path(__file__).parent.parent / "results"
 MEASURED_SHAPE = "opt-13b"
 FITTED_GPU = "h200"
-BLOCK_SIZE = 16  # of the steps that coefficients are fitted to
+BLOCK_SIZE = 16  # block size of the recorded steps, to which the coefficients are fitted
 ITEM_BYTES = 2  # bfloat16 and float16
 ALL_REDUCE_SECONDS = 10e-6
-"""What a small all-reduce between GPUs of one host takes, an assumption; latency of NCCL's over
-NVLink as usually measured."""
+"""Assumed time of a small all-reduce between GPUs of one host: the usual latency of NCCL over
+NVLink."""
 
 
 class StepWork(NamedTuple):
@@ -147,7 +147,7 @@ class Coefficients:
     joint: float = 2.0  # p of join
     kv_bandwidth: float = 4e12
     prefill_rate: float = 3e14
-    element: float = 1e-12  # seconds a row and unit of `hidden`
+    element: float = 1e-12  # seconds per row and per unit of `hidden`
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10
@@ -177,7 +177,7 @@ class DeviceModel:
         shape: Shape of the model.
         coefficients: Coefficients of one GPU.
         num_gpus: GPUs, each with its share of every layer.
-        nvlink: Bytes a second that a GPU sends to another.
+        nvlink: Bytes per second that a GPU sends to another.
     """
 
     name: str

@@ -292,7 +292,7 @@ def figure_15(settings: Settings) -> Figure:
             groups = [f"{TITLES[w].split('-')[0]}\n{n}" for w in DATASETS for n in widths]
             kind = "beam" if is_beam else "parallel"
             papers = dict(zip(WIDTHS, SAVED["alpaca", kind], strict=True))
-            # The paper's range is that of the narrowest and the widest.
+            # The paper gives a range: the savings of the smallest and of the largest width.
             ends: dict[int, float] = dict(
                 zip((WIDTHS[0], WIDTHS[-1]), SAVED_RANGE["sharegpt", kind], strict=True)
             )

@@ -195,7 +195,7 @@ def _agreement(
             row = {kind: label, "req/s": job[1], "of": what}
             rows.append(row | {"measured": there, "simulated": here, "ratio": here / there})
             worst = max(worst, abs(here / there - 1))
-            print(rows[-1], flush=True)  # a run of minutes may be cut
+            print(rows[-1], flush=True)  # keeps the row if the run is stopped
     reached = "reached" if worst <= MOST_DISAGREEMENT else "NOT reached"
     note = f"within {MOST_DISAGREEMENT:.0%} is to be reached; the worst is {worst:.1%}: {reached}"
 

@@ -234,7 +234,7 @@ def _latency_alone(case: Case, settings: Settings) -> float:
     is_simulated = settings.how == "simulated"
     count = 10 if settings.quick else 200 if is_simulated else 20
     trace = make_trace(case.workload, 10.0, count / 10, settings.seeds[0], settings)
-    # Simulated time costs nothing; on a device a few requests may overlap.
+    # A long gap costs no time in a simulation. On a device, a short gap may let requests overlap.
     gap = 1e4 if is_simulated else 1.0
     spread = [dataclasses.replace(r, arrival=gap * i) for i, r in enumerate(trace)]
     return _serve(case, spread, settings, None).normalized_latency
@@ -339,8 +339,8 @@ def _read_sustained(fields: dict[str, Any]) -> Sustained:
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
     """Return jpaged's sustained rates in simulation, with traces of the same length.
 
-    Rates that a figure fixes are a share of these on a device too: a search in real time would take
-    hours, and the figure `agreement` says how near the simulation is.
+    A figure with fixed rates uses fractions of the simulated rates, on a device too: a search in
+    real time would take hours. The figure `agreement` shows how close the simulation is.
     """
     simulated = dataclasses.replace(settings, how="simulated")
     found = sustain_all([Case(workload) for workload in workloads], simulated)

@@ -79,7 +79,7 @@ BATCHED = {
 """Figure 13: mean requests in a batch, OPT-13B."""
 
 BATCHED_RATE = {"sharegpt": 2.0, "alpaca": 30.0}
-"""Figure 13: requests a second."""
+"""Figure 13: requests per second."""
 
 BASIC_RATIO, BEAM_6_RATIO = 1.3, 2.3
 """Section 6.3, OPT-13B on Alpaca over Orca (Oracle): one sample, and beam search of width 6."""

@@ -124,7 +124,7 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
         figure: The figure.
         out: Folder for both files; None: `bench/results/` and `docs/paper/`.
         pictures: Whether to draw.
-        facts: How it was run, recorded with it.
+        facts: Settings of the run, to write into the JSON.
     """
     title = "Table 1" if figure.number == "table1" else f"Figure {figure.number}"
     print(f"\n{title}: {figure.title}")
@@ -175,7 +175,7 @@ def draw_curves(
 
     Args:
         axes: Where to draw.
-        curves: By system, pairs of requests a second and seconds a token.
+        curves: By system, pairs (requests per second, seconds per token).
         title: Title of the panel.
         threshold: Normalised latency up to which a rate counts as sustained: a dashed line.
     """

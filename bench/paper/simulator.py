@@ -183,10 +183,10 @@ def simulate(
 
 
 class Workload:
-    """Requests of a trace in the scheduler's form, and their progress.
+    """A trace as requests for the scheduler, and the progress of these requests.
 
     Attributes:
-        trace: The requests.
+        trace: The requests of the trace.
         system: System that serves the requests.
         width: Number of samples or beams per request.
         is_search: Whether to use beam search instead of samples.
@@ -211,7 +211,7 @@ class Workload:
         self.prefix_caching = prefix_caching
         self._seq_ids = count()
         self._num_left = [0] * len(trace)
-        # For a lower bound of the mean: sums over finished, and over those that have arrived.
+        # Sums over finished requests and over arrived requests, for a lower bound of the mean.
         self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
 
     @property
@@ -263,7 +263,7 @@ class Workload:
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """Record that one of the separate requests of a request has ended."""
+        """Record that a request has ended. A request of the trace has `num_apart` requests."""
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]
@@ -361,9 +361,10 @@ class Tally:
         self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether a request waits for memory
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0
-        self._seen: _MemorySample | None = None  # since `spend` was called last
-        # By sequence: the tokens that were computed in steps with prompts, and that were lost.
+        self._seen: _MemorySample | None = None  # latest sample since the last `spend`
+        # Number of tokens of each sequence that steps with prompts have computed.
         self._prompt_ends: dict[int, int] = {}
+        # Number of computed tokens that each sequence lost in a preemption.
         self._lost: dict[int, int] = {}
 
     def note(self, plan: StepPlan) -> None:

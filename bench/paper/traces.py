@@ -187,7 +187,7 @@ def translation(kind: str, rate: float, seconds: float, seed: int) -> list[Trace
 def chat(
     rate: float, seconds: float, seed: int, source: Source | None = None
 ) -> list[TraceRequest]:
-    """Figure 17: rounds of conversations, `rate` rounds a second on average.
+    """Return the rounds of conversations for figure 17, on average `rate` rounds per second.
 
     The prompt of a round is the conversation so far and the new question, cut to the last
     `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. Conversations begin as a
@@ -254,8 +254,8 @@ def _bisect(mean_of: Callable[[float], float], wanted: float) -> float:
     low, high = 1.0, 1e6
     if not mean_of(low) < wanted < mean_of(high):
         raise ValueError(
-            f"a mean of {wanted} tokens cannot be had; give one between {mean_of(low):.2f} and "
-            f"{mean_of(high):.2f}"
+            f"no lengths have a mean of {wanted} tokens: give a mean between {mean_of(low):.2f} "
+            f"and {mean_of(high):.2f}"
         )
     for _ in range(50):
         middle = math.sqrt(low * high)

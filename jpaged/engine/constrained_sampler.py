@@ -251,7 +251,7 @@ class WaitBudget:
         self._device_wait_s = self._step_s = 0.0
 
     def begin_wait(self, device_wait_s: float) -> None:
-        """Start the budget of a step.
+        """Start to measure how long a step waits for late masks.
 
         Args:
             device_wait_s: Seconds that the host has just waited for the device.
@@ -259,7 +259,7 @@ class WaitBudget:
         self._wait_start, self._device_wait_s = time.perf_counter(), device_wait_s
 
     def is_spent(self, late_fraction: float, *, has_unconstrained_rows: bool) -> bool:
-        """Return whether the step has used up its budget.
+        """Return whether the step has waited for late masks as long as it may.
 
         Args:
             late_fraction: Late rows without heavy answers, as a fraction of the step's rows, 0 to

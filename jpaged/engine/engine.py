@@ -352,11 +352,12 @@ class Engine:
         return [scores[state] for state in states]
 
     def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
-        """Yield requests to run together, so that most of each group hits the prefix cache.
+        """Yield lists of requests to run together, so that most requests hit the prefix cache.
 
-        Requests of a group begin with the same full blocks. The first request of each group leaves
-        these blocks in the cache, and the others run next. The groups of two such runs take at most
-        half of the free blocks, unless it is a single group, so that the blocks stay cached.
+        Requests of a group begin with the same full blocks. The first request of each group runs in
+        one list and leaves these blocks in the cache. The other requests run in the next list. Such
+        a pair of lists has as many groups as fit in half of the free blocks, but at least one
+        group, so that the blocks stay cached.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0
@@ -471,7 +472,7 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: As in `render_chat` and `generate`.
         """
-        if "sampling_params" in template_options:  # vLLM's name; the template would ignore it
+        if "sampling_params" in template_options:  # vLLM's name for `params`
             raise TypeError(
                 "chat() has no argument sampling_params: pass params, the second argument"
             )
@@ -528,9 +529,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The blocks may be gone: a running request may have preempted the prefix's request
-            # while its token was in flight. Compute the prefix again in this case. When no other
-            # request is left, no request can take the blocks.
+            # The blocks may be gone: another request may have preempted this one before its token
+            # was read. Compute the prefix again in this case. When no other request is left, no
+            # request can take the blocks.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)

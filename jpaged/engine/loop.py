@@ -276,7 +276,7 @@ class EngineLoop:
     def _record_launch(self, plan: StepPlan) -> None:
         """Add a launched step to the counts, the metrics of its requests, and the pool watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # A plan without sequences and block moves only reports failed requests: it is no step.
+        # A plan that has neither sequences nor block moves is not a step: it reports failures.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens
@@ -370,12 +370,12 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append the tokens after each draft of a verify step, and return the notified requests.
+        """Append all tokens of a verify step except the first token of each sequence.
 
         A stop string may end a sequence before its other tokens are appended.
 
         Args:
-            plan: Plan of the verify step, whose first tokens are appended.
+            plan: Plan of the verify step. The first token of each sequence is appended already.
             result: Result of the step.
             failed: List to which the function adds the requests that failed.
         """
@@ -408,7 +408,8 @@ class EngineLoop:
                 advanced[state] = None
         ended = []
         for state in advanced:
-            if state.is_polled:  # marked inside the critical section, so that no Ctrl-C loses it
+            if state.is_polled:
+                # Inside the critical section, so that a Ctrl-C cannot lose the update.
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)

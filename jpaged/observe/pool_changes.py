@@ -75,7 +75,7 @@ class PoolChanges:
         grown: Number of computed tokens by sequence id, for sequences in which only this number
             changed.
         gone: Ids of sequences that no longer hold blocks.
-        images: Request id and number of blocks of each swap entry in host memory; None if
+        swap_entries: Request id and number of blocks of each swap entry in host memory; None if
             unchanged.
         pinned: Ids of all pinned blocks; None if unchanged.
         tokens: Token ids by block id, as far as the host has read the tokens.
@@ -86,14 +86,14 @@ class PoolChanges:
     tables: list[TableChange] = field(default_factory=list)
     grown: dict[int, int] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
-    images: list[tuple[str, int]] | None = None
+    swap_entries: list[tuple[str, int]] | None = None
     pinned: list[int] | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         lists = (self.blocks.block_ids, self.tables, self.grown, self.gone, self.tokens)
-        return any(lists) or self.images is not None or self.pinned is not None
+        return any(lists) or self.swap_entries is not None or self.pinned is not None
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class PoolWatch:
         """Return the changes since the previous call. The first call returns the whole state."""
         maybe_changed = self._find_freed_blocks()
         changes = PoolChanges(
-            images=self._diff_swap_entries(), pinned=self._diff_pins(maybe_changed)
+            swap_entries=self._diff_swap_entries(), pinned=self._diff_pins(maybe_changed)
         )
         self._diff_sequences(changes, maybe_changed)
         copies, self._copies = self._copies, {}
@@ -285,16 +285,16 @@ class PoolWatch:
         return sequence.token_ids[index * size : sequence.num_computed_tokens][:size]
 
     def _diff_swap_entries(self) -> list[tuple[str, int]] | None:
-        images: list[tuple[str, int]] = []
+        swap_entries: list[tuple[str, int]] = []
         if self._scheduler.swap_space.num_used_host_blocks:
             waiting = self._scheduler.waiting
-            images = [
+            swap_entries = [
                 (r.request_id, r.swap_entry.num_blocks) for r in waiting if r.swap_entry is not None
             ]
-        if images == self._swap_entries:
+        if swap_entries == self._swap_entries:
             return None
-        self._swap_entries = images
-        return images
+        self._swap_entries = swap_entries
+        return swap_entries
 
 
 def _has_blocks(sequence: Sequence) -> bool:

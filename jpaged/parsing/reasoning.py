@@ -28,7 +28,8 @@ REASONING_FAMILIES = ("deepseek_r1", "qwen3")
 def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]:
     """Return the closing and opening tags of an answer's reasoning.
 
-    The tags are the arguments of `StructuredOutputs.behind`.
+    The tags are the arguments of `StructuredOutputs.with_reasoning`.
+
 
     Args:
         family: One of `REASONING_FAMILIES`.

@@ -31,11 +31,11 @@ def call_grammar(
     parallel: bool = True,
     special_ids: Mapping[str, int] | None = None,
     or_text: bool = False,
-    or_form: StructuredOutputs | None = None,
+    or_json: StructuredOutputs | None = None,
 ) -> StructuredOutputs:
     """Return a grammar for answers that call tools, with arguments that match the tools' schemas.
 
-    If a call is optional (`or_text` or `or_form`), the grammar enforces only the schemas of
+    If a call is optional (`or_text` or `or_json`), the grammar enforces only the schemas of
     functions with `strict`. It accepts any JSON object as the arguments of other functions, or any
     parameters in `qwen3_xml`.
 
@@ -47,13 +47,13 @@ def call_grammar(
         special_ids: Mapping from the text of each special token of the tokenizer to the token's id.
         or_text: Whether the answer may have text before, between and after calls, or no calls. An
             opening tag in the text always begins a call.
-        or_form: Specification of kind `json` or `json_object` that the answer may match instead of
+        or_json: Specification of kind `json` or `json_object` that the answer may match instead of
             calling a tool.
 
     Raises:
         TypeError, ValueError: `family` or `name` is unknown; a schema cannot be enforced (the path
             begins with `tools[i].function.parameters`); the schemas are too large together; or
-            `or_form` is given although the family writes calls as bare JSON (`llama3_json`).
+            `or_json` is given although the family writes calls as bare JSON (`llama3_json`).
     """
     module = load_family(family)
     functions = [
@@ -63,7 +63,7 @@ def call_grammar(
     ]
     if not functions:
         raise RequestError("name", "must be the name of one of the tools", value=repr(name))
-    if or_form is not None and module.Grammar.is_bare_json:
+    if or_json is not None and module.Grammar.is_bare_json:
         raise RequestError(
             "tools",
             f"cannot be combined with a JSON response format, because {family} writes calls as "
@@ -72,7 +72,7 @@ def call_grammar(
             kind=ErrorKind.UNSUPPORTED,
         )
     grammar: CallGrammar = module.Grammar(
-        module.Parser.opening_tags, functions, parallel, special_ids or {}, or_text, or_form
+        module.Parser.opening_tags, functions, parallel, special_ids or {}, or_text, or_json
     )
     return grammar.build()
 

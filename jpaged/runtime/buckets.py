@@ -152,7 +152,8 @@ def _verify_sizes(
     Args:
         decode_batch_sizes: Batch sizes of decode steps.
         num_queries: Number of tokens per sequence.
-        max_num_tokens: Maximum number of tokens in a step. Only the smallest size may exceed it.
+        max_num_tokens: Maximum number of tokens in a step. The smallest batch size is returned even
+            if its sequences have more tokens in total.
     """
     max_seqs = min(max_num_tokens // num_queries, MAX_VERIFY_SEQS)
     fitting = [seqs for seqs in decode_batch_sizes if seqs <= max_seqs]

@@ -66,7 +66,7 @@ class NgramDrafter:
         width = history.shape[1]
         position = jnp.arange(width, dtype=jnp.int32)[None]
         lengths = lengths[:, None]
-        # Number of equal tokens before and at each position and before the end of the row.
+        # Number of tokens that end at each position and equal the last tokens of the row.
         num_equal, is_equal = jnp.zeros_like(history), position < lengths - 1
         for back in range(self.max_ngram):
             at = jnp.maximum(lengths - 1 - back, 0)

@@ -243,7 +243,8 @@ class ModelRunner:
         """Launch everything of a plan that comes before its step.
 
         Returns:
-            The transfers of the plan's swap-ins, which run while the step runs; None without any.
+            The transfers of the plan's swap-ins, which run while the step runs. None if the plan
+            has no swap-ins.
         """
         self._num_small_launches = 0
         self._update_rows(plan, sampling)
@@ -311,7 +312,7 @@ class ModelRunner:
         `fits_burst` must be true for every plan. All plans must verify drafts, or none.
         """
         rows, level = [], SamplerLevel.GREEDY
-        for plan in plans:  # a plan may release rows that the plans before it compute
+        for plan in plans:  # a plan may release rows that earlier plans still compute
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])

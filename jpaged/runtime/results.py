@@ -217,11 +217,11 @@ class StepHandle:
             wait_for_devices(self.sampled)
         tokens, scores = np.asarray(self.sampled)[self.burst_index][self.row_indices], None
         draft_scores: tuple[TokenScores, ...] = ()
-        if self.plan.num_drafts and tokens.ndim == 3:  # the scores [B, 1 + num_drafts, W]
+        if self.plan.num_drafts and tokens.ndim == 3:  # packed scores [B, 1 + num_drafts, W]
             columns = np.ascontiguousarray(tokens.transpose(1, 0, 2))
             scores, *others = map(TokenScores, columns)
             tokens, draft_scores = tokens[:, :, TOKEN_COLUMN], tuple(others)
-        elif not self.plan.num_drafts and tokens.ndim == 2:  # the scores [B, W]
+        elif not self.plan.num_drafts and tokens.ndim == 2:  # packed scores [B, W]
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, TOKEN_COLUMN])
         if self.check_devices is not None and (tokens == NO_TOKEN).any():

@@ -45,7 +45,7 @@ _FLOAT_COLUMNS = (
     "frequency_penalty",
 )
 _SEED, _TOP_K, _MIN_TOKENS, _FLAGS = slice(6, 8), 8, 9, 10
-_ROW_STRUCT = struct.Struct("=6f2I3i")  # in the order of these columns
+_ROW_STRUCT = struct.Struct("=6f2I3i")  # one number per column above
 
 ROW_WIDTH = _ROW_STRUCT.size // 4
 """Number of int32 columns of packed sampling parameters (W)."""
@@ -196,11 +196,11 @@ class RowMarks(NamedTuple):
     def of(
         token_ids: Sequence[int], num_prompt_tokens: int, ending_ids: Collection[int] = ()
     ) -> "RowMarks":
-        """Return the marks of a sequence.
+        """Return the tokens of a sequence, each with the mark to add to its `token_state`.
 
         Args:
-            token_ids: Prompt tokens, then output tokens. A sequence that was preempted has output
-                tokens.
+            token_ids: Prompt tokens, then output tokens. Only a sequence that was preempted has
+                output tokens when it joins the batch.
             num_prompt_tokens: Number of prompt tokens.
             ending_ids: Tokens that are forbidden before `min_tokens`.
         """
@@ -344,7 +344,7 @@ def required_level(params: SamplingParams) -> SamplerLevel:
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, and at a level with `LOGPROBS` their scores."""
+    """Sampled tokens, and their scores if the sampling level has `LOGPROBS`."""
 
     token_ids: Int32[Array, "B"]
     """Sampled token of each row; `NO_TOKEN` if the row's logits have no finite maximum. The logits
@@ -456,7 +456,9 @@ def _choose_tokens(
     call: Callable,
     is_vocab_sharded: bool,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"], _Distribution | None]:
-    """Return the token of each row, and the value that won it.
+    """Return the token of each row, and the value for which the token was chosen.
+
+    The value is the highest in its row: a logit, or a logit plus noise in a random row.
 
     At a level with `RANDOM`, also return the distribution of random rows.
     """

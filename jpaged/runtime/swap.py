@@ -201,8 +201,11 @@ class SwapEntries:
         self._swap_entries[swap.swap_entry_id] = chunks
 
     def start_swap_ins(self, swap_ins: Iterable[SwapIn]) -> deque[IncomingChunk]:
-        """Start to transfer swap entries to the device, as many chunks as fit without waiting, and
-        remove the swap entries."""
+        """Remove swap entries, and start to transfer their first chunks to the device.
+
+        At most `MAX_STAGED_CHUNKS` transfers run at a time, so the call does not wait. The other
+        chunks are transferred by `finish_swap_ins`.
+        """
         self._drop_finished_transfers()
         room, incoming_chunks = MAX_STAGED_CHUNKS - len(self._transfers), deque[IncomingChunk]()
         for swap in swap_ins:

@@ -24,11 +24,11 @@ class GrammarTrial:
 
     Attributes:
         seconds: Maximum CPU time of a trial, in seconds.
-        most: The limits of a trial in words, for errors.
+        limits: The limits of a trial in words, for errors.
     """
 
     seconds = bounds.TRIAL_CPU_S
-    most = (
+    limits = (
         f"{seconds:g} seconds of CPU time, {bounds.TRIAL_MEMORY_BYTES // 2**20} MiB of "
         f"memory or {bounds.TRIAL_STACK_BYTES // 2**20} MiB of stack"
     )

@@ -99,7 +99,7 @@ class GemmPartition:
 
     @functools.cached_property
     def max_segments(self) -> int:
-        """Maximum number of column blocks in which a program has units."""
+        """Maximum number of column blocks in which one program computes units."""
         firsts = (p * self.max_units for p in range(self.programs))
         return max((f + self.max_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
@@ -410,7 +410,10 @@ def _clear_exchange(plan, next_exchange):
 
 
 def _square_sum_loads(plan, memory, region, chunks, row):
-    """Return this lane's share of the loads of a row's sums of squares, one sum per chunk."""
+    """Return the loads of this lane for a row.
+
+    The row has one sum of squares per chunk. Lane `i` loads the sums of chunks i, i + 32, ...
+    """
     lane = ops.thread_index() % 32
     starts = range(0, chunks, 32)
     loads = ((lane + c) * ROWS + row + plan.regions[region] for c in starts)
@@ -663,10 +666,10 @@ def _sum_partials(partials):
 
 
 def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
-    """Store the rows below `count` of a program's partial of a column block.
+    """Store the partial that this program computed for a column block.
 
-    The partial is the sum of `acc` over the warpgroups. `target` is the exchange memory, or the
-    output array for the qkv GEMM.
+    The partial is the sum of `acc` over the warpgroups. Only its first `count` rows are stored.
+    `target` is the exchange memory, or the output array for the qkv GEMM.
     """
     gemm, sides = plan.gemms[gemm_index], 2 if gemm_index == _GATE_UP else 1
 

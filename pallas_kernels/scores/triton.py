@@ -198,7 +198,7 @@ def _load_greedy_token(refs, row, width):
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
-    # Each chunk stored its lowest token, so the minimum is the lowest token of the row.
+    # The lowest token id wins a tie: each chunk stored its lowest id, so take the minimum.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
     is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # false for NaN
     return jnp.where(is_finite, token, jnp.int32(-1))

@@ -35,7 +35,7 @@ from pallas_kernels.gemm.hopper import (
 
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
-TOKEN_MULTIPLE = 8  # V is a multiple, because shared memory holds tables in tiles of 8 rows
+TOKEN_MULTIPLE = 8  # V must be a multiple of it: shared memory holds tables in tiles of 8 rows
 NUM_STAGES = 4  # pipeline stages, which fill the shared memory
 _LOG2_E = math.log2(math.e)
 
@@ -58,7 +58,7 @@ def target_scores(x, table, targets, *, num_programs):
 
 @functools.partial(jax.jit, static_argnames="num_programs")
 def _scan_tiles(x, table, targets, *, num_programs):
-    """Return the three numbers of each tile and row, float32 [3, tiles, R]."""
+    """Return the fields of `TargetScores` for each tile and row, float32 [3, tiles, R]."""
     (rows, depth), tiles = x.shape, pl.cdiv(table.shape[0], TILE_TOKENS)
     if rows % TILE_ROWS or depth % TILE:
         raise ValueError(

@@ -135,7 +135,7 @@ def test_rate_must_be_a_positive_number(rate: float):
 def test_unknown_or_impossible_lengths_are_refused():
     with pytest.raises(ValueError, match="'wiki' are unknown; give one of sharegpt, alpaca"):
         traces.of_dataset("wiki")
-    with pytest.raises(ValueError, match="a mean of 3000 tokens cannot be had"):
+    with pytest.raises(ValueError, match="no lengths have a mean of 3000 tokens"):
         traces.solve_scales(3000, 10, MAX_MODEL_LEN)
 
 

@@ -44,7 +44,9 @@ class Replica(PoolReplica):
             known_hash = 0 if info.content_hash is None else info.content_hash % 2**32
             assert self.hashes.get(block_id, 0) == known_hash
         assert self.pinned == [block_id for block_id, info in infos.items() if info.is_pinned]
-        assert sum(n for _, n in self.images) == self.scheduler.swap_space.num_used_host_blocks
+        assert (
+            sum(n for _, n in self.swap_entries) == self.scheduler.swap_space.num_used_host_blocks
+        )
 
     def _check_sequences(self) -> None:
         holders = {
@@ -188,11 +190,11 @@ def test_watch_reports_swap_entries():
     while not driver.scheduler.num_swapped:
         driver.step()
     replica.update()
-    assert replica.images == [("2", driver.scheduler.swap_space.num_used_host_blocks)]
+    assert replica.swap_entries == [("2", driver.scheduler.swap_space.num_used_host_blocks)]
     assert replica.sequences[2].status == "swapped"
     driver.run()
     replica.update()
-    assert not replica.images
+    assert not replica.swap_entries
     replica.check()
 
 

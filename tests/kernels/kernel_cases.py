@@ -36,9 +36,10 @@ def lower(function, *arguments, device=H200):
 
 
 def on_backends(*axes, **options):
-    """Return combinations of some options and a backend, the last, as `covering` does.
+    """Return combinations of the values in `axes` and, as the last value, a backend.
 
-    The covering set contains only backends that run without a GPU. A GPU runs every combination.
+    `covering` chooses the combinations, and takes `options`. The covering set contains only
+    backends that run without a GPU. A GPU runs every combination.
     """
     without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
     return without_gpu + covering(*axes, [TRITON_ON_GPU], strength=1)

@@ -210,7 +210,9 @@ NO_DIFFERENCE = [0, -1, -1, -1, -1]
 def sum_repeatedly(shape: tuple[int, int], count: int, num_turns: int, max_delay: int, peers):
     """Sum rows many times. Before each sum, each device waits for a random time.
 
-    Return the number of wrong elements, and the sum, place, got and expected bits of the first one.
+    Return the number of wrong elements. For the first one, also return the index of the sum, the
+    index of the element, its bits and the expected bits.
+
     """
     rank = lax.axis_index(MESH_AXIS)
 

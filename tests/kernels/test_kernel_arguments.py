@@ -196,7 +196,7 @@ def test_array_check_names_the_wrong_shape_or_dtype():
         check(_ints(3, 2, 64))
 
 
-def test_gated_gemm_requires_a_weight_with_two_halves_and_equal_depth():
+def test_gated_gemm_refuses_a_weight_that_does_not_fit_the_rows():
     rows = jnp.zeros((3, 64), BF16)
     gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):

@@ -171,7 +171,7 @@ def _with_new_tokens(case, num_partials, with_norms):
     nothing = to_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    partials = rng.standard_normal(shape) / num_partials**0.5  # the sum is as large as pool values
+    partials = rng.standard_normal(shape) / num_partials**0.5  # their sum varies as the pool does
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))

@@ -257,7 +257,7 @@ FEW = [
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
     (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
-DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # more groups of scales than one copy has
+DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # needs several copies of scales
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 from tests.reference import kernels as reference
 
-# Rows, depth and configuration: splits, rows per tile, consumers, stages. A tile has one step or
-# several, fewer than the stages or three times as many.
+# Rows, depth and configuration: splits, rows per tile, consumers, stages. The number of pipeline
+# steps of a tile is from 1 to three times the number of stages.
 CASES = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 640, FewRowsConfig(1, 8, 2, 3)),

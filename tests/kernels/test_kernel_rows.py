@@ -238,7 +238,7 @@ def test_gates_of_large_magnitude_close_or_open(backend):
     np.testing.assert_array_equal(out.astype(F32), want.astype(F32))
 
 
-def test_float32_partials_give_the_result_of_their_rounded_sum(backend):
+def test_float32_partials_are_summed_and_rounded_before_use(backend):
     rng = np.random.default_rng(5)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
     partials = jnp.asarray(rng.standard_normal((4, *arrays[0].shape[1:])), F32)

@@ -70,7 +70,7 @@ def test_norm_threads_load_16_bytes_each(itemsize):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
-        # A load covers the row. It is less than twice as wide, unless it needs all 32 warps.
+        # A tile covers the row, and is less than twice as wide unless it needs all 32 warps.
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
@@ -89,7 +89,9 @@ def test_activation_of_small_products_uses_xla():
     assert [has_kernel(*size) for size in sizes] == [False, True, False, True, True, True]
 
 
-MEASURED_SPLITS = {  # of qkv, o, gate and up, and down in Qwen3-0.6B and in Llama-3.1-8B
+# By number of rows: splits of the qkv, o, gate-up and down GEMMs of Qwen3-0.6B, then of
+# Llama-3.1-8B.
+MEASURED_SPLITS = {
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
     128: ([2, 4, 1, 4], [1, 1, 1, 1]),
@@ -145,7 +147,7 @@ def test_hopper_gemm_splits_give_at_most_one_program_per_sm():
     assert splits == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
     tiles = [_few_rows(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
-    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; 192 are too many
+    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; 64 rows: 192
     assert _few_rows(64, 320, 1024).num_splits == 1  # five steps cannot be halved
     assert _few_rows(64, 512, 64).num_splits == 4  # each split has a depth of at least 128
 
@@ -271,7 +273,7 @@ def test_channel_scaled_gemms_use_xla_if_its_tiles_fit_better():
     assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 tiles; only 64 with wide tiles
     assert _fp8(8192, 4096, 4096)[1].num_factors == 2
     assert _fp8(2048, 1024, 1024)[1].num_factors == 1
-    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # gate and up take both halves
+    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # one factor is gate, the other is up
 
 
 @pytest.mark.parametrize("grouped", [False, True])

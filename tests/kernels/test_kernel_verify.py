@@ -31,7 +31,7 @@ GPU_CASES = [
 
 
 def verify_lens(block_size, num_queries):
-    """Return sequences at the edges of blocks and tiles, and a padding row between them."""
+    """Return (total, query) lengths at the edges of blocks and tiles, and of a padding row."""
     totals = (num_queries, num_queries + 1, 2 * block_size + num_queries, 0, 140, 300)
     return tuple((total, min(num_queries, total)) for total in totals)
 

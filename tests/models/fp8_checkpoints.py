@@ -50,7 +50,7 @@ def logits_of(model: PreTrainedModel) -> Any:
 def compressed(
     model: PreTrainedModel, folder: Path, weights: str, rows: str, ignore: tuple[str, ...] = ()
 ) -> Any:
-    """Write the model with compressed-tensors, and return its quantized logits."""
+    """Quantize the model, write it with compressed-tensors, and return its logits."""
     model = copied(model)
     common: Any = {"num_bits": 8, "type": "float", "symmetric": True}
     scheme = QuantizationScheme(

@@ -12,7 +12,7 @@ from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from pallas_kernels import FP8, Backend, LayerKV, pack_fp8_pairs
 
-NUM_SEQS, NUM_TOKENS = 4, 32  # the rows of a decode step, the tokens of a prefill step
+NUM_SEQS, NUM_TOKENS = 4, 32  # rows per decode step; tokens per prefill step
 BLOCK_SIZE, TABLE_WIDTH = 8, 6
 NUM_BLOCKS = 1 + NUM_SEQS * TABLE_WIDTH
 MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH

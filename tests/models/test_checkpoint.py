@@ -281,7 +281,7 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path, index, com
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_by_name_and_never_opened(tmp_path, name):
+def test_pickled_weights_are_refused_without_opening_the_file(tmp_path, name):
     (tmp_path / name).symlink_to("/nowhere")  # opening it would raise FileNotFoundError
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*save_pretrained"):
         read_tensor_infos(tmp_path)
@@ -319,7 +319,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header({"a": {**GOOD, "dtype": "F99"}}) + bytes(8), "F99"),
     ],
 )
-def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, complaint):
+def test_error_for_a_broken_file_names_the_file_and_the_reason(tmp_path, content, complaint):
     (tmp_path / "model.safetensors").write_bytes(content)
     remedy = r"model\.safetensors is not a safetensors file, or is .* corrupt; fetch it again"
     with pytest.raises(CheckpointError, match=rf"{remedy} \(.*{complaint}") as caught:

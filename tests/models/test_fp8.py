@@ -390,7 +390,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda t: t.update({f"{Q}.weight_zero": torch.ones(1)}), r"unknown tensors .*weight_zero"),
     ],
 )
-def test_mismatched_fp8_tensors_are_refused_by_name(tmp_path, change, complaint):
+def test_error_for_mismatched_fp8_tensors_names_the_tensors(tmp_path, change, complaint):
     published(tmp_path, "ModelOpt")
     change_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=complaint):

@@ -167,7 +167,7 @@ def test_products_with_bias_use_the_same_kernels():
 
 
 def test_bias_is_fused_into_the_product():
-    """With separate heads, XLA broadcast the bias to all rows first: 2 % of a 2,048-token step."""
+    """If the bias had head axes, XLA would broadcast it to all rows: 2 % of a 2,048-token step."""
     added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
     assert added.count("2048x3072") == 1
     assert sorted({*added}) == ["2048x1024", "2048x3072", "2048x4096"]

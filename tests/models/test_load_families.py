@@ -60,7 +60,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
         chunk = values[start : start + parameter.numel()]
         parameter.data = chunk.reshape(parameter.shape).clone()
         if config.model_type == "gemma3_text" and parameter.ndim == 1:
-            parameter.data -= 1  # the norms' scales are stored less 1
+            parameter.data -= 1  # the checkpoint stores each norm's scale minus 1
         start += parameter.numel()
     model.tie_weights()
     model.save_pretrained(folder, max_shard_size=max_shard_size)

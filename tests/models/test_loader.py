@@ -96,7 +96,7 @@ def expected_parameters(tensors, dtype=np.float32):
 
 
 def save(folder, tensors, num_files=1):
-    for i in range(num_files):  # pieces of one parameter fall into different files
+    for i in range(num_files):  # tensors of one fused parameter are in different files
         names = list(tensors)[i::num_files]
         part = {name: np.ascontiguousarray(tensors[name]) for name in names}
         save_file(part, folder / f"part-{i}.safetensors")
@@ -179,7 +179,7 @@ def changed(name, tensor):
          r"filled twice \(1\): embedding by embed and model_embed"),
     ],
 )  # fmt: skip
-def test_mismatched_tensors_are_refused_by_name(tmp_path, tensors, complaint):
+def test_error_for_mismatched_tensors_names_the_tensors(tmp_path, tensors, complaint):
     save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path)

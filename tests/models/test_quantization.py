@@ -210,7 +210,9 @@ def test_quantization_of_a_multimodal_text_model_is_read():
         (MODELOPT | {"has_zero_point": True}, "has_zero_point=True"),
     ],
 )  # fmt: skip
-def test_unknown_quantization_field_is_refused_by_name(config: dict[str, Any], field: str):
+def test_error_for_an_unknown_quantization_field_names_the_field(
+    config: dict[str, Any], field: str
+):
     with pytest.raises(ValueError, match=re.escape(field)) as error:
         read(config)
     assert str(error.value).startswith("model config: quantization_config.")

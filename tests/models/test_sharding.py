@@ -101,7 +101,7 @@ def test_devices_beyond_the_kv_heads_replicate_a_head(count: int, parts: list, s
         (LLAMA | {"intermediate_size": 20}, 8, "intermediate_size=20; use 1 or 2 or 4"),
     ],
 )  # fmt: skip
-def test_indivisible_sizes_are_refused_by_name(fields: dict, count: int, complaint: str):
+def test_error_for_an_indivisible_size_names_the_field(fields: dict, count: int, complaint: str):
     with pytest.raises(ValueError, match=f"tensor_parallel_size={count} .*{complaint}"):
         read_model_config(fields).shard(count)
 

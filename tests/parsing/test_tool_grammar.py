@@ -214,16 +214,16 @@ def test_answer_is_either_calls_or_matches_the_other_spec(family: str):
         with pytest.raises(
             ValueError, match=r"^tools cannot be combined with a JSON response format"
         ):
-            call_grammar(family, STRICT, or_form=other)
+            call_grammar(family, STRICT, or_json=other)
         return
-    form = call_grammar(family, STRICT, or_form=other)
+    form = call_grammar(family, STRICT, or_json=other)
     GRAMMARS.compile(form)
     assert accepts(form, '"x"')
     assert accepts(form, write_call(family, "get_weather", GOOD))
     assert accepts(form, write_call(family, "now", {}))
     assert not read(matcher_of(form), "Hello")
     assert not read(matcher_of(form), write_call(family, "get_weather", BAD[0]))
-    anything = call_grammar(family, STRICT, or_form=StructuredOutputs(json_object=True))
+    anything = call_grammar(family, STRICT, or_json=StructuredOutputs(json_object=True))
     assert accepts(anything, '{"a": 1}')
 
 

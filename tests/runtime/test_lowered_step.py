@@ -353,7 +353,8 @@ def test_no_sampler_sorts():
 def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
     text = lowered_for_gpu(all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name])
     narrow, wide = launches(text), launches(step(shape, *name))
-    # Prefill has two more kernels per layer: to widen blocks, and to attend without room for that.
+    # Prefill has two more kernels per layer. One widens blocks. The other attends to the blocks
+    # for which the buffer of widened blocks has no room.
     more = 2 * NUM_LAYERS if name[0] == "prefill" else 0
     assert narrow[KERNEL] == wide[KERNEL] + more
     assert [narrow[kind] for kind in (HOPPER_KERNEL, PRODUCT)] == [
@@ -361,7 +362,7 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     ]
     assert _num_reused(text) == num_state_arrays(name)
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
-    outside = re.sub(r"backend_config = .*", "", text)  # what is computed between the kernels
+    outside = re.sub(r"backend_config = .*", "", text)  # without kernels
     assert "f8E4M3FN" not in outside
     # XLA only reshapes the packed FP8 pairs: any other operation would copy the pool.
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
@@ -393,7 +394,10 @@ def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.
 
 
 def num_state_arrays(name: tuple) -> int:
-    """Count the arrays of the pool and block tables, and a burst's tokens and sampling state."""
+    """Return the number of arrays that a program updates in place.
+
+    These are the pool and the block tables. A burst also updates tokens and sampling state.
+    """
     return 2 * NUM_LAYERS + 1 + (4 if name == BURST else 0)
 
 

@@ -193,7 +193,7 @@ def test_token_depends_only_on_its_row():
 
 
 @pytest.mark.parametrize("is_partitionable", [True, False])
-def test_seeded_tokens_are_pinned_under_either_jax_flag(is_partitionable):
+def test_seeded_tokens_are_as_recorded_with_either_threefry_flag(is_partitionable):
     with jax.threefry_partitionable(is_partitionable):
         drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
     # If these tokens change, the output of every seeded request changes.
@@ -237,7 +237,7 @@ def test_huge_temperature_keeps_tokens_forbidden():
     drawn = _draws(logits, 4096, SamplingParams(temperature=1e300))
     counts = np.bincount(drawn, minlength=V)
     assert counts[4:].sum() == 0
-    assert counts[:4].min() > 900  # 1,024 expected, 28 its standard deviation
+    assert counts[:4].min() > 900  # the expected count is 1,024, with a standard deviation of 28
 
 
 def test_only_allowed_token_is_always_sampled():
@@ -323,7 +323,7 @@ def test_row_without_finite_maximum_has_no_token(case, level):
         np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
 
 
-def test_row_with_some_forbidden_tokens_has_a_token():
+def test_row_with_some_forbidden_tokens_still_samples_a_token():
     logits = _logits(8, seed=5)
     logits[:, 3] = -np.inf
     logits[:, 4] = -1e38

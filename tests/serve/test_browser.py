@@ -558,7 +558,7 @@ def test_page_pool_matches_the_engine_pool_at_each_step(
         assert shown["hashes"] == [replica.hashes.get(i, 0) for i in range(21)]
         assert shown["tables"] == {str(i): table for i, table in replica.tables.items()}
         assert shown["computed"] == {str(i): n for i, n in replica.computed.items()}
-        assert shown["images"] == [[*image] for image in replica.images]
+        assert shown["swapEntries"] == [[*entry] for entry in replica.swap_entries]
         assert shown["numLogical"] == sum(map(len, replica.tables.values()))
         used = [i for i, info in infos.items() if info.ref_cnt]
         assert shown["numUsed"] == len(used)
@@ -575,10 +575,10 @@ REPLAY = """async (frames) => {
     const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
     const all = [...pool.sequences];
     const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
-    const { numLogical, numUsed, numWasted, swapEntries: images } = pool;
+    const { numLogical, numUsed, numWasted, swapEntries } = pool;
     const owners = [...pool.owners].map((number) => names.get(number) ?? "");
     const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
-    return { ...blocks, numLogical, numUsed, numWasted, images,
+    return { ...blocks, numLogical, numUsed, numWasted, swapEntries,
       tables: structuredClone(each("blocks")), computed: each("computed") };
   });
 }"""
@@ -587,7 +587,7 @@ REPLAY = """async (frames) => {
 LARGE_POOL = """async () => {
   const { Pool } = await import("/picture/pool.js");
   const pool = new Pool({ num_blocks: 100001, block_size: 16 });
-  const nothing = { blocks: [[], [], []], tables: [], grown: {}, gone: [], images: null,
+  const nothing = { blocks: [[], [], []], tables: [], grown: {}, gone: [], swap_entries: null,
     pinned: null, copies: {} };
   const ids = Array.from({ length: 91000 }, (_, i) => i + 1);
   const counts = ids.map((id) => (id <= 80000 ? 1 : id <= 81000 ? 2 : -1));

@@ -408,7 +408,7 @@ def test_broadcast_fetches_nothing_without_viewers():
 
 
 def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
-    big = PoolChanges(images=[("x" * (MAX_UNREAD_BYTES // 3), 1)])
+    big = PoolChanges(swap_entries=[("x" * (MAX_UNREAD_BYTES // 3), 1)])
 
     async def watch() -> None:
         answers = [diffs_of(big, steps=i) for i in range(8)]

@@ -190,8 +190,9 @@ def says(*texts: str) -> Script:
 def searches(sentences: dict[str, float], width: int) -> Script:
     """Return a script for beam search over weighted sentences.
 
-    The probability of a word is its share of the weight of the sentences that continue so. All
-    other words are improbable.
+    Only the sentences that begin with the words so far can continue. The probability of a next
+    word is the weight of the sentences that continue with it, divided by the weight of all
+    sentences that can continue. All other words are improbable.
     """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:

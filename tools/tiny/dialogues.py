@@ -106,7 +106,7 @@ class Calculation:
 def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation:
     """Return a question about two numbers in words, or an expression of two or three numbers.
 
-    With `beyond`, expressions have up to five numbers and longer ones than promised.
+    With `beyond`, expressions have up to five numbers, which may have more digits than usual.
     """
     kind = rng.random()
     if kind < 0.15:

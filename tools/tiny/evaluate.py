@@ -109,7 +109,8 @@ def _groups(chosen: list[int], documents: list[Document], length: int) -> list[l
 def _wrong(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
-    """Return which tokens with loss are not the most probable token."""
+    """Return a mask of the tokens that the loss counts and that are not the most probable."""
+
     predicted = jnp.argmax(forward(params, config, tokens, segments)[:, :-1], axis=-1)
     return (predicted != tokens[:, 1:]) & (loss[:, 1:] > 0)
 

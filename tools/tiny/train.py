@@ -74,7 +74,7 @@ def _orthogonalised(params: Any) -> Any:
     }
 
 
-OPTIMIZER = optax.chain(  # its updates are for a learning rate of 1
+OPTIMIZER = optax.chain(  # `train_steps` scales the updates
     optax.clip_by_global_norm(1.0),
     contrib.muon(
         1.0,

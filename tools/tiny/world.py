@@ -26,7 +26,7 @@ SHORT_ANSWER = (1, 150)  # characters
 LONG_ANSWER = (150, 750)
 LONGEST_STEPPED = 300  # characters of an answer that counts in steps
 LARGEST_SPOKEN = 700  # product in words
-LARGEST_UNTOLD = 99  # if A and B are larger, "count from A to B" also says up or down
+LARGEST_UNTOLD = 99  # "count from A to B" says up or down if A and B are larger than this
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
@@ -76,7 +76,10 @@ def sample_examples(
 
 
 def draw(rng: random.Random, task: str, held_out: bool, maker: Maker | None = None) -> Example:
-    """Draw one example from one side of the split, of the promised world or as `maker` draws."""
+    """Draw one example of a task from the training split, or from the test split if `held_out`.
+
+    `maker`, if given, draws the example instead of the task's own function.
+    """
     while True:
         key, prompt, answer = (maker or TASKS[task])(rng)
         if is_held_out(key) == held_out:

@@ -86,8 +86,8 @@ class Parser(ToolCallParser):
     def _parse_value(self, types: frozenset[str]) -> ParserCoroutine[None]:
         """Take a parameter's value and emit the value as JSON.
 
-        A value may contain </parameter>. The value ends at a </parameter> that another tag or the
-        end of the answer follows.
+        A value may contain </parameter>. Only a </parameter> before another tag, or at the end of
+        the answer, ends the value.
         """
         stream, value = self._stream, _ValueWriter(self._emit_arguments, types)
         if (yield from stream.peek()) == "\n":

@@ -105,7 +105,7 @@ def tool_call_spec(
     if isinstance(choice, ChosenTool):
         grammar_options |= {"name": choice.function.name, "parallel": False}
     elif choice != "required":
-        grammar_options |= {"or_text": spec is None, "or_form": spec}
+        grammar_options |= {"or_text": spec is None, "or_json": spec}
     try:
         return call_grammar(family, tool_dicts, **grammar_options)
     except (TypeError, ValueError) as error:

@@ -209,7 +209,7 @@ class TokenizingService:
         """
         result = await self._run_trial(TokenizeJob(spec=spec), client)
         if result.exceeded_limit is not None:
-            problem = f"cannot be enforced: compiling it takes more than {GrammarTrial.most}"
+            problem = f"cannot be enforced: compiling it takes more than {GrammarTrial.limits}"
             raise field_error(path, problem, remedy="simplify it")
         if result.job_error is not None:
             raise error_from_info(

@@ -51,7 +51,7 @@ function applyDiffs(diffs) {
       grid.update(changed);
       for (const [kind, colour] of FLASHES) grid.flash(events[kind], colour);
       eventCounts.record(diff.step, events);
-      if (diff.changes.images) drawHost();
+      if (diff.changes.swap_entries) drawHost();
       for (const sample of diff.samples ?? []) charts.add(sample, pool);
     }
   } catch (error) {

@@ -26,7 +26,7 @@ export class Pool {
    * `freed`.
    */
   apply({ changes, text }) {
-    const { blocks, tables, grown, gone, images, pinned, copies } = changes;
+    const { blocks, tables, grown, gone, swap_entries, pinned, copies } = changes;
     const events = { taken: [], found: [], shared: [], copied: Object.keys(copies).map(Number), freed: [] };
     this.applyBlocks(blocks, events);
     const orphans = new Set(); // blocks that a sequence no longer holds
@@ -35,7 +35,7 @@ export class Pool {
     for (const [id, computed] of Object.entries(grown)) this.sequences.get(Number(id)).computed = computed;
     this.updateOwners(orphans);
     const changed = new Set([...blocks[0], ...orphans, ...this.updatePartial()]);
-    if (images) this.swapEntries = images;
+    if (swap_entries) this.swapEntries = swap_entries;
     if (pinned) {
       for (const id of [...this.pinned, ...pinned]) changed.add(id);
       this.pinned = new Set(pinned);
