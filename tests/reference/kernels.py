@@ -305,24 +305,25 @@ def route(
     (num_rows, num_experts), num_pairs = logits.shape, len(logits) * num_choices
     num_local = num_experts if num_local_experts is None else num_local_experts
     weights = np.zeros((num_rows, num_choices))
-    experts = np.full((num_rows, num_choices), num_local)
+    chosen_experts = np.full((num_rows, num_choices), num_local)
     for t, row in enumerate(logits):
         chosen = sorted(range(num_experts), key=lambda e: (-row[e], e))[:num_choices]
         among = range(num_experts) if softmax_first else chosen
         total = sum(np.exp(row[e]) for e in among)
-        weights[t] = [np.exp(row[e]) / total for e in chosen]
-        weights[t] /= weights[t].sum() if normalize else 1
-        weights[t] *= 1 if scale is None else scale
+        row_weights = np.array([np.exp(row[e]) / total for e in chosen])
+        if normalize:
+            row_weights /= row_weights.sum()
+        weights[t] = row_weights * (1 if scale is None else scale)
         for c, expert in enumerate(chosen):
             local = expert - first_expert
             if 0 <= local < num_local and (num_tokens is None or t < num_tokens):
-                experts[t, c] = local
-    order = sorted(range(num_pairs), key=lambda pair: (experts.flat[pair], pair))
+                chosen_experts[t, c] = local
+    order = sorted(range(num_pairs), key=lambda pair: (chosen_experts.flat[pair], pair))
     positions = np.zeros((num_rows, num_choices), int)
-    for row, pair in enumerate(order):
-        positions.flat[pair] = row
-    offsets = [int((experts < e).sum()) for e in range(num_local + 1)]
-    return weights, experts, np.array(order), positions, np.array(offsets)
+    for place, pair in enumerate(order):
+        positions.flat[pair] = place
+    offsets = [int((chosen_experts < e).sum()) for e in range(num_local + 1)]
+    return weights, chosen_experts, np.array(order), positions, np.array(offsets)
 
 
 def experts(x, gate_up, down, weights, chosen):
