@@ -172,6 +172,12 @@ def _plan_model(
 ) -> tuple[ModelPlan, jnp.dtype]:
     """Return the checked plan for loading the model, and the dtype of the weights."""
     model = read_model_config(read_config(folder), config.quantization)
+    if config.enable_expert_parallel and model.experts is None:
+        raise ValueError(
+            f"enable_expert_parallel is set, but model_type={model.model_type!r} has no experts: "
+            "omit the option"
+        )
+    model = replace(model, enable_expert_parallel=config.enable_expert_parallel)
     model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
     if not supports_kernels(device):
         raise ValueError(
