@@ -130,7 +130,10 @@ class DecoderLayer(nnx.Module):
         update (see `LayersOutput`).
         """
         backend = attention.backend
-        options = backend, attention.peer_header, attention.num_tokens
+        # Dense layers compute padding rows too, so their programs need no number of tokens.
+        is_sparse = isinstance(self.mlp, SparseFeedForward)
+        num_tokens = attention.num_tokens if is_sparse else None
+        options = backend, attention.peer_header, num_tokens
         if "sum" in self.norm_positions:
             update, kv = self.attention(hidden, kv, attention, angles)
             hidden = self.attention_norm(hidden + reduce_update(update, hidden.dtype))
