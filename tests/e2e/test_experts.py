@@ -46,6 +46,10 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
 }
 
+TIGHT: dict[str, Any] = {"num_blocks": 21, "preemption_mode": "swap", "swap_space": 0.001}
+TIGHT |= {"speculative_config": NGRAM}
+"""Options of an engine with a small pool, which swaps and verifies drafts."""
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
@@ -58,8 +62,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
 @pytest.mark.parametrize(
     ("loop", "options"),
     [
-        ("bursts", {}),
-        ("overlapped", {"speculative_config": NGRAM}),
+        ("overlapped", TIGHT),
+        pytest.param("bursts", {}, marks=pytest.mark.full),
         pytest.param("synchronous", {}, marks=pytest.mark.full),
     ],
 )
@@ -80,8 +84,7 @@ def test_greedy_tokens_equal_transformers(
 def test_small_pool_changes_no_answer(engines: Engines, saved: tuple[Path, Logits]):
     prompts, params = make_workload(KINDS, 6, VOCAB_SIZE, max_tokens=16, ignore_eos=True)
     roomy = engines(saved[0], num_blocks=400, enable_prefix_caching=False, **OPTIONS)
-    swapping = {"preemption_mode": "swap", "swap_space": 0.001}
-    tight = engines(saved[0], num_blocks=21, **swapping, **OPTIONS)
+    tight = engines(saved[0], **TIGHT, **OPTIONS)
     check_small_pool_changes_no_answer(roomy, tight, prompts, params)
     assert tight.stats().num_swapped_in_blocks > 0
 

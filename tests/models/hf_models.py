@@ -103,6 +103,11 @@ CASES: dict[str, dict] = {
     },
 }
 
+IN_FULL_TIER = {
+    *("qwen3_moe", "mixtral", "llama-yarn", "mistral-yarn", "qwen2-yarn", "qwen3-yarn"),
+}
+"""Cases that the default tier does not compare with `transformers`: others cover their options."""
+
 
 def hf_config(case: str) -> PreTrainedConfig:
     values = dict(CASES[case])

@@ -48,7 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
 COUNTS = (2, 4, 8)
 # Cases with fewer KV heads than devices need many devices.
 CASES_AND_COUNTS = covering(
-    CASES, (2, 8), strength=1, keep=lambda case, count: count == (2 if case == "gpt2" else 8)
+    [pytest.param(it, marks=[pytest.mark.full] if it == "experts" else []) for it in CASES],
+    (2, 8),
+    strength=1,
+    keep=lambda case, count: count == (2 if case in ("gpt2", "whole-experts") else 8),
 )
 
 
