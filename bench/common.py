@@ -79,6 +79,22 @@ _QWEN2_5 = {
     "torch_dtype": "bfloat16",
 }
 UNRECORDED: dict[str, dict] = {
+    "qwen3-30b-a3b": {
+        **SHAPES["qwen3-0.6b"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-1.5b": {
         **_QWEN2_5,
         "hidden_size": 1536,
@@ -215,11 +231,14 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 class Floor:
     """Lower bounds of a model shape's times on an H200.
 
-    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8.
+    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. The router of a
+    sparse layer is assumed to choose all experts equally often.
 
     Attributes:
         weight_bytes: Bytes of weights that a decode step reads. The token embedding is left out,
-            because a step gathers only a few rows of it.
+            because a step gathers only a few rows of it. The experts are included.
+        expert_bytes: Bytes of the experts' weights.
+        choice_share: Share of the experts that one token chooses.
         kv_bytes_per_token: Bytes of K and V of one token in all layers.
         flops_per_token: FLOPs of one token's GEMMs without the output head.
         head_flops: FLOPs of the output head for one token.
@@ -233,6 +252,8 @@ class Floor:
     head_flops: float
     flops_per_pair: float
     gemm_flops_per_second: float = FLOPS_PER_SECOND
+    expert_bytes: float = 0.0
+    choice_share: float = 1.0
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
@@ -243,6 +264,7 @@ class Floor:
             model.quantization is not None and model.quantization.format is not UnquantizedFormat
         )
         dtype = jnp.dtype(model.checkpoint_dtype or "bfloat16")
+        experts = model.experts
         table = model.num_embedding_rows * model.embedding_size
         if not model.tie_word_embeddings:
             weights -= dtype.itemsize * table
@@ -253,7 +275,14 @@ class Floor:
             head_flops=2 * table,
             flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
             gemm_flops_per_second=FP8_FLOPS_PER_SECOND if is_narrow else FLOPS_PER_SECOND,
+            expert_bytes=dtype.itemsize * _num_expert_weights(model),
+            choice_share=experts.num_experts_per_token / experts.num_experts if experts else 1.0,
         )
+
+    def read_bytes(self, num_seqs: float) -> float:
+        """Return the mean number of bytes of weights that a decode step reads."""
+        skipped_share = (1 - self.choice_share) ** num_seqs
+        return self.weight_bytes - self.expert_bytes * skipped_share
 
     def decode_step(self, num_seqs: int, context: float) -> float:
         """Return the seconds of a decode step of `num_seqs` sequences of `context` tokens each."""
@@ -261,7 +290,7 @@ class Floor:
         flops = self.head_flops + context * self.flops_per_pair
         a_token = self.flops_per_token / self.gemm_flops_per_second + flops / FLOPS_PER_SECOND
         compute = num_seqs * a_token
-        return max((self.weight_bytes + kv) / BYTES_PER_SECOND, compute)
+        return max((self.read_bytes(num_seqs) + kv) / BYTES_PER_SECOND, compute)
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Return the seconds to prefill prompts of these lengths."""
@@ -280,16 +309,32 @@ class Floor:
         lengths = list(zip(prompts, outputs, strict=True))
         kv_tokens = sum((m - 1) * n + m * (m - 1) / 2 for n, m in lengths)
         num_steps = max(sum(outputs) / max_num_seqs, max(outputs))
-        reads = num_steps * self.weight_bytes + kv_tokens * self.kv_bytes_per_token
+        mean_num_seqs = sum(outputs) / num_steps if num_steps else 0.0
+        reads = num_steps * self.read_bytes(mean_num_seqs) + kv_tokens * self.kv_bytes_per_token
         return reads / BYTES_PER_SECOND + self.prefill(prompts)
 
 
-def _num_factors(model: ModelConfig) -> int:
-    """Return the number of weights that one token is multiplied by, without the output head."""
+def _num_expert_weights(model: ModelConfig) -> int:
+    """Return the number of weights of all experts of the device."""
+    all_experts = [layer.experts for layer in model.layers if layer.experts is not None]
     return sum(
+        3 * it.num_local_experts * it.intermediate_size * model.hidden_size for it in all_experts
+    )
+
+
+def _num_factors(model: ModelConfig) -> float:
+    """Return the number of weights that one token is multiplied by, without the output head."""
+    num_sparse = sum(layer.experts is not None for layer in model.layers)
+    num_layers = {"attention": model.num_layers, "mlp": model.num_layers - num_sparse}
+    in_experts = 0.0
+    if model.experts is not None:
+        share = model.experts.num_experts_per_token / model.experts.num_experts
+        router = num_sparse * model.experts.num_experts * model.hidden_size
+        in_experts = share * _num_expert_weights(model) + router
+    return in_experts + sum(
         math.prod(it.input_shape)
         * sum(size for _, size in it.parts)
         * math.prod(it.trailing_shape)
-        * (model.num_layers if path.startswith(("attention.", "mlp.")) else 1)
+        * num_layers.get(path.partition(".")[0], 1)
         for path, it in model.projections.items()
     )

@@ -37,7 +37,7 @@ from typing import TextIO
 import msgspec
 import numpy as np
 
-from bench.common import AS_VLLM, SHAPES
+from bench.common import ALL_SHAPES, AS_VLLM
 from bench.compare import parse_arguments
 from bench.lengths import sharegpt_like_lengths
 from bench.load_client import Answer, Report, Target, Work, run_shares
@@ -212,7 +212,7 @@ def of_shape(args: argparse.Namespace) -> list[dict]:
     if args.max_tokens is None:
         args.max_tokens = MAX_TOKENS
     with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[args.shape]
+        config = ALL_SHAPES[args.shape]
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         write_tokenizer(Path(folder), config["vocab_size"])
         args.vocab_size = config["vocab_size"]
@@ -254,7 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--url", default="http://127.0.0.1:8000/v1", help="URL of the API (%(default)s)")
     add("--model", help="model of the requests (none: the server's default)")
     add("--api-key")
-    add("--shape", choices=[*SHAPES], help="start a server of this shape, then an engine alone")
+    add("--shape", choices=[*ALL_SHAPES], help="start a server of this shape, then an engine alone")
     add("--rate", type=_rates, default=[math.inf], help="requests per second: 1,2,4,inf (inf)")
     add("--num-requests", type=_count, default=100, help="requests per rate (%(default)s)")
     add(

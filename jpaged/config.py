@@ -226,6 +226,9 @@ class EngineConfig(Options):
         tensor_parallel_size: Number of tensor-parallel devices. Each device holds a shard of the
             weights and of every token's KV. The number must divide the model's attention heads and
             its feed-forward width, and must be a divisor or a multiple of its KV heads.
+        enable_expert_parallel: Place whole experts on the tensor-parallel devices, instead of a
+            shard of the width of every expert. The number of devices must divide the number of
+            experts. Other weights are split as without the option.
         skip_tokenizer_init: Load no tokenizer. Prompts and outputs are token ids only.
         seed: Seed of random weights, and of requests that specify no seed.
         logprobs_mode: Values that `SamplingParams.logprobs` returns. "raw_logprobs" are
@@ -373,6 +376,11 @@ class EngineConfig(Options):
         high=MAX_GPUS,
         requirement=f"an integer from 1 to {MAX_GPUS}, and at most the number of devices",
         help="number of devices that each hold a shard of the weights and of the KV cache",
+        group=_MODEL_GROUP,
+    )
+    enable_expert_parallel: bool = switch(
+        False,
+        help="place whole experts on the devices, instead of a shard of every expert",
         group=_MODEL_GROUP,
     )
     skip_tokenizer_init: bool = switch(False)

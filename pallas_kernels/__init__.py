@@ -19,6 +19,7 @@ from pallas_kernels.attention import (
     paged_verify_attention,
     rope_decode_attention,
 )
+from pallas_kernels.experts import Routing, expert_down_gemm, expert_gated_gemm, route
 from pallas_kernels.gemm import (
     batch_invariant_gated_gemm,
     batch_invariant_gemm,
@@ -88,6 +89,7 @@ __all__ = [
     "HeadNorms",
     "KVScales",
     "LayerKV",
+    "Routing",
     "TargetScores",
     "add_rms_norm",
     "add_rms_norm_to_fp8",
@@ -102,6 +104,8 @@ __all__ = [
     "device_sum_norm",
     "einsum",
     "exchange_word_counts",
+    "expert_down_gemm",
+    "expert_gated_gemm",
     "first_maximum",
     "fused_layer",
     "gated_gemm",
@@ -119,6 +123,7 @@ __all__ = [
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
+    "route",
     "scaled_gated_gemm",
     "scaled_gemm",
     "select_backend",

@@ -43,6 +43,9 @@ MODELS = {
     "mistral": "Mistral 7B and its successors",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3 (dense)",
+    "qwen3_moe": "Qwen3 with experts, such as Qwen3-30B-A3B",
+    "mixtral": "Mixtral 8x7B and 8x22B",
+    "olmoe": "OLMoE 1B-7B",
     "gemma3_text": "Gemma 3 (270M, 1B)",
     "gemma3": "Gemma 3 (4B, 12B, 27B), text only",
 }
@@ -112,12 +115,19 @@ def models_page() -> str:
             "## Models\n",
             "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
             "jpaged works with every family: prefix caching, samples and beams, swapping, "
-            "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism.\n",
+            "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism. Only FP8 "
+            "weights are refused for models with experts.\n",
             _table(("`model_type`", "models"), models),
             "Heads have 1 to 256 elements on a GPU, and any number on a CPU. Sizes that are no "
             "power of two take the time of the next power of two.\n",
-            "Not supported: mixture of experts, image inputs, LoRA, embeddings "
-            "([the list](from_vllm.md)).\n",
+            "Rotary embeddings have the types `default`, `linear`, `llama3` and `yarn`. With "
+            "`yarn`, a model has `original_max_position_embeddings` times `factor` positions, or "
+            "`max_position_embeddings` if that is more.\n",
+            "Every token is computed by all of its experts: experts have no capacity limit. On "
+            "several devices, each device holds a shard of the width of every expert, or whole "
+            "experts with `--enable-expert-parallel`. Use the option if the devices cannot split "
+            "the width of an expert.\n",
+            "Not supported: image inputs, LoRA, embeddings ([the list](from_vllm.md)).\n",
             "## Weight formats\n",
             "Weights in bfloat16, float16 and float32 are safetensors. Quantized checkpoints name "
             "their method in `config.json`; [FP8](fp8.md) has the details.\n",

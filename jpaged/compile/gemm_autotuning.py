@@ -37,6 +37,7 @@ from typing_extensions import override
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import write_atomically
 from jpaged.models.decoder import DecoderLayer
+from jpaged.models.experts import SparseFeedForward
 from jpaged.models.sharding import MESH_AXIS, global_shape_struct, wrap_in_shard_map
 from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
@@ -174,6 +175,10 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
+    if isinstance(layer.mlp, SparseFeedForward):  # XLA measures no products of experts
+        yield layer, lambda it, o: it.attention.output(o, backend), [heads]
+        yield layer, lambda it, x: it.mlp.router_logits(x, backend), [width]
+        return
     if layer.mlp.gate_up is None:
         yield layer, lambda it, x, o: _run_after_attention(it, x, o, backend), [width, heads]
         return

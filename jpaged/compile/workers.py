@@ -69,6 +69,7 @@ class CompileJob:
         tie_word_embeddings: Whether the output head is the embedding; None to read config.json.
         quantization: The engine's `quantization`.
         kv_cache_dtype: `kv_cache_dtype` of the `ModelConfig`.
+        enable_expert_parallel: `enable_expert_parallel` of the `ModelConfig`.
         batch_invariant: The engine's `batch_invariant`.
         num_devices: Number of tensor-parallel devices.
         worker_index: Index of the worker.
@@ -90,6 +91,7 @@ class CompileJob:
     tie_word_embeddings: bool | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    enable_expert_parallel: bool = False
     batch_invariant: bool = False
     num_devices: int = 1
     worker_index: int = 0
@@ -152,7 +154,11 @@ def run_compile_job(
     _apply_engine_settings(job)
     device = jax.local_devices()[0]
     model_config = read_model_config(read_config(Path(job.folder)), job.quantization)
-    options = {"kv_cache_dtype": job.kv_cache_dtype, "batch_invariant": job.batch_invariant}
+    options = {
+        "kv_cache_dtype": job.kv_cache_dtype,
+        "enable_expert_parallel": job.enable_expert_parallel,
+        "batch_invariant": job.batch_invariant,
+    }
     model_config = replace(model_config, **options)
     if job.tie_word_embeddings is not None:
         model_config = replace(model_config, tie_word_embeddings=job.tie_word_embeddings)
@@ -310,6 +316,7 @@ def make_compile_jobs(
         tie_word_embeddings=tie_word_embeddings,
         quantization=config.quantization,
         kv_cache_dtype=kv_cache_dtype,
+        enable_expert_parallel=config.enable_expert_parallel,
         batch_invariant=config.batch_invariant,
         num_devices=config.tensor_parallel_size,
         num_workers=num_workers,

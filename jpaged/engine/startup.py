@@ -175,6 +175,12 @@ def _plan_model(
 ) -> tuple[ModelPlan, jnp.dtype]:
     """Return the checked plan for loading the model, and the dtype of the weights."""
     model = read_model_config(read_config(folder), config.quantization)
+    if config.enable_expert_parallel and model.experts is None:
+        raise ValueError(
+            f"enable_expert_parallel is set, but model_type={model.model_type!r} has no experts: "
+            "omit the option"
+        )
+    model = replace(model, enable_expert_parallel=config.enable_expert_parallel)
     model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
     if not supports_kernels(device):
         raise ValueError(
@@ -227,6 +233,7 @@ def check_batch_invariant(
         is_whole = not any(size % 64 for size in (width, inner, model.num_embedding_rows))
         found += [
             (not is_hopper(device.device_kind), device.device_kind, "use a Hopper GPU or a CPU"),
+            (model.experts is not None, "experts on a GPU", "use a dense model"),
             (dtype.itemsize != 2, f"dtype {dtype.name}", "use dtype='bfloat16'"),
             (
                 not prefill,

@@ -15,13 +15,14 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.formats import LinearInput
 from jpaged.models.linear import Linear, make_linear
-from jpaged.models.norm import RMSNorm, make_norm
-from jpaged.models.sharding import PendingAllReduce
+from jpaged.models.norm import Norm, RMSNorm, make_norm
+from jpaged.models.sharding import PendingAllReduce, all_mean
 from pallas_kernels import (
     Backend,
     HeadNorms,
     KVScales,
     LayerKV,
+    map_row_tiles,
     paged_decode_attention,
     paged_prefill_attention,
     paged_verify_attention,
@@ -63,6 +64,14 @@ class AttentionInputs:
     peer_header: Int32[Array, "W"] | None = None
     num_queries: int = 1
 
+    @property
+    def num_tokens(self) -> Int32[Array, ""]:
+        """Number of rows up to the last row that is not padding."""
+        if self.query_start_loc is not None:
+            return self.query_start_loc[-1]
+        ends = jnp.arange(1, self.seq_lens.shape[0] + 1, dtype=jnp.int32) * self.num_queries
+        return jnp.max(jnp.where(self.seq_lens > 0, ends, 0))
+
     _ARRAY_FIELDS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peer_header")
 
     _STATIC_FIELDS = ("backend", "call_shared", "num_queries")
@@ -100,11 +109,23 @@ def _as_prefill(
     return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
 
 
+def _mean_square(
+    heads: Float32[Array, "T heads H"], *, batch_invariant: bool
+) -> Float32[Array, "T 1 1"]:
+    """Return the mean square over the heads of each token."""
+
+    def compute(heads: Float32[Array, "T heads H"]) -> Float32[Array, "T 1 1"]:
+        return jnp.mean(heads * heads, axis=(1, 2), keepdims=True)
+
+    return map_row_tiles(compute, heads) if batch_invariant else compute(heads)
+
+
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the rotation of each channel pair in radians per position, float32 [H / 2].
 
     The rope type "linear" divides all frequencies by `rope.factor`. The rope type "llama3" divides
-    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does.
+    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does, and the rope
+    type "yarn" as YaRN does.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     # Compute the power in float64: in float32, numpy can be one ulp off where torch is not, and the
@@ -115,6 +136,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
         return frequencies / np.float32(rope.factor)
     if rope.rope_type == "llama3":
         return _scale_llama3(frequencies, rope)
+    if rope.rope_type == "yarn":
+        return _scale_yarn(frequencies, rope)
     return frequencies
 
 
@@ -131,11 +154,41 @@ def _scale_llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return (np.float32(1) - kept) * frequencies / np.float32(rope.factor) + kept * frequencies
 
 
+def _scale_yarn(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Divide the low frequencies by the factor, as YaRN does (Peng et al. 2023, arXiv:2309.00071).
+
+    Pairs before `low` make more than `beta_fast` rotations within the original context length, and
+    keep their frequencies. Pairs after `high` make fewer than `beta_slow` rotations, and their
+    frequencies are divided by the factor. Pairs between these limits are interpolated linearly.
+    """
+    num_pairs = len(frequencies)
+    low, high = (
+        num_pairs
+        * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+        / math.log(rope.theta)
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    high = low + 0.001 if low == high else high
+    ramp = (np.arange(num_pairs, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
+    return frequencies / np.float32(rope.factor) * (np.float32(1) - kept) + frequencies * kept
+
+
 def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) -> RopeAngles:
-    """Return cosine and sine of the rotation angle of each position and channel pair."""
+    """Return cosine and sine of the rotation angle of each position and channel pair.
+
+    Both are multiplied by `rope.attention_factor`.
+    """
     frequencies = jnp.asarray(inverse_frequencies(rope, head_size))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor == 1.0:
+        return cos, sin
+    factor = jnp.float32(rope.attention_factor)
+    return cos * factor, sin * factor
 
 
 class Attention(nnx.Module):
@@ -150,12 +203,15 @@ class Attention(nnx.Module):
         self.batch_invariant = config.batch_invariant
         self.qkv = cast(Linear, make_linear(config, f"layers.{index}.attention.qkv", dtype))
         self.output = cast(Linear, make_linear(config, f"layers.{index}.attention.output", dtype))
-        self.q_norm = (
-            make_norm(config, config.head_size, dtype=dtype) if layer_config.qk_norm else None
-        )
-        self.k_norm = (
-            make_norm(config, config.head_size, dtype=dtype) if layer_config.qk_norm else None
-        )
+
+        def head_norm(num_heads: int) -> Norm | None:
+            if layer_config.qk_norm is None:
+                return None
+            count = num_heads if layer_config.qk_norm == "projection" else 1
+            return make_norm(config, count * config.head_size, dtype=dtype)
+
+        self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
+        self.is_shared = config.tensor_parallel_size > 1
         is_scaled = config.kv_cache_dtype == FP8_DTYPE
         self.k_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
         self.v_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
@@ -178,6 +234,30 @@ class Attention(nnx.Module):
             out, attention.backend, attention.peer_header, buffer_index=0
         ), kv
 
+    def _normalize_projections(
+        self, qkv: Float[Array, "parts T heads H"], dtype: DTypeLike
+    ) -> Float[Array, "new_parts T heads H"]:
+        """Apply the norms over all query heads and over all key heads, if the layer has them.
+
+        With several devices, the mean square of a token covers the heads of all devices.
+        """
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.layer_config.qk_norm != "projection":
+            return qkv
+        if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
+            return qkv
+        heads = sum_partials(qkv, dtype)
+        head_size, start, normalized = heads.shape[2], 0, []
+        for norm in (q_norm, k_norm):
+            count = norm.scale.shape[0] // head_size
+            part = heads[:, start : start + count].astype(jnp.float32)
+            mean = _mean_square(part, batch_invariant=self.batch_invariant)
+            mean = all_mean(mean) if self.is_shared else mean
+            part = (part * jax.lax.rsqrt(mean + norm.eps)).astype(dtype)
+            normalized.append(part * norm.scale.reshape(1, count, head_size))
+            start += count
+        return jnp.concatenate([*normalized, heads[:, start:]], axis=1)[None]
+
     def attend(
         self,
         qkv: Float[Array, "parts T heads H"],
@@ -198,6 +278,7 @@ class Attention(nnx.Module):
         Returns:
             The output of each query head before the output projection, and the updated pool.
         """
+        qkv = self._normalize_projections(qkv, dtype)
         options = {
             "scale": self.layer_config.scale,
             "sliding_window": self.layer_config.sliding_window,
@@ -276,8 +357,10 @@ class Attention(nnx.Module):
         return KVScales(self.k_scale[...], self.v_scale[...])
 
     def head_norms(self) -> HeadNorms | None:
-        """Return the norms of query and key heads; None if the layer has no such norms."""
+        """Return the norms of each query and key head; None if the layer has no such norms."""
         q, k = self.q_norm, self.k_norm
+        if self.layer_config.qk_norm != "head":
+            return None
         if not (isinstance(q, RMSNorm) and isinstance(k, RMSNorm)):
             return None
         return HeadNorms(q.scale, k.scale, q.eps)

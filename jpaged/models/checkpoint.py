@@ -109,6 +109,10 @@ class WeightRule:
         scale_path: Path of the parameter [*outputs] for the scales of a tensor that is quantized to
             FP8 while it is loaded, one scale per output. The outputs are the first axes of the
             piece. None: the tensor is not quantized while it is loaded.
+        expert: Index along axis 0 of a parameter that stacks the weights of all experts, if the
+            tensor holds one expert; otherwise None. `axis` is then another axis.
+        is_alternative: Whether the tensor is another way to store what other rules read. The
+            checkpoint needs the tensors of the other rules or of the alternative rules.
     """
 
     source: str
@@ -120,6 +124,14 @@ class WeightRule:
     addend: float = 0.0
     is_scalar: bool = False
     scale_path: str | None = None
+    expert: int | None = None
+    is_alternative: bool = False
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Index at which the piece begins, by axis of the parameter; other axes begin at 0."""
+        offsets = {self.axis: self.start}
+        return offsets if self.expert is None else offsets | {0: self.expert}
 
 
 @dataclass(frozen=True)

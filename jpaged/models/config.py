@@ -5,6 +5,7 @@ Errors name the field, its value and the supported values. Some fields change th
 some models. If a family does not read such a field, only values that change nothing are accepted.
 """
 
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,8 @@ from typing import Any, Literal, cast
 
 from jpaged.models.formats import BatchInvariantFormat, Projection, WeightFormat
 
-RopeType = Literal["default", "linear", "llama3"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+QKNorm = Literal["head", "projection"]
 NormType = Literal["rms", "offset_rms", "layer", "bare_layer"]
 NormPosition = Literal["before", "after", "sum"]
 
@@ -28,8 +30,15 @@ MAX_TENSOR_PARALLEL_SIZE = 8
 class RopeConfig:
     """Rotary position embedding: base and scaling.
 
-    The rope types "linear" and "llama3" use `factor`. Only "llama3" uses `low_freq_factor`,
-    `high_freq_factor` and `original_max_position_embeddings`.
+    All rope types but "default" use `factor`. "llama3" and "yarn" use
+    `original_max_position_embeddings`. Only "llama3" uses `low_freq_factor` and `high_freq_factor`.
+    Only "yarn" uses the other fields.
+
+    Attributes:
+        beta_fast, beta_slow: Numbers of rotations within the original context length, between which
+            frequencies are interpolated.
+        truncate: Whether the range of interpolated frequencies ends at whole channel pairs.
+        attention_factor: Factor of cosine and sine, and so of rotated queries and keys.
     """
 
     theta: float
@@ -38,11 +47,51 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a sparse feed-forward.
+
+    Attributes:
+        num_experts: Number of experts of the layer, on all devices.
+        num_experts_per_token: Number of experts that each token chooses.
+        intermediate_size: Width of one expert. On tensor-parallel devices that split the width, it
+            is the width of the device's shard.
+        normalize: Whether the routing weights of a token are divided by their sum.
+        num_local_experts: Number of experts of the device, if whole experts are placed on devices;
+            otherwise `num_experts`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    num_local_experts: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_local_experts", self.num_local_experts or self.num_experts)
+
+    def shard(self, count: int, by_expert: bool) -> "ExpertsConfig":
+        """Return the experts of each of `count` devices.
+
+        Args:
+            count: Number of devices.
+            by_expert: Whether to place whole experts on devices. Otherwise each device has a shard
+                of the width of all experts.
+        """
+        if by_expert:
+            return replace(self, num_local_experts=self.num_experts // count)
+        return replace(self, intermediate_size=self.intermediate_size // count)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The attention of one layer.
+    """One layer: its attention, and whether its feed-forward is dense or sparse.
 
     Attributes:
         scale: Factor of the dot products of queries and keys.
@@ -50,14 +99,17 @@ class LayerConfig:
         sliding_window: Number of keys that a query sees, including the query's own position. None:
             the query sees all earlier keys.
         soft_cap: Cap that turns scores into `soft_cap * tanh(scores / soft_cap)`; None for no cap.
-        qk_norm: Whether an RMSNorm is applied to each query and key head before the rotation.
+        qk_norm: RMSNorm of queries and keys before the rotation: "head" normalizes each head, and
+            "projection" all heads of a token together; None for no norm.
+        experts: Experts of the sparse feed-forward; None for a dense feed-forward.
     """
 
     scale: float
     rope: RopeConfig | None = None
     sliding_window: int | None = None
     soft_cap: float | None = None
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +136,7 @@ class ModelConfig:
         model_type: Hugging Face's name of the family.
         head_size: Width of one head; `num_heads * head_size` may differ from `hidden_size`.
         activation: Hugging Face's name of the feed-forward activation.
-        layers: Attention settings of each layer.
+        layers: Settings of each layer.
         is_gated: Whether the feed-forward is `down(activation(gate(x)) * up(x))` rather than
             `down(activation(up(x)))`.
         norm_type: "rms" for RMSNorm; "offset_rms" for RMSNorm whose checkpoints store the weight
@@ -109,10 +161,12 @@ class ModelConfig:
         quantization: Quantization of the projections and the KV cache; None for no quantization.
         kv_cache_dtype: Dtype of the KV pool; None for the dtype of the weights. Set by an engine
             option, not by config.json.
+        enable_expert_parallel: Whether tensor-parallel devices hold whole experts instead of shards
+            of all experts. Set by an engine option, not by config.json.
         batch_invariant: Whether a token's bits must not depend on the other tokens of a step. Set
             by an engine option.
         tensor_parallel_size: Number of tensor-parallel devices. If larger than 1, the numbers of
-            heads and `intermediate_size` describe the shard of one device.
+            heads, `intermediate_size` and the experts describe the shard of one device.
     """
 
     model_type: str
@@ -143,6 +197,7 @@ class ModelConfig:
     checkpoint_dtype: str | None = None
     quantization: QuantizationConfig | None = None
     kv_cache_dtype: str | None = None
+    enable_expert_parallel: bool = False
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
 
@@ -165,20 +220,29 @@ class ModelConfig:
         if count == 1:
             return self
         if wrong := self._indivisible_size(count):
-            fitting = [
-                n for n in range(1, MAX_TENSOR_PARALLEL_SIZE + 1) if not self._indivisible_size(n)
-            ]
+            sizes = range(1, MAX_TENSOR_PARALLEL_SIZE + 1)
+            fitting = [n for n in sizes if not self._indivisible_size(n)]
+            by_expert = replace(self, enable_expert_parallel=True)
+            remedy = (
+                ", or set enable_expert_parallel" if not by_expert._indivisible_size(count) else ""
+            )
             raise ValueError(
                 f"tensor_parallel_size={count} cannot split the model's {wrong}; "
-                f"use {' or '.join(map(str, fitting))}"
+                f"use {' or '.join(map(str, fitting))}{remedy}"
             )
         return replace(
             self,
             num_heads=self.num_heads // count,
             num_kv_heads=max(self.num_kv_heads // count, 1),
             intermediate_size=self.intermediate_size // count,
+            layers=tuple(self._shard_layer(layer, count) for layer in self.layers),
             tensor_parallel_size=count,
         )
+
+    def _shard_layer(self, layer: LayerConfig, count: int) -> LayerConfig:
+        if layer.experts is None:
+            return layer
+        return replace(layer, experts=layer.experts.shard(count, self.enable_expert_parallel))
 
     def _indivisible_size(self, count: int) -> str | None:
         """Return the first size of the model that `count` devices cannot split, or None."""
@@ -189,8 +253,15 @@ class ModelConfig:
             return f"num_attention_heads={self.num_heads}"
         if kv_heads % count and count % kv_heads:
             return f"num_key_value_heads={kv_heads}"
-        if self.intermediate_size % count:
+        has_dense_layer = any(layer.experts is None for layer in self.layers)
+        if has_dense_layer and self.intermediate_size % count:
             return f"intermediate_size={self.intermediate_size}"
+        experts = self.experts
+        if experts is not None and self.enable_expert_parallel:
+            if experts.num_experts % count:
+                return f"num_experts={experts.num_experts}"
+        elif experts is not None and experts.intermediate_size % count:
+            return f"expert width of {experts.intermediate_size}"
         rows_per_scale = (
             1 if self.quantization is None else self.quantization.format.outputs_per_scale
         )
@@ -215,13 +286,21 @@ class ModelConfig:
         """Number of layers."""
         return len(self.layers)
 
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Experts of the sparse layers, which have equal settings; None if all layers are dense."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
     def projection(self, path: str) -> Projection | None:
         """Return the projection at `path`, such as `layers.3.mlp.down`, with its weight format.
 
         Return None if the model has no projection at `path`.
         """
-        _, _, in_layer = path.removeprefix("layers.").partition(".")
-        found = self.projections.get(in_layer if path.startswith("layers.") else path)
+        is_in_layer = path.startswith("layers.")
+        index, _, in_layer = path.removeprefix("layers.").partition(".")
+        found = self.projections.get(in_layer if is_in_layer else path)
+        if is_in_layer and in_layer.startswith("mlp.") and self.layers[int(index)].experts:
+            return None
         if found is not None and self.batch_invariant:
             return replace(found, format=BatchInvariantFormat)
         quantization = self.quantization
@@ -234,7 +313,8 @@ class ModelConfig:
         """Projections by path, without their weight formats.
 
         Paths within a layer begin after the layer's number. `project_in` and `project_out` exist
-        only if `embedding_size` differs from `hidden_size`.
+        only if `embedding_size` differs from `hidden_size`. Paths that begin with `mlp.` exist only
+        in layers with a dense feed-forward.
         """
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
         is_shared = self.tensor_parallel_size > 1
@@ -269,6 +349,11 @@ class ModelConfig:
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_position_embeddings,
         }
+        if self.experts is not None:
+            sizes |= {
+                "num_experts": self.experts.num_experts,
+                "moe_intermediate_size": self.experts.intermediate_size,
+            }
         return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
@@ -284,7 +369,8 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2**20),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**22),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), 2**22),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
 _DEFAULT_MAX_VALUE = 2**30  # positions and token ids are 32-bit integers
@@ -536,11 +622,18 @@ def _num_positions(fields: ConfigFields) -> int:
     """Return the number of positions that the model supports.
 
     Vicuna's configs store the number before linear scaling in `max_position_embeddings`, and the
-    scaled number in `max_sequence_length`.
+    scaled number in `max_sequence_length`. With YaRN, the number is at least the original number
+    times the factor.
     """
     num_positions = fields.integer("max_position_embeddings")
-    rope = fields.mapping(_rope_field_name(fields))
-    if rope.get("rope_type", rope.get("type")) != "linear":
+    name = _rope_field_name(fields)
+    rope = fields.mapping(name)
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type == "yarn":
+        config = read_rope(rope, fields, name=name)
+        scaled = min(config.original_max_position_embeddings * config.factor, _DEFAULT_MAX_VALUE)
+        return max(num_positions, math.floor(scaled))
+    if rope_type != "linear":
         return num_positions
     return max(num_positions, fields.optional_integer("max_sequence_length") or 0)
 
@@ -552,7 +645,13 @@ def _rope_field_name(fields: ConfigFields) -> str:
 
 
 def make_rotary_layers(
-    fields: ConfigFields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
+    fields: ConfigFields,
+    common: Mapping[str, Any],
+    windows: Sequence[int | None],
+    *,
+    theta: float = 10_000.0,
+    experts: Sequence[ExpertsConfig | None] = (),
+    **changes: Any,
 ) -> tuple[LayerConfig, ...]:
     """Return one `LayerConfig` per sliding window; all layers share one rotary embedding.
 
@@ -560,12 +659,49 @@ def make_rotary_layers(
         fields: Fields of the config.
         common: Result of `read_rotary_config`.
         windows: Sliding window of each layer; None for full attention.
+        theta: Default of `rope_theta`.
+        experts: Experts of each layer; empty if all layers are dense.
         changes: Other fields of every `LayerConfig`.
     """
     name = _rope_field_name(fields)
-    rope = read_rope(fields.mapping(name), fields, name=name)
+    rope = read_rope(fields.mapping(name), fields, theta=theta, name=name)
     scale = common["head_size"] ** -0.5
-    return tuple(LayerConfig(scale, rope, window, **changes) for window in windows)
+    return tuple(
+        LayerConfig(scale, rope, window, experts=layer_experts, **changes)
+        for window, layer_experts in zip(windows, experts or [None] * len(windows), strict=True)
+    )
+
+
+def read_experts(
+    fields: ConfigFields,
+    common: Mapping[str, Any],
+    *,
+    width_field: str,
+    normalize: bool,
+    count_field: str = "num_experts",
+) -> ExpertsConfig:
+    """Read the experts of a sparse feed-forward.
+
+    Args:
+        fields: Fields of the config.
+        common: Result of `read_rotary_config`.
+        width_field: Name of the config field that holds the width of one expert.
+        normalize: See `ExpertsConfig`.
+        count_field: Name of the config field that holds the number of experts.
+    """
+    # transformers 5 saves the number of experts as num_local_experts.
+    name = count_field if count_field in fields.values else "num_local_experts"
+    name = name if name in fields.values else count_field
+    fields.ignore(("num_experts", "num_local_experts"))
+    num_experts = fields.integer(name)
+    num_choices = fields.integer("num_experts_per_tok")
+    if num_choices > num_experts:
+        raise field_error(
+            "num_experts_per_tok", num_choices, f"integers from 1 to {name}={num_experts}"
+        )
+    if common["activation"] not in ("silu", "swish"):
+        raise field_error("hidden_act", common["activation"], "silu for models with experts")
+    return ExpertsConfig(num_experts, num_choices, fields.integer(width_field), normalize)
 
 
 def read_sliding_windows(
@@ -592,10 +728,15 @@ _REQUIRED_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
 }
 _ROPE_FIELDS = {
     "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
+}  # fmt: skip
+_MIN_BETA, _MAX_BETA = 1e-3, 1e6  # rotations; published configs have 1 and 32
+_YARN_FIELDS = {
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
 }  # fmt: skip
 
 
@@ -620,20 +761,60 @@ def read_rope(
     rope_type = values.get(kind, "default")
     if rope_type not in tuple(_REQUIRED_ROPE_FIELDS):
         raise field_error(rope.prefix + kind, rope_type, ", ".join(_REQUIRED_ROPE_FIELDS))
-    for key in values.keys() - _ROPE_FIELDS:
+    supported = _ROPE_FIELDS | (_YARN_FIELDS if rope_type == "yarn" else set())
+    for key in values.keys() - supported:
         if values[key] is not None:
-            raise field_error(rope.prefix + key, values[key], ", ".join(sorted(_ROPE_FIELDS)))
+            raise field_error(rope.prefix + key, values[key], ", ".join(sorted(supported)))
     if values.get("partial_rotary_factor") not in (None, 1.0):
         given = values["partial_rotary_factor"]
         raise field_error(f"{rope.prefix}partial_rotary_factor", given, 1.0)
     original, max_positions = 0, fields.integer("max_position_embeddings")
-    if rope_type == "llama3":
+    if rope_type in ("llama3", "yarn"):
         outer_value = fields.optional_integer("original_max_position_embeddings")
         original = outer_value or rope.integer("original_max_position_embeddings", max_positions)
     has_theta = "rope_theta" in values
+    theta = rope.number("rope_theta") if has_theta else fields.number(theta_name, theta)
+    if rope_type == "yarn" and theta <= 1:
+        raise field_error("rope_theta", theta, "numbers above 1 for the rope type yarn")
     return RopeConfig(
-        theta=rope.number("rope_theta") if has_theta else fields.number(theta_name, theta),
+        theta=theta,
         rope_type=cast(RopeType, rope_type),
         original_max_position_embeddings=original,
         **{name: rope.number(name) for name in _REQUIRED_ROPE_FIELDS[rope_type]},
+        **(_read_yarn(rope, max_positions / original) if rope_type == "yarn" else {}),
     )
+
+
+def _read_yarn(rope: ConfigFields, default_factor: float) -> dict[str, Any]:
+    """Return the fields of a `RopeConfig` that only YaRN has (Peng et al. 2023, arXiv:2309.00071).
+
+    Args:
+        rope: Fields of the rotary embedding.
+        default_factor: Factor of a config whose `factor` is null.
+    """
+    is_given = rope.get("factor", REQUIRED) is not None
+    factor = rope.number("factor") if is_given else default_factor
+    if factor < 1:
+        raise field_error(f"{rope.prefix}factor", factor, "numbers from 1 for the rope type yarn")
+    beta_fast = rope.optional_number("beta_fast") or 32.0
+    beta_slow = rope.optional_number("beta_slow") or 1.0
+    if not _MIN_BETA <= beta_slow <= _MAX_BETA:
+        wanted = f"numbers from {_MIN_BETA} to {_MAX_BETA}"
+        raise field_error(f"{rope.prefix}beta_slow", beta_slow, wanted)
+    if not beta_slow <= beta_fast <= _MAX_BETA:
+        wanted = f"numbers from beta_slow={beta_slow} to {_MAX_BETA}"
+        raise field_error(f"{rope.prefix}beta_fast", beta_fast, wanted)
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        numerator, denominator = 1.0, 0.0
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            numerator, denominator = rope.number("mscale"), rope.number("mscale_all_dim")
+        growth = 0.1 * math.log(factor)
+        attention_factor = (growth * numerator + 1.0) / (growth * denominator + 1.0)
+    return {
+        "factor": factor,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": rope.flag("truncate", True),
+        "attention_factor": attention_factor,
+    }

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
+from jpaged.models.experts import ExpertNames, SparseFeedForward, expert_rules
 from jpaged.models.formats import LinearInput
 from jpaged.models.linear import (
     Embedding,
@@ -40,7 +41,7 @@ None stands for zeros. The sum is left to the next norm, so that one kernel adds
 
 
 class FeedForward(nnx.Module):
-    """The feed-forward network of a layer.
+    """The dense feed-forward network of a layer.
 
     With a gate, the result is `down(activation(gate(x)) * up(x))`. Without a gate, the result is
     `down(activation(up(x)))`.
@@ -58,16 +59,31 @@ class FeedForward(nnx.Module):
         return cast(Linear, self.up if self.gate_up is None else self.gate_up)
 
     def __call__(
-        self, x: LinearInput, backend: Backend, peer_header: Int32[Array, "W"] | None = None
+        self,
+        x: LinearInput,
+        backend: Backend,
+        peer_header: Int32[Array, "W"] | None = None,
+        num_tokens: Int32[Array, ""] | None = None,
     ) -> Float[Array, "parts T D"] | PendingAllReduce:
         """Return the feed-forward of each row, as an update of the residual stream.
 
         The update is a `PendingAllReduce` if `peer_header` (see `AttentionInputs`) is given and the
-        down projection has no bias. Otherwise the update consists of split-K partials.
+        down projection has no bias. Otherwise the update consists of split-K partials. All rows are
+        computed, so `num_tokens` (see `SparseFeedForward`) is not used.
         """
         return self.down.forward_residual(
             self.intermediate(x, backend), backend, peer_header, buffer_index=1
         )
+
+    def add_norm(
+        self,
+        norm: Norm,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | PendingAllReduce,
+        backend: Backend,
+    ) -> tuple[LinearInput, Float[Array, "T D"]]:
+        """Apply `Linear.add_norm`, for the norm whose result only the feed-forward reads."""
+        return self.input_projection.add_norm(norm, hidden, update, backend)
 
     def intermediate(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
         """Return the input of the down projection, in x's dtype."""
@@ -88,7 +104,12 @@ class DecoderLayer(nnx.Module):
             return make_norm(config, config.hidden_size, dtype=dtype)
 
         self.attention = Attention(config, index, dtype=dtype)
-        self.mlp = FeedForward(config, index, dtype=dtype)
+        experts = config.layers[index].experts
+        self.mlp = (
+            FeedForward(config, index, dtype=dtype)
+            if experts is None
+            else SparseFeedForward(config, experts, dtype=dtype)
+        )
         self.norm_positions = config.norm_positions
         self.attention_norm, self.mlp_norm = norm(), norm()
         has_out_norms = "after" in config.norm_positions
@@ -108,18 +129,21 @@ class DecoderLayer(nnx.Module):
         Before and after the layer, the residual stream is the hidden states plus the sum of the
         update (see `LayersOutput`).
         """
-        backend, peer_header = attention.backend, attention.peer_header
+        backend = attention.backend
+        # Dense layers compute padding rows too, so their programs need no number of tokens.
+        is_sparse = isinstance(self.mlp, SparseFeedForward)
+        num_tokens = attention.num_tokens if is_sparse else None
+        options = backend, attention.peer_header, num_tokens
         if "sum" in self.norm_positions:
             update, kv = self.attention(hidden, kv, attention, angles)
             hidden = self.attention_norm(hidden + reduce_update(update, hidden.dtype))
-            update = reduce_update(self.mlp(hidden, backend, peer_header), hidden.dtype)
+            update = reduce_update(self.mlp(hidden, *options), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
-        qkv, input_projection = self.attention.qkv, self.mlp.input_projection
-        rows, hidden = qkv.add_norm(self.attention_norm, hidden, update, backend)
+        rows, hidden = self.attention.qkv.add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
         update = norm_update(self.attention_out_norm, update, hidden.dtype)
-        rows, hidden = input_projection.add_norm(self.mlp_norm, hidden, update, backend)
-        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend, peer_header), hidden.dtype)
+        rows, hidden = self.mlp.add_norm(self.mlp_norm, hidden, update, backend)
+        update = norm_update(self.mlp_out_norm, self.mlp(rows, *options), hidden.dtype)
         return hidden, update, kv
 
 
@@ -309,6 +333,7 @@ def layer_rules(
     names: Mapping[str, str | Sequence[str]],
     *,
     transposed: bool = True,
+    expert_names: ExpertNames | None = None,
 ) -> list[WeightRule]:
     """Return the rules that map checkpoint tensors to the parameters of all layers.
 
@@ -319,10 +344,18 @@ def layer_rules(
             layer of the checkpoint. Several names for a fused projection whose parts are separate
             modules in the checkpoint.
         transposed: See `linear_rules`.
+        expert_names: Names of the sparse feed-forward in a layer of the checkpoint; None if all
+            layers are dense.
     """
     rules = list[WeightRule]()
     for index in range(config.num_layers):
+        experts = config.layers[index].experts
+        if experts is not None and expert_names is not None:
+            source, target = f"{layers_name}.{index}", f"layers.{index}.mlp"
+            rules += expert_rules(config, experts, source, target, expert_names)
         for path, modules in names.items():
+            if experts is not None and path.startswith("mlp."):
+                continue
             modules = [modules] if isinstance(modules, str) else modules
             sources = [f"{layers_name}.{index}.{name}" for name in modules]
             target = f"layers.{index}.{path}"

@@ -54,7 +54,7 @@ def describe_text(fields: ConfigFields) -> ModelConfig:
     return ModelConfig(
         **common | {"norm_type": "offset_rms", "activation": activation},
         layers=tuple(
-            LayerConfig(scale**-0.5, local_rope if w else global_rope, w, cap, True)
+            LayerConfig(scale**-0.5, local_rope if w else global_rope, w, cap, "head")
             for w in windows
         ),
         norm_positions=("before", "after"),

@@ -17,6 +17,7 @@ from jpaged.models.config import (
     read_tokens_and_dtype,
 )
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
+from jpaged.models.experts import ExpertNames
 
 TENSOR_NAMES: dict[str, str | Sequence[str]] = {
     "attention_norm": "input_layernorm",
@@ -69,7 +70,9 @@ def describe_mistral(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules(
-    config: ModelConfig, names: Mapping[str, str | Sequence[str]] = TENSOR_NAMES
+    config: ModelConfig,
+    names: Mapping[str, str | Sequence[str]] = TENSOR_NAMES,
+    expert_names: ExpertNames | None = None,
 ) -> WeightRules:
     """Return the rules that map the tensors of LLaMA and similar checkpoints to parameters.
 
@@ -78,10 +81,11 @@ def weight_rules(
     Args:
         config: Config of the model.
         names: See `layer_rules`.
+        expert_names: See `layer_rules`.
     """
     rules = [
         WeightRule("embed_tokens.weight", "embed.weight"),
-        *layer_rules(config, "layers", names),
+        *layer_rules(config, "layers", names, expert_names=expert_names),
         *norm_rules(config, "norm", "final_norm"),
         head_rule(config),
     ]

@@ -75,6 +75,9 @@ _COUNTERPART_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 _SCALE_SUFFIXES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 """Suffixes of the paths of parameters that hold FP8 scales."""
 
+_MAX_LISTED_SOURCES = 4
+"""Maximum number of tensors that an error lists for one parameter."""
+
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 ParameterSpecs = Mapping[str, jax.ShapeDtypeStruct]
@@ -101,6 +104,14 @@ class TensorPlacement:
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
     num_output_axes: int = 0
+
+    @property
+    def start(self) -> np.ndarray:
+        """Index of the tensor's first element in the parameter, int32, one entry per axis."""
+        start = np.zeros(len(self.shape), np.int32)
+        for axis, offset in self.rule.offsets.items():
+            start[axis] = offset
+        return start
 
     @property
     def is_read_whole(self) -> bool:
@@ -534,20 +545,33 @@ def _check_coverage(
     """Record parameters that the checkpoint's tensors do not fill exactly once."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
+        found = [rule for rule in path_rules if rule in names]
+        if any(rule.is_alternative for rule in found):
+            path_rules = found
+        else:
+            path_rules = [rule for rule in path_rules if not rule.is_alternative]
         lacking = [rule.source for rule in path_rules if rule not in names]
-        sources = " and ".join(lacking) or "a tensor that no rule names"
+        sources = _join_sources(lacking) or "a tensor that no rule names"
         if len(lacking) == len(path_rules):
             problems["missing parameters"].append(f"{path} (comes from {sources})")
             continue
-        missing = param_shape[path_rules[0].axis] - sum(
-            (rule.shape or param_shape)[rule.axis] for rule in path_rules
+        missing = math.prod(param_shape) - sum(
+            math.prod(rule.shape or param_shape) for rule in path_rules
         )
         if lacking or missing > 0:
             problem = f"{path} along axis {path_rules[0].axis} (lacks {sources})"
             problems["parameters with a missing piece"].append(problem)
         elif missing < 0:
-            twice = " and ".join(rule.source for rule in path_rules)
+            twice = _join_sources([rule.source for rule in path_rules])
             problems["parameters filled twice"].append(f"{path} by {twice}")
+
+
+def _join_sources(sources: Sequence[str]) -> str:
+    """Join the names of tensors by "and"; of many names, only the first are listed."""
+    more = len(sources) - _MAX_LISTED_SOURCES
+    if more <= 0:
+        return " and ".join(sources)
+    return f"{', '.join(sources[:_MAX_LISTED_SOURCES])} and {more} more"
 
 
 def _check_kv_scales(
@@ -684,9 +708,7 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
     """
     tensor, slowest, size = placement.tensor, placement.axis_order[0], math.prod(placement.shape)
     if placement.is_read_whole:
-        start = np.zeros(len(placement.shape), np.int32)
-        start[placement.rule.axis] = placement.rule.start
-        yield start, slice(None)
+        yield placement.start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
     # A slab must end where a row of the parameter and a row of the file both end.
@@ -696,8 +718,7 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
         * common_row_size
     )
     for first in range(0, size, step):
-        start = np.zeros(len(placement.shape), np.int32)
-        start[placement.rule.axis] = placement.rule.start
+        start = placement.start
         start[slowest] += first // row_size
         yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jpaged.models import gemma3, gpt2, llama, opt, qwen
+from jpaged.models import gemma3, gpt2, llama, moe, opt, qwen
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import FP8_DTYPE, ConfigFields, ModelConfig
+from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.quantization import read_quantization
 
 _KV_SCALE_NAMES = (
@@ -35,6 +36,9 @@ _FAMILIES = {
     "mistral": ModelFamily(llama.describe_mistral, llama.weight_rules),
     "qwen2": ModelFamily(qwen.describe_qwen2, llama.weight_rules),
     "qwen3": ModelFamily(qwen.describe_qwen3, qwen.weight_rules_qwen3),
+    "qwen3_moe": ModelFamily(qwen.describe_qwen3_moe, moe.weight_rules_qwen3_moe),
+    "mixtral": ModelFamily(moe.describe_mixtral, moe.weight_rules_mixtral),
+    "olmoe": ModelFamily(moe.describe_olmoe, moe.weight_rules_olmoe),
     "gemma3_text": ModelFamily(gemma3.describe_text, gemma3.weight_rules_gemma3),
     "gemma3": ModelFamily(gemma3.describe_multimodal, gemma3.weight_rules_gemma3),
 }
@@ -61,9 +65,14 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     quantization_fields = fields.optional_nested("quantization_config")
     fields.refuse_unsupported_fields()
     modules = _module_paths(model) if quantization_fields is not None else {}
-    return replace(
-        model, quantization=read_quantization(quantization_fields, quantization, modules)
-    )
+    found = read_quantization(quantization_fields, quantization, modules)
+    if model.experts is not None and found is not None and found.format is not UnquantizedFormat:
+        raise ValueError(
+            f"the weights of model_type={model_type!r} are to be in {found.format.name}, which is "
+            "not supported for models with experts: use an unquantized checkpoint, and leave "
+            "quantization unset"
+        )
+    return replace(model, quantization=found)
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Tensor parallelism: the sharding of a model over devices (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each device of the mesh holds a shard of the attention heads, of the feed-forward width and of the
-rows of the token tables. Norms and position tables are replicated. Every device runs the same step
-on its shards, whose sizes `ModelConfig.shard` returns. After every projection back to the residual
-stream, an all-reduce sums the devices' results.
+rows of the token tables. Experts are split by width too, or whole experts are placed on devices.
+Norms, routers and position tables are replicated. Every device runs the same step on its shards,
+whose sizes `ModelConfig.shard` returns. After every projection back to the residual stream, an
+all-reduce sums the devices' results.
 
 A global array is the concatenation of the devices' shards along one axis, in the order of the mesh.
 """
@@ -105,6 +106,11 @@ def sum_in_device_order(x: jax.Array) -> jax.Array:
 def all_max(x: jax.Array) -> jax.Array:
     """Return the elementwise maximum of the devices' arrays, on every device."""
     return lax.pmax(x, MESH_AXIS)
+
+
+def all_mean(x: jax.Array) -> jax.Array:
+    """Return the elementwise mean of the devices' arrays, on every device."""
+    return lax.pmean(x, MESH_AXIS)
 
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:

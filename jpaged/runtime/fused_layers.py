@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from jpaged.models.attention import AttentionInputs, RopeAngles
 from jpaged.models.decoder import DecoderLayer, LayersOutput, run_layers
+from jpaged.models.experts import SparseFeedForward
 from jpaged.models.linear import is_silu
 from jpaged.models.norm import RMSNorm
 from pallas_kernels import Backend, FusedLayerWeights, LayerKV, fused_layer, new_exchange_memory
@@ -71,6 +72,8 @@ def fused_layer_weights(layer: DecoderLayer, following: DecoderLayer) -> FusedLa
     Return None if `fused_layer` cannot compute everything between the two.
     """
     first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
+    if isinstance(mlp, SparseFeedForward) or isinstance(following.mlp, SparseFeedForward):
+        return None
     if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or mlp.gate_up is None:
         return None
     is_supported = layer.norm_positions == following.norm_positions == ("before",) and is_silu(

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.gpu2
 
 COUNTS = (2, 4, 8)
 KV_HEADS = {"head_dim": 8, "intermediate_size": 48}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"ffn_dim": 96, "vocab_size": 96},
@@ -42,10 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": KV_HEADS | {"num_key_value_heads": 1, "sliding_window": 9, "vocab_size": 96},
     "qwen2": KV_HEADS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3": KV_HEADS | {"num_key_value_heads": 2, "vocab_size": 96},
+    "qwen3_moe": KV_HEADS | MOE | {"num_key_value_heads": 2, "mlp_only_layers": [1]},
+    "mixtral": KV_HEADS | {"num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 96},
+    "olmoe": KV_HEADS | MOE | {"num_key_value_heads": 4},
     "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
 }
 """Cover 1 to 8 KV heads, and vocabularies that 8 divides (96) and does not divide (97)."""
-IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4)}
+IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4), ("olmoe", 2)}
 """Families and numbers of devices. Other tests of the default tier run other families."""
 
 TINY: dict[str, Any] = {
@@ -100,6 +104,28 @@ def test_every_family_gives_the_tokens_of_one_device(
     prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 17, 33)]
     pair = [on_devices(engines, n, folders(family), **TINY) for n in (1, count)]
     check_same_tokens(pair, prompts)
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        pytest.param(*each, marks=[] if each == ("olmoe", 2) else [pytest.mark.full])
+        for each in itertools.product(("qwen3_moe", "mixtral", "olmoe"), COUNTS)
+    ],
+)
+def test_whole_experts_on_devices_give_the_tokens_of_one_device(
+    engines: Engines, folders: Callable[[str], Path], family: str, count: int
+):
+    rng = np.random.default_rng(count)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 17, 33)]
+    one = on_devices(engines, 1, folders(family), **TINY)
+    options = TINY | {"enable_expert_parallel": True}
+    check_same_tokens([one, on_devices(engines, count, folders(family), **options)], prompts)
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused(engines: Engines, shallow_folder: Path):
+    with pytest.raises(ValueError, match="enable_expert_parallel is set, but model_type='qwen3'"):
+        engines(shallow_folder, enable_expert_parallel=True)
 
 
 @pytest.fixture(params=[*LOOPS])

@@ -23,6 +23,9 @@ _GATED = _COMMON | {"intermediate_size": 48, "num_key_value_heads": 1}
 _GQA = _GATED | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": 32}
+_MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
 _GEMMA3 = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5}
 
 # The cases of a family cover all its options.
@@ -67,6 +70,25 @@ CASES: dict[str, dict] = {
     "qwen3-biases": _GQA
     | {"model_type": "qwen3", "head_dim": 48}
     | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3_moe": _GATED
+    | _MOE
+    | {"norm_topk_prob": True, "head_dim": 32, "num_hidden_layers": 3}
+    | {"decoder_sparse_step": 2, "moe_intermediate_size": 24},
+    "qwen3_moe-yarn": _GQA
+    | _MOE
+    | {"model_type": "qwen3_moe", "mlp_only_layers": [1], "moe_intermediate_size": 24}
+    | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    | {"rope_parameters": _YARN, "tie_word_embeddings": True},
+    "mixtral": _GATED | {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 6},
+    "olmoe": _GQA | _MOE | {"model_type": "olmoe"},
+    "llama-yarn": _GATED
+    | {"model_type": "llama", "head_dim": 32}
+    | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+    "mistral-yarn": _GATED
+    | {"model_type": "mistral", "sliding_window": None, "head_dim": 32}
+    | {"rope_parameters": _YARN | {"attention_factor": 1.3, "beta_fast": 4.0, "beta_slow": 0.5}},
+    "qwen2-yarn": _GATED | {"model_type": "qwen2", "rope_parameters": _YARN},
+    "qwen3-yarn": _GATED | {"model_type": "qwen3", "head_dim": 32, "rope_parameters": _YARN},
     "gemma3": _GATED | _GEMMA3 | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
     "gemma3-scaled": _GQA
     | _GEMMA3
@@ -80,6 +102,11 @@ CASES: dict[str, dict] = {
         },
     },
 }
+
+IN_FULL_TIER = {
+    *("qwen3_moe", "mixtral", "llama-yarn", "mistral-yarn", "qwen2-yarn", "qwen3-yarn"),
+}
+"""Cases that the default tier does not compare with `transformers`: others cover their options."""
 
 
 def hf_config(case: str) -> PreTrainedConfig:

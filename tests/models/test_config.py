@@ -6,7 +6,7 @@ import pytest
 from hf_models import CASES
 from transformers import AutoConfig
 
-from jpaged.models.config import LayerConfig, RopeConfig
+from jpaged.models.config import ExpertsConfig, LayerConfig, RopeConfig
 from jpaged.models.registry import SUPPORTED_MODEL_TYPES, read_model_config
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 3}
@@ -14,6 +14,11 @@ SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
 LLAMA = SIZES | {"model_type": "llama", "intermediate_size": 96}
 GQA = LLAMA | {"num_key_value_heads": 2}
 MISTRAL, QWEN2, QWEN3 = (GQA | {"model_type": name} for name in ("mistral", "qwen2", "qwen3"))
+QWEN3_MOE = QWEN3 | {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
+QWEN3_MOE |= {"num_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = GQA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+OLMOE = GQA | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 OPT = SIZES | {"model_type": "opt", "ffn_dim": 96}
 GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
 GPT2 |= {"n_positions": 256}
@@ -43,6 +48,14 @@ OLD_FILES = {
     "qwen2-late": QWEN2 | WINDOWS | {"max_window_layers": 3},
     "qwen3": QWEN3 | {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True},
     "qwen3-default-head": QWEN3,
+    "qwen3-yarn": QWEN3
+    | {"rope_theta": 1e6, "rope_scaling": YARN | {"original_max_position_embeddings": 64}},
+    "qwen2-yarn": QWEN2 | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": None}},
+    "qwen3-moe": QWEN3_MOE | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3-moe-steps": QWEN3_MOE | {"decoder_sparse_step": 2, "router_aux_loss_coef": 0.001},
+    "mixtral": MIXTRAL | {"rope_theta": 1e6, "sliding_window": None, "rms_norm_eps": 1e-5},
+    "mixtral-window": MIXTRAL | {"sliding_window": 16, "router_jitter_noise": 0.0},
+    "olmoe": OLMOE | {"clip_qkv": None, "norm_topk_prob": False, "eos_token_id": 50279},
     "gemma3": GEMMA3
     | {"sliding_window": 16, "sliding_window_pattern": 2, "eos_token_id": [1, 106]},
     "gemma3-thetas": GEMMA3 | {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
@@ -68,7 +81,7 @@ def test_old_config_files_are_read_like_transformers_5(name):
     assert read_model_config(OLD_FILES[name]) == read_model_config(new)
 
 
-@pytest.mark.parametrize("name", [name for name in OLD_FILES if name.startswith("qwen")])
+@pytest.mark.parametrize("name", [n for n in OLD_FILES if "qwen" in n and "moe" not in n])
 def test_sliding_windows_equal_transformers_layer_types(name):
     theirs = through_transformers(OLD_FILES[name])
     window = {"full_attention": None, "sliding_attention": theirs["sliding_window"]}
@@ -87,7 +100,7 @@ def test_config_fields_have_the_expected_values():
     assert (opt.embedding_size, opt.norm_positions, opt.has_final_norm) == (32, ("sum",), False)
     assert read_model_config(OLD_FILES["opt"]).checkpoint_dtype == "float16"
     gemma = read_model_config(OLD_FILES["gemma3-linear"] | {"query_pre_attn_scalar": 168})
-    assert gemma.layers[0] == LayerConfig(168**-0.5, RopeConfig(1e4), 4096, None, True)
+    assert gemma.layers[0] == LayerConfig(168**-0.5, RopeConfig(1e4), 4096, None, "head")
     assert windows_of(OLD_FILES["gemma3-defaults"]) == (*[4096] * 5, None, 4096, 4096)
     assert read_model_config(OLD_FILES["gemma3"]).layers[1].sliding_window is None
     far = read_model_config(OLD_FILES["gemma3"] | {"rope_scaling": {"type": "linear", "factor": 8}})
@@ -124,15 +137,30 @@ def test_missing_eos_takes_the_family_default():
 @pytest.mark.parametrize(
     ("config", "field", "supported"),
     [
-        ({"model_type": "mixtral"}, "model_type='mixtral'", "gpt2, opt, llama, mistral, qwen2"),
+        ({"model_type": "mamba"}, "model_type='mamba'", "gpt2, opt, llama, mistral, qwen2"),
         ({}, "model_type=None", "gpt2"),
         (LLAMA | {"hidden_act": "mish"}, "hidden_act='mish'", "relu"),
         (GPT2 | {"activation_function": "quick_gelu"}, "activation_function", "gelu_new"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'", "llama3"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'", "linear"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}},
-         "rope_scaling.rope_type='yarn'", "linear"),
-        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type='yarn'", "linear"),
+        (LLAMA | {"rope_scaling": YARN | {"attn_factor": 0.9}},
+         "rope_scaling.attn_factor=0.9", "attention_factor"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 16}},
+         "rope_scaling.beta_fast=16", "factor"),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing", "config"),
+        (LLAMA | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5", "from 1"),
+        (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast=0.5", "beta_slow=1.0"),
+        (LLAMA | {"rope_scaling": YARN | {"mscale": "x", "mscale_all_dim": 1.0}}, "mscale='x'",
+         "numbers above 0"),
+        (LLAMA | {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate=1", "true"),
+        (QWEN3_MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9", "num_experts=8"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok=9", "num_local_experts=8"),
+        (QWEN3_MOE | {"num_experts": 0}, "num_experts=0", "integers from 1"),
+        (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size=0", "integers from 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0.5]}, "mlp_only_layers=[0.5]", "layer indices"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0", "integers from 1"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob=1", "true, false"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv=8.0", "None"),
+        (OLMOE | {"hidden_act": "gelu"}, "hidden_act='gelu'", "silu for models with experts"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default"),
         (QWEN2 | {"rope_scaling": {"mrope_section": [16]}}, "mrope_section=[16]", "factor"),
         (LLAMA | {"rope_parameters": {"full_attention": {}}}, "full_attention={}", "rope_theta"),
@@ -197,17 +225,22 @@ NESTED: list = []
 for _ in range(500):
     NESTED = [NESTED]
 STRANGE = [None, [], {}, "x", -1, 1.5, True, [[]], {"a": 1}, [{}], 10**400, float("nan"), NESTED]
+STRANGE += [YARN | {name: 1e308} for name in ("factor", "beta_fast", "attention_factor")]
 STRANGE += [["x"] * 10**5, {"rope_type": []}, {"type": {}}, {"rope_type": "linear", "factor": []}]
 READ = {
     *("rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window"),
     *("use_sliding_window", "max_window_layers", "eos_token_id", "bos_token_id", "torch_dtype"),
     *("head_dim", "n_inner", "tie_word_embeddings", "original_max_position_embeddings"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "rope_local_base_freq", "text_config"),
+    *("mlp_only_layers", "decoder_sparse_step", "norm_topk_prob", "num_local_experts"),
     *("rms_norm_eps", "layer_norm_epsilon", "hidden_act", "activation_function", "pruned_heads"),
 }
 
 
-@pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GEMMA3_IMAGES])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE, GEMMA3, GEMMA3_IMAGES],
+)
 def test_error_names_the_field_for_any_value(config):
     for name in READ | config.keys():
         for value in STRANGE:
@@ -218,15 +251,18 @@ def test_error_names_the_field_for_any_value(config):
                 assert len(str(error)) < 1000  # noqa: PT017
 
 
-@pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3])
+@pytest.mark.parametrize(
+    "config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE]
+)
 def test_missing_sizes_are_refused(config):
-    needless = {"model_type"} | ({"num_key_value_heads"} if config is LLAMA else set())
+    needless = {"model_type"}
+    needless |= {"num_key_value_heads"} if config in (LLAMA, OLMOE) else set()
     for name in config.keys() - needless:
         with pytest.raises(ValueError, match=f"{name} is missing"):
             read_model_config({key: config[key] for key in config.keys() - {name}})
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_missing_rope_factors_are_refused(kind):
     for name in "rope_scaling", "rope_parameters":
         with pytest.raises(ValueError, match=rf"{name}\.factor is missing"):
@@ -240,6 +276,31 @@ def test_linear_rope_scaling_multiplies_the_positions(also, found):
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
     assert read_model_config(LLAMA | also).max_position_embeddings == 256
     assert read_model_config(LLAMA | {"max_sequence_length": 0}).max_position_embeddings == 256
+
+
+def test_yarn_multiplies_the_original_number_of_positions():
+    scaling = YARN | {"original_max_position_embeddings": 100}
+    assert read_model_config(LLAMA | {"rope_scaling": scaling}).max_position_embeddings == 400
+    short = scaling | {"factor": 1.5}
+    assert read_model_config(LLAMA | {"rope_scaling": short}).max_position_embeddings == 256
+    derived = read_model_config(LLAMA | {"rope_scaling": scaling | {"factor": None}}).layers[0].rope
+    assert derived is not None
+    assert derived.factor == 2.56
+
+
+def test_each_layer_has_its_own_feed_forward():
+    steps = read_model_config(OLD_FILES["qwen3-moe-steps"])
+    assert [layer.experts is not None for layer in steps.layers] == [False, True, False]
+    listed = read_model_config(OLD_FILES["qwen3-moe"])
+    assert [layer.experts is not None for layer in listed.layers] == [True, False, True]
+    assert listed.experts == ExpertsConfig(8, 2, 32, normalize=True)
+    assert listed.projection("layers.0.mlp.down") is None
+    assert listed.projection("layers.1.mlp.down") is not None
+
+
+def test_quantized_models_with_experts_are_refused():
+    with pytest.raises(ValueError, match="not supported for models with experts"):
+        read_model_config(QWEN3_MOE, "fp8")
 
 
 def test_null_fields_of_other_rope_scalings_are_ignored():

@@ -35,6 +35,10 @@ LLAMA = {
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}  # fmt: skip
 HF_CONFIGS = {
     "gpt2": GPT2,
     "opt": OPT,
@@ -45,6 +49,9 @@ HF_CONFIGS = {
     "mistral-mqa": LLAMA | {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 8},
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "gemma3": LLAMA | {"model_type": "gemma3_text", "head_dim": 6, "tie_word_embeddings": True},
+    "qwen3-moe": QWEN3_MOE | {"mlp_only_layers": [1]},
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 3},
+    "olmoe": LLAMA | {"model_type": "olmoe", "num_experts": 3, "num_experts_per_tok": 2},
     "qwen3-tied": LLAMA | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
 }
 
@@ -168,3 +175,74 @@ def test_wrong_number_of_layers_is_refused_before_allocation(
     monkeypatch.setattr(loader, "make_abstract_model", lambda *_: pytest.fail("layers were made"))
     with pytest.raises(CheckpointError, match=f"num_hidden_layers={num_layers}, .* has 2 layers"):
         plan_model(tmp_path, config, dtype=jnp.float32)
+
+
+def stack_experts(tensors):
+    """Replace the tensors of single experts by the tensors of the models of transformers 5."""
+    names = sorted(name for name in tensors if ".experts." in name)
+    found = {name: tensors.pop(name) for name in names}
+    for layer in {name.partition(".experts.")[0] for name in names}:
+        block = f"{layer}.experts"
+        count = sum(name.startswith(f"{block}.") and "gate_proj" in name for name in names)
+        each = [
+            [found[f"{block}.{i}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for i in range(count)
+        ]
+        tensors[f"{block}.gate_up_proj"] = np.stack([np.concatenate(it[:2]) for it in each])
+        tensors[f"{block}.down_proj"] = np.stack([it[2] for it in each])
+
+
+def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, QWEN3_MOE)
+    single = load(tmp_path)
+    edit(tmp_path, stack_experts)
+    assert sum("experts" in it.name for it in read_tensor_infos(tmp_path)) == 4
+    monkeypatch.setattr(loader, "SLAB_BYTES", 700)
+    stacked = load(tmp_path)
+    assert single.keys() == stacked.keys()
+    for path, value in single.items():
+        np.testing.assert_array_equal(value, stacked[path], err_msg=path)
+
+
+def test_each_expert_is_loaded_into_its_place(tmp_path):
+    make_checkpoint(tmp_path, QWEN3_MOE)
+    tensors, model = load_file(tmp_path / "model.safetensors"), load(tmp_path)
+    for index in range(3):
+        gate, up, down = (
+            tensors[f"model.layers.1.mlp.experts.{index}.{name}_proj.weight"].T
+            for name in ("gate", "up", "down")
+        )
+        gate_up = model["layers.1.mlp.gate_up"][index]
+        np.testing.assert_array_equal(gate_up[:, 0], gate)
+        np.testing.assert_array_equal(gate_up[:, 1], up)
+        np.testing.assert_array_equal(model["layers.1.mlp.down"][index], down)
+
+
+EXPERT_1 = "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda it: it.pop(EXPERT_1), r"layers.0.mlp.gate_up .*lacks .*experts.1.up_proj.weight"),
+        (lambda it: [it.pop(name) for name in [*it] if ".experts." in name],
+         r"missing parameters \(4\): .*experts.0.gate_proj.weight, .* and 2 more"),
+        (lambda it: it.update({EXPERT_1: it[EXPERT_1][1:]}),
+         r"experts.1.up_proj.weight \[11, 16\]"),
+        (lambda it: it.update({EXPERT_1.replace("s.1.", "s.3."): it[EXPERT_1]}),
+         r"unknown tensors \(1\): .*experts.3.up_proj"),
+        (lambda it: it.update({"model.layers.0.mlp.experts.down_proj": np.zeros((3, 16, 12))}),
+         r"experts.down_proj is F64"),
+        (lambda it: it.update(
+            {"model.layers.0.mlp.experts.down_proj": np.zeros((3, 16, 12), np.float32)}),
+         r"parameters filled twice \(1\): layers.0.mlp.down"),
+    ],
+)  # fmt: skip
+def test_wrong_experts_are_refused_before_a_weight_is_read(
+    tmp_path, monkeypatch, change, complaint
+):
+    make_checkpoint(tmp_path, QWEN3_MOE)
+    edit(tmp_path, change)
+    monkeypatch.setattr(loader, "read_rows", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path)

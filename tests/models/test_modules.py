@@ -21,7 +21,10 @@ def assert_same(got, want):
     np.testing.assert_allclose(np.asarray(got), want, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama3-biases", "llama-linear-mha"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "llama3-biases", "llama-linear-mha", "llama-yarn", "mistral-yarn", "qwen3-yarn"],
+)
 def test_rope_frequencies_and_rotation_equal_transformers(case):
     their_config: Any = hf_config(case)
     rotary = LlamaRotaryEmbedding(their_config)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness import MAX_TOKENS, NUM_TOKENS, Harness, PagedSequence
-from hf_models import CASES, ours, reference
+from hf_models import CASES, IN_FULL_TIER, ours, reference
 
 TOLERANCE = 1e-4
 LENGTHS = (31, 9, 24, 1)
@@ -38,7 +38,10 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
     return work
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(it, marks=[pytest.mark.full] if it in IN_FULL_TIER else []) for it in CASES],
+)
 def test_logits_equal_transformers(case):
     """Run all checks of a case in one test, so that its two programs compile once."""
     check_prefill_then_decode(case)

@@ -1,6 +1,7 @@
 """Test the shards of a model on tensor-parallel devices."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,30 @@ from tests.covering import covering
 SHAPE: dict[str, Any] = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 8, "max_position_embeddings": 16}
 LLAMA = SHAPE | {"model_type": "llama", "intermediate_size": 24, "head_dim": 4}
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_key_value_heads": 8}
+MOE |= {"num_experts": 8, "num_experts_per_tok": 2}
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": SHAPE | {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 8},
     "opt": SHAPE | {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 16},
     "heads": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "groups": LLAMA | {"num_key_value_heads": 2, "attention_bias": True},
+    "experts": LLAMA | MOE | {"vocab_size": 49, "decoder_sparse_step": 1},
+    "whole-experts": LLAMA | MOE,
     "one-kv-head": LLAMA | {"num_key_value_heads": 1, "vocab_size": 49},
 }
 COUNTS = (2, 4, 8)
 # Cases with fewer KV heads than devices need many devices.
 CASES_AND_COUNTS = covering(
-    CASES, (2, 8), strength=1, keep=lambda case, count: count == (2 if case == "gpt2" else 8)
+    [pytest.param(it, marks=[pytest.mark.full] if it == "experts" else []) for it in CASES],
+    (2, 8),
+    strength=1,
+    keep=lambda case, count: count == (2 if case in ("gpt2", "whole-experts") else 8),
 )
 
 
 def config_of(case: str) -> ModelConfig:
-    return read_model_config(CASES[case])
+    config = read_model_config(CASES[case])
+    return replace(config, enable_expert_parallel=case == "whole-experts")
 
 
 def test_array_is_sharded_along_the_axis_that_differs():
@@ -99,6 +108,10 @@ def test_devices_beyond_the_kv_heads_replicate_a_head(count: int, parts: list, s
         (LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6}, 4,
          "num_key_value_heads=6; use 1 or 2 or 3 or 6"),
         (LLAMA | {"intermediate_size": 20}, 8, "intermediate_size=20; use 1 or 2 or 4"),
+        (LLAMA | MOE | {"moe_intermediate_size": 20}, 8,
+         "expert width of 20; use 1 or 2 or 4, or set enable_expert_parallel"),
+        (LLAMA | MOE | {"moe_intermediate_size": 20, "num_experts": 6}, 8,
+         "expert width of 20; use 1 or 2 or 4$"),
     ],
 )  # fmt: skip
 def test_error_for_an_indivisible_size_names_the_field(fields: dict, count: int, complaint: str):
@@ -117,7 +130,11 @@ def test_each_device_holds_only_its_shard(case: str, count: int):
         projection = config.projections.get(path.removeprefix("layers.0.").rpartition(".")[0])
         is_matrix = path.endswith("weight") and projection is not None and "layers" in path
         is_table = path in ("embed.weight", "lm_head.weight") and config.vocab_size % count == 0
-        if is_table or (is_matrix and "qkv" not in path):
+        if (
+            is_table
+            or (is_matrix and "qkv" not in path)
+            or path.endswith(("mlp.gate_up", "mlp.down"))
+        ):
             assert per_device * count == total, path
         elif is_matrix:
             heads = config.num_heads + 2 * max(config.num_kv_heads, count)
@@ -175,7 +192,7 @@ def test_checkpoint_gives_the_same_model_on_any_number_of_devices(
     specs = model_parameters(make_abstract_model(config, jnp.float32))
     tensors: dict[str, np.ndarray] = {}
     for rule in weight_rules(config).rules:
-        if rule.target in specs:
+        if rule.target in specs and not rule.is_alternative:
             shape = rule.shape or specs[rule.target].shape
             axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
             size = [math.prod(shape[axis] for axis in merged) for merged in axes]
@@ -198,6 +215,12 @@ def test_sharded_embedding_clamps_ids_out_of_range():
     specs = PartitionSpec("tensor"), PartitionSpec()
     run = jax.shard_map(read, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
     assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
+
+
+def test_number_of_experts_must_fit_expert_parallelism():
+    config = read_model_config(LLAMA | MOE | {"num_experts": 6})
+    with pytest.raises(ValueError, match="cannot split the model's num_experts=6; use 1 or 2"):
+        replace(config, enable_expert_parallel=True).shard(8)
 
 
 def test_sharded_config_cannot_be_sharded_again():

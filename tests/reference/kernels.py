@@ -287,3 +287,52 @@ def device_sum(rows):
     for part in rows:
         total = total + part.astype(np.float32)
     return total.astype(rows.dtype)
+
+
+def route(
+    logits,
+    num_choices,
+    *,
+    softmax_first=True,
+    normalize=False,
+    scale=None,
+    num_tokens=None,
+    first_expert=0,
+    num_local_experts=None,
+):
+    """Return weights, experts, order, positions and offsets of `pallas_kernels.route`."""
+    logits = np.asarray(logits, np.float64)
+    (num_rows, num_experts), num_pairs = logits.shape, len(logits) * num_choices
+    num_local = num_experts if num_local_experts is None else num_local_experts
+    weights = np.zeros((num_rows, num_choices))
+    chosen_experts = np.full((num_rows, num_choices), num_local)
+    for t, row in enumerate(logits):
+        chosen = sorted(range(num_experts), key=lambda e: (-row[e], e))[:num_choices]
+        among = range(num_experts) if softmax_first else chosen
+        total = sum(np.exp(row[e]) for e in among)
+        row_weights = np.array([np.exp(row[e]) / total for e in chosen])
+        if normalize:
+            row_weights /= row_weights.sum()
+        weights[t] = row_weights * (1 if scale is None else scale)
+        for c, expert in enumerate(chosen):
+            local = expert - first_expert
+            if 0 <= local < num_local and (num_tokens is None or t < num_tokens):
+                chosen_experts[t, c] = local
+    order = sorted(range(num_pairs), key=lambda pair: (chosen_experts.flat[pair], pair))
+    positions = np.zeros((num_rows, num_choices), int)
+    for place, pair in enumerate(order):
+        positions.flat[pair] = place
+    offsets = [int((chosen_experts < e).sum()) for e in range(num_local + 1)]
+    return weights, chosen_experts, np.array(order), positions, np.array(offsets)
+
+
+def experts(x, gate_up, down, weights, chosen):
+    """Return the weighted sum of the experts of each token; expert E stands for no expert."""
+    x, gate_up, down = (np.asarray(each, np.float64) for each in (x, gate_up, down))
+    out = np.zeros(x.shape)
+    for t, row in enumerate(x):
+        for weight, expert in zip(weights[t], chosen[t], strict=True):
+            if expert < len(gate_up):
+                gate, up = np.split(row @ gate_up[expert], 2)
+                out[t] += weight * (gate / (1 + np.exp(-gate)) * up @ down[expert])
+    return out

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from bench.common import SHAPES
+from bench.common import ALL_SHAPES, SHAPES
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import select_worker_recipes
@@ -185,6 +185,21 @@ def test_tensor_parallel_step_uses_peer_memory(name: tuple):
     assert recipe.keywords["peer_header"].shape == (2 * 10,)
     assert not any("peer_header" in it for it in recipe.donate)
     export.deserialize(bytearray(exported.serialize()))
+
+
+@reads_device_from_mesh
+@pytest.mark.parametrize("by_expert", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_sparse_layers_use_peer_memory(by_expert: bool):
+    """Experts have the same all-reduces as a dense feed-forward, however they are split."""
+    fields = {**ALL_SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 2}
+    config = replace(read_model_config(fields), enable_expert_parallel=by_expert)
+    with on_gpu():
+        recipe = recipes_of(config, 2, has_peer_memory=True)["decode", 8]
+        text = lowered(recipe, recipe.jitted_step)
+    turns = [f"device_sum_norm_{turn}" for turn in (0, 1)]
+    counted = launches(text, ALL_REDUCE, *turns)
+    assert counted[ALL_REDUCE] == 1
+    assert [counted[turn] for turn in turns] == [2 * 2, 2 * 2]
 
 
 @reads_device_from_mesh

@@ -39,7 +39,7 @@ def test_serving_bench_measures_http_and_direct_engine(
 ):
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512}
-    monkeypatch.setitem(serving.SHAPES, "small", {**serving.SHAPES["qwen3-0.6b"], **small})
+    monkeypatch.setitem(serving.ALL_SHAPES, "small", {**serving.ALL_SHAPES["qwen3-0.6b"], **small})
     options = {"max_model_len": 128, "max_num_seqs": 8, "num_blocks": 65}
     options |= {"max_num_batched_tokens": 64, "compilation_cache_dir": str(tmp_path / "compiled")}
     monkeypatch.setattr(serving, "AS_VLLM", {**options, "enable_prefix_caching": False})

@@ -1,0 +1,188 @@
+"""The sparse feed-forward: a router, and experts that each compute some of the tokens.
+
+Shazeer et al. 2017, arXiv:1701.06538. Every chosen expert computes its tokens: no token is dropped.
+"""
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import ExpertsConfig, ModelConfig
+from jpaged.models.formats import LinearInput, zero_param
+from jpaged.models.norm import Norm, add_norm
+from jpaged.models.sharding import (
+    MESH_AXIS,
+    PendingAllReduce,
+    shard_start,
+    sum_in_device_order,
+)
+from pallas_kernels import (
+    Backend,
+    batch_invariant_transposed_gemm,
+    device_sum,
+    einsum,
+    expert_down_gemm,
+    expert_gated_gemm,
+    route,
+)
+
+
+class ExpertNames(NamedTuple):
+    """Names of the tensors of a sparse feed-forward, within a layer of a checkpoint.
+
+    Attributes:
+        block: Name of the feed-forward in published checkpoints.
+        gate, up, down: Names of the projections of one expert.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class SparseFeedForward(nnx.Module):
+    """The sparse feed-forward of a layer: the weighted sum of the experts that each token chooses.
+
+    The parameters are `router` [E, D], `gate_up` [E, D, 2, F] and `down` [E, F, D]. With several
+    devices, each device holds all of the router, and a shard of F or of E of the experts.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, *, dtype: DTypeLike):
+        width, inner, count = (
+            config.hidden_size,
+            experts.intermediate_size,
+            experts.num_local_experts,
+        )
+        self.router = zero_param(dtype, experts.num_experts, width)
+        self.gate_up = zero_param(dtype, count, width, 2, inner)
+        self.down = zero_param(dtype, count, inner, width)
+        self.experts, self.is_shared = experts, config.tensor_parallel_size > 1
+        self.batch_invariant = config.batch_invariant
+
+    def __call__(
+        self,
+        x: LinearInput,
+        backend: Backend,
+        peer_header: Int32[Array, "W"] | None = None,
+        num_tokens: Int32[Array, ""] | None = None,
+    ) -> Float[Array, "_ T D"] | PendingAllReduce:
+        """Return the feed-forward of each row, as an update of the residual stream.
+
+        Args:
+            x: Input rows, which are not quantized.
+            backend: Implementation of the kernels.
+            peer_header: See `AttentionInputs`. If set, the update is a `PendingAllReduce`.
+            num_tokens: Number of rows that are not padding; None if no row is padding.
+        """
+        x, experts = cast(jax.Array, x), self.experts
+        first_expert = num_local = None
+        if experts.num_local_experts < experts.num_experts:
+            num_local = experts.num_local_experts
+            first_expert = jnp.asarray(shard_start(num_local), jnp.int32)
+        options = {"backend": backend, "batch_invariant": self.batch_invariant}
+        routing = route(
+            self.router_logits(x, backend),
+            experts.num_experts_per_token,
+            normalize=experts.normalize,
+            num_tokens=num_tokens,
+            first_expert=first_expert,
+            num_local_experts=num_local,
+            **options,
+        )
+        gate_up = self.gate_up[...]
+        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+        inner = expert_gated_gemm(x, gate_up, routing, **options)
+        update = expert_down_gemm(inner, self.down[...], routing, **options)
+        if peer_header is not None:
+            return PendingAllReduce(update[None], peer_header, buffer_index=1)
+        if self.is_shared:
+            ordered = self.batch_invariant
+            update = sum_in_device_order(update) if ordered else device_sum(update, MESH_AXIS)
+        return update[None]
+
+    def router_logits(self, x: Float[Array, "T D"], backend: Backend) -> Float32[Array, "T E"]:
+        """Return the logits of all experts for each row, in float32."""
+        if self.batch_invariant:
+            return batch_invariant_transposed_gemm(x, self.router[...], backend=backend)
+        return einsum("td,ed->te", x, self.router[...], out=jnp.float32)
+
+    def add_norm(
+        self,
+        norm: Norm,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | PendingAllReduce,
+        backend: Backend,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Apply `jpaged.models.norm.add_norm`, for the norm before the feed-forward."""
+        return add_norm(norm, hidden, update, backend)
+
+
+def expert_rules(
+    config: ModelConfig, experts: ExpertsConfig, source: str, target: str, names: ExpertNames
+) -> list[WeightRule]:
+    """Return the rules that map checkpoint tensors to the parameters of a sparse feed-forward.
+
+    Published checkpoints have one tensor per expert and projection. The models of transformers 5
+    have one tensor for all experts.
+
+    Args:
+        config: Config of the model.
+        experts: Experts of the layer.
+        source: Name of the layer in the checkpoint.
+        target: Path of the `SparseFeedForward`.
+        names: Names of the tensors.
+    """
+    count, width, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+    gate_up, down, stacked = f"{target}.gate_up", f"{target}.down", f"{source}.mlp.experts"
+    rules = [WeightRule(f"{source}.{names.block}.gate.weight", f"{target}.router")]
+    if names.block != "mlp":
+        rules.append(
+            WeightRule(f"{source}.mlp.gate.weight", f"{target}.router", is_alternative=True)
+        )
+    for expert in range(count):
+        module = f"{source}.{names.block}.experts.{expert}"
+        for part, name in enumerate((names.gate, names.up)):
+            rules.append(
+                WeightRule(
+                    f"{module}.{name}.weight",
+                    gate_up,
+                    shape=(1, width, 1, inner),
+                    file_axes=((3, 0, 2), (1,)),
+                    axis=2,
+                    start=part,
+                    expert=expert,
+                )
+            )
+        rules.append(
+            WeightRule(
+                f"{module}.{names.down}.weight",
+                down,
+                shape=(1, inner, width),
+                file_axes=((2, 0), (1,)),
+                axis=1,
+                expert=expert,
+            )
+        )
+    return [
+        *rules,
+        WeightRule(
+            f"{stacked}.gate_up_proj",
+            gate_up,
+            shape=(count, width, 2, inner),
+            file_axes=((0,), (2, 3), (1,)),
+            is_alternative=True,
+        ),
+        WeightRule(
+            f"{stacked}.down_proj",
+            down,
+            shape=(count, inner, width),
+            file_axes=((0,), (2,), (1,)),
+            is_alternative=True,
+        ),
+    ]

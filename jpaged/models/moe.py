@@ -1,0 +1,82 @@
+"""Config of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and rules of sparse families.
+
+All layers of both have experts. The attention of Mixtral is Mistral's. OLMoE normalizes all query
+heads of a token together, and all key heads.
+"""
+
+from jpaged.models.checkpoint import WeightRules
+from jpaged.models.config import (
+    REQUIRED,
+    ConfigFields,
+    ModelConfig,
+    make_rotary_layers,
+    read_experts,
+    read_rotary_config,
+    read_sliding_windows,
+    read_tokens_and_dtype,
+)
+from jpaged.models.experts import ExpertNames
+from jpaged.models.llama import TENSOR_NAMES, weight_rules
+from jpaged.models.qwen import QK_NORM_NAMES
+
+_MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def describe_mixtral(fields: ConfigFields) -> ModelConfig:
+    """Read the config of a Mixtral model: all layers have a sliding window, or no layer has one."""
+    fields.get("num_key_value_heads", REQUIRED)
+    common = read_rotary_config(fields, "mixtral")
+    common["norm_eps"] = fields.number("rms_norm_eps", 1e-5)
+    window = fields.optional_integer("sliding_window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    layer_types = [kind] * fields.integer("num_hidden_layers")
+    # The softmax of the chosen logits is the softmax of all logits, normalized.
+    experts = read_experts(
+        fields,
+        common,
+        width_field="intermediate_size",
+        normalize=True,
+        count_field="num_local_experts",
+    )
+    layers = make_rotary_layers(
+        fields,
+        common,
+        read_sliding_windows(fields, window, layer_types),
+        theta=1e6,
+        experts=[experts] * len(layer_types),
+    )
+    return ModelConfig(**common, layers=layers, **read_tokens_and_dtype(fields, bos=1, eos=2))
+
+
+def describe_olmoe(fields: ConfigFields) -> ModelConfig:
+    """Read the config of an OLMoE model."""
+    common = read_rotary_config(fields, "olmoe")
+    common["norm_eps"] = fields.number("rms_norm_eps", 1e-5)
+    layer_types = ["full_attention"] * fields.integer("num_hidden_layers")
+    normalize = fields.flag("norm_topk_prob", False)
+    experts = read_experts(fields, common, width_field="intermediate_size", normalize=normalize)
+    layers = make_rotary_layers(
+        fields,
+        common,
+        read_sliding_windows(fields, None, layer_types),
+        experts=[experts] * len(layer_types),
+        qk_norm="projection",
+    )
+    bias = fields.flag("attention_bias", False)
+    tokens = read_tokens_and_dtype(fields, bos=None, eos=50279)
+    return ModelConfig(**common, layers=layers, qkv_bias=bias, output_bias=bias, **tokens)
+
+
+def weight_rules_qwen3_moe(config: ModelConfig) -> WeightRules:
+    """Return Qwen3's weight rules, with experts."""
+    return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())
+
+
+def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
+    """Return Mistral's weight rules, with experts."""
+    return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
+
+
+def weight_rules_olmoe(config: ModelConfig) -> WeightRules:
+    """Return LLaMA's weight rules, with norms of queries and keys, and with experts."""
+    return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

@@ -1,0 +1,205 @@
+"""Ops of mixture-of-experts layers: routing tokens to experts, and the experts' GEMMs.
+
+A token has `k` pairs (token, choice), one per chosen expert. `route` sorts the pairs by expert. The
+GEMMs compute one row per pair, in this sorted order. Every pair is computed: experts have no
+capacity limit, and no token is dropped.
+
+All ops run in plain XLA (xla.py) on every backend.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import checks
+from pallas_kernels.experts import xla
+from pallas_kernels.gemm.xla import map_row_tiles
+from pallas_kernels.types import Backend
+
+ACTIVATIONS = ("silu",)
+"""Activations that `expert_gated_gemm` supports."""
+
+
+class Routing(NamedTuple):
+    """The pairs (token, choice) of a step, sorted by expert.
+
+    T tokens have k choices each, so there are R = T * k pairs. The pair of token t and choice c has
+    the index t * k + c. E is the number of experts whose weights the device holds. A pair hits no
+    expert if its token is padding, or if another device holds the expert. Such a pair has expert E.
+
+    Attributes:
+        weights: Routing weight of each pair.
+        experts: Expert of each pair; E for a pair that hits no expert.
+        order: Pair index of each row of the sorted list. The rows are sorted by expert, and rows of
+            one expert by pair index. The pairs that hit no expert are the last rows.
+        positions: Row of the sorted list that holds each pair; the inverse of `order`.
+        offsets: First row of each expert. offsets[E] is the number of rows that hit an expert.
+    """
+
+    weights: Float32[Array, "T k"]
+    experts: Int32[Array, "T k"]
+    order: Int32[Array, "R"]
+    positions: Int32[Array, "T k"]
+    offsets: Int32[Array, "bounds"]
+
+
+def route(
+    logits: Float[Array, "T E"],
+    num_experts_per_token: int,
+    *,
+    softmax_first: bool = True,
+    normalize: bool = False,
+    scale: float | None = None,
+    num_tokens: Int32[Array, ""] | None = None,
+    first_expert: Int32[Array, ""] | None = None,
+    num_local_experts: int | None = None,
+    backend: Backend,
+    batch_invariant: bool = False,
+) -> Routing:
+    """Choose the experts of each token, and sort the pairs (token, choice) by expert.
+
+    A token's choices are ordered by falling probability. Of equal experts, the one with the lower
+    index comes first. If a row has a NaN logit, its weights are NaN; other rows do not change.
+
+    Args:
+        logits: Router logits of each token.
+        num_experts_per_token: Number of experts that each token chooses (k).
+        softmax_first: Whether the softmax covers all experts. Otherwise it covers the k chosen
+            experts only.
+        normalize: Whether the weights of a token are divided by their sum.
+        scale: Factor of all weights; None for no factor.
+        num_tokens: Number of tokens; later rows are padding, and hit no expert. None: no padding.
+        first_expert: Index of the device's first expert, if the device holds only some experts.
+        num_local_experts: Number of the device's experts, if `first_expert` is set.
+        backend: The implementation to run.
+        batch_invariant: Whether a token's bits must not depend on the other tokens.
+
+    Raises:
+        ValueError: A shape or `num_experts_per_token` is wrong, or only one of `first_expert` and
+            `num_local_experts` is set.
+        TypeError: A dtype is not supported.
+    """
+    sizes = checks.check_array("logits", logits, "[T, E]")
+    if not 1 <= num_experts_per_token <= sizes["E"]:
+        raise ValueError(
+            f"num_experts_per_token is {num_experts_per_token}; it must be from 1 to the number of "
+            f"experts, {sizes['E']}"
+        )
+    if (first_expert is None) != (num_local_experts is None):
+        raise ValueError("first_expert and num_local_experts: set both, or omit both")
+    for name, scalar in (("num_tokens", num_tokens), ("first_expert", first_expert)):
+        if scalar is not None:
+            checks.check_array(name, scalar, "[]", jnp.int32)
+    Backend(backend)
+    choose = partial(
+        xla.choose_experts,
+        num_choices=num_experts_per_token,
+        softmax_first=softmax_first,
+        normalize=normalize,
+        scale=scale,
+    )
+    weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    num_experts = sizes["E"] if num_local_experts is None else num_local_experts
+    if first_expert is not None:
+        experts = experts - first_expert
+    return Routing(weights, *xla.sort_by_expert(experts, num_experts, num_tokens))
+
+
+def expert_gated_gemm(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E D width"],
+    routing: Routing,
+    *,
+    activation: str = "silu",
+    backend: Backend,
+    batch_invariant: bool = False,
+) -> Float[Array, "R F"]:
+    """Return activation(gate) * up of each pair's token, for the pair's expert.
+
+    The GEMM accumulates in float32, the activation computes in float32, and the result has x's
+    dtype.
+
+    Args:
+        x: Rows of the tokens.
+        weight: Gate projection and up projection of each expert, concatenated along the last axis,
+            which has 2 F columns.
+        routing: Result of `route`.
+        activation: Name of the activation; one of `ACTIVATIONS`.
+        backend: The implementation to run.
+        batch_invariant: Whether a row's bits must not depend on the other rows.
+
+    Returns:
+        One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
+
+    Raises:
+        ValueError: Shapes do not match, or the activation is not supported.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
+    """
+    sizes = checks.check_array("x", x, "[T, D]")
+    sizes = checks.check_array("weight", weight, "[E, D, width]", x.dtype, **sizes)
+    check_routing(routing, T=sizes["T"], E=sizes["E"])
+    if sizes["width"] % 2:
+        raise ValueError(
+            f"weight has {sizes['width']} columns: pass an even number, half gate and half up"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
+    Backend(backend)
+    return xla.gated_gemm(x, weight, routing, batch_invariant=batch_invariant)
+
+
+def expert_down_gemm(
+    x: Float[Array, "R F"],
+    weight: Float[Array, "E F D"],
+    routing: Routing,
+    *,
+    backend: Backend,
+    batch_invariant: bool = False,
+) -> Float[Array, "T D"]:
+    """Return the sum of each token's experts, multiplied by the routing weights.
+
+    The k rows of a token are summed in float32, in the order of the choices, and rounded once to
+    x's dtype. Pairs that hit no expert add nothing, whatever their rows contain.
+
+    Args:
+        x: Result of `expert_gated_gemm`.
+        weight: Down projection of each expert.
+        routing: Result of `route`.
+        backend: The implementation to run.
+        batch_invariant: Whether a token's bits must not depend on the other tokens.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: Dtypes differ or are not bfloat16, float16 or float32.
+    """
+    sizes = checks.check_array("x", x, "[R, F]")
+    sizes = checks.check_array("weight", weight, "[E, F, D]", x.dtype, **sizes)
+    check_routing(routing, R=sizes["R"], E=sizes["E"])
+    Backend(backend)
+    return xla.down_gemm(x, weight, routing, batch_invariant=batch_invariant)
+
+
+def check_routing(routing, **sizes):
+    """Check the shapes and dtypes of a `Routing`.
+
+    Args:
+        routing: The routing.
+        sizes: Required sizes by axis name: T, k, R or E.
+
+    Raises:
+        ValueError: A shape does not match.
+        TypeError: A dtype is wrong.
+    """
+    num_experts = sizes.pop("E")
+    sizes = checks.check_array("routing.weights", routing.weights, "[T, k]", jnp.float32, **sizes)
+    pairs = {"T": sizes["T"], "k": sizes["k"]}
+    for name in ("experts", "positions"):
+        checks.check_array(f"routing.{name}", getattr(routing, name), "[T, k]", jnp.int32, **pairs)
+    num_rows = sizes["T"] * sizes["k"]
+    if sizes.get("R", num_rows) != num_rows:
+        raise ValueError(f"x has {sizes['R']} rows; it must have {num_rows}, one per pair")
+    checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
+    bounds = num_experts + 1
+    checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)

@@ -1,0 +1,126 @@
+"""Routing and expert GEMMs in plain XLA.
+
+The GEMMs run a loop over tiles. A tile has a fixed number of rows of one expert, so the loop reads
+only the weights of experts that are hit. The number of tiles is known at run time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gemm.xla import einsum
+
+MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 128
+"""Bounds of the number of rows of a tile."""
+
+
+def choose_experts(logits, num_choices, *, softmax_first, normalize, scale):
+    """Return the weights [T, k] and the indices [T, k] of the experts with the largest logits.
+
+    `pallas_kernels.experts.route` documents the arguments.
+    """
+    values = logits.astype(jnp.float32)
+    if softmax_first:
+        values = jax.nn.softmax(values, axis=-1)
+    weights, experts = lax.top_k(values, num_choices)
+    if not softmax_first:
+        weights = jax.nn.softmax(weights, axis=-1)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if scale is not None:
+        weights = weights * jnp.float32(scale)
+    return weights, experts
+
+
+def sort_by_expert(experts, num_experts, num_tokens):
+    """Return the fields of a `Routing` after its weights.
+
+    Args:
+        experts: Expert [T, k] of each pair. An index outside the `num_experts` experts of the
+            device hits no expert.
+        num_experts: Number of experts of the device (E).
+        num_tokens: Number of tokens; later rows are padding. None: no padding.
+    """
+    (num_rows, num_choices), num_pairs = experts.shape, experts.size
+    hits = (experts >= 0) & (experts < num_experts)
+    if num_tokens is not None:
+        hits &= jnp.arange(num_rows, dtype=jnp.int32)[:, None] < num_tokens
+    experts = jnp.where(hits, experts, num_experts).astype(jnp.int32)
+    pairs = jnp.arange(num_pairs, dtype=jnp.int32)
+    # Sort one array of distinct keys, which is faster than a stable sort of keys and values.
+    order = lax.sort(experts.reshape(-1) * num_pairs + pairs, is_stable=False) % max(num_pairs, 1)
+    positions = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs, unique_indices=True)
+    is_expert = experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
+    counts = jnp.sum(is_expert, axis=0, dtype=jnp.int32)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    return experts, order, positions.reshape(num_rows, num_choices), offsets
+
+
+def gated_gemm(x, weight, routing, *, batch_invariant):
+    """Run the public op `expert_gated_gemm` in plain XLA."""
+    num_choices = routing.experts.shape[1]
+
+    def compute_tile(expert, rows):
+        tokens = _take(routing.order, rows) // num_choices
+        gate_up = einsum("td,df->tf", _take(x, tokens), weight[expert], out=jnp.float32)
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    width = weight.shape[2] // 2
+    return _map_tiles(compute_tile, routing, width, x.dtype, batch_invariant=batch_invariant)
+
+
+def down_gemm(x, weight, routing, *, batch_invariant):
+    """Run the public op `expert_down_gemm` in plain XLA."""
+
+    def compute_tile(expert, rows):
+        return einsum("tf,fd->td", _take(x, rows), weight[expert], out=jnp.float32)
+
+    options = {"dtype": jnp.float32, "batch_invariant": batch_invariant}
+    products = _map_tiles(compute_tile, routing, weight.shape[2], **options)
+    is_hit = routing.experts < weight.shape[0]
+    total = jnp.zeros((routing.experts.shape[0], weight.shape[2]), jnp.float32)
+    for choice in range(routing.experts.shape[1]):
+        rows = _take(products, routing.positions[:, choice]) * routing.weights[:, choice, None]
+        total += jnp.where(is_hit[:, choice, None], rows, 0)
+    return total.astype(x.dtype)
+
+
+def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
+    """Return the rows [R, width] of all tiles; rows that hit no expert are undefined.
+
+    Args:
+        compute_tile: Function of an expert and of row indices that returns the tile's rows.
+        routing: The `Routing`.
+        width: Width of the result.
+        dtype: Dtype of the result.
+        batch_invariant: Whether tiles have a fixed number of rows, so that a row's bits do not
+            depend on the number of rows.
+    """
+    offsets, num_rows = routing.offsets, routing.order.shape[0]
+    tile_rows = _num_tile_rows(num_rows, offsets.shape[0] - 1)
+    tile_rows = MIN_TILE_ROWS if batch_invariant else tile_rows
+    num_tiles = (offsets[1:] - offsets[:-1] + tile_rows - 1) // tile_rows
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    steps = jnp.arange(tile_rows, dtype=jnp.int32)
+
+    def write_tile(index, out):
+        expert = jnp.sum(tile_ends <= index, dtype=jnp.int32)
+        tile = index - (tile_ends[expert] - num_tiles[expert])
+        first = offsets[expert] + tile * tile_rows
+        # A tile may end behind its expert's rows. The next tile overwrites the excess rows.
+        return lax.dynamic_update_slice(out, compute_tile(expert, first + steps), (first, 0))
+
+    out = jnp.zeros((num_rows + tile_rows, width), dtype)
+    return lax.fori_loop(jnp.int32(0), tile_ends[-1], write_tile, out)[:num_rows]
+
+
+def _num_tile_rows(num_rows, num_experts):
+    """Return the number of rows of a tile: the mean number of rows of an expert, or about that."""
+    mean = max(num_rows // num_experts, 1)
+    return min(max(1 << mean.bit_length(), MIN_TILE_ROWS), MAX_TILE_ROWS)
+
+
+def _take(array, rows):
+    """Return rows of an array; an index behind the last row returns the last row."""
+    return jnp.take(array, rows, axis=0, mode="clip")

@@ -1,0 +1,137 @@
+"""Compare the routing and the GEMMs of experts with the slow references."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import BF16, F32, XLA_AND_TRITON
+
+from pallas_kernels import Backend, Routing, expert_down_gemm, expert_gated_gemm, route
+from tests.reference import kernels as reference
+
+WIDTH, INNER, NUM_EXPERTS, NUM_CHOICES = 64, 48, 6, 3
+
+
+def make_logits(kind: str, num_tokens: int) -> np.ndarray:
+    logits = np.random.RandomState(1).randn(num_tokens, NUM_EXPERTS).astype(np.float32)
+    if kind == "one expert is chosen by all tokens":
+        logits[:, 4] = 9
+    elif kind == "an expert is never chosen":
+        logits[:, 2] = -9
+    elif kind == "ties":
+        logits = np.round(logits)
+    return logits
+
+
+def make_weights(dtype: Any) -> tuple[jax.Array, jax.Array]:
+    random = np.random.RandomState(2)
+    gate_up = random.randn(NUM_EXPERTS, WIDTH, 2 * INNER) * WIDTH**-0.5
+    down = random.randn(NUM_EXPERTS, INNER, WIDTH) * INNER**-0.5
+    return jnp.asarray(gate_up, dtype), jnp.asarray(down, dtype)
+
+
+def make_rows(num_tokens: int, dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.RandomState(3).randn(num_tokens, WIDTH), dtype)
+
+
+@partial(jax.jit, static_argnames="backend")
+def run_experts(x, gate_up, down, routing, backend):
+    inner = expert_gated_gemm(x, gate_up, routing, backend=backend)
+    # Rows that hit no expert are undefined, and must not change the result.
+    is_hit = jnp.arange(len(inner)) < routing.offsets[-1]
+    inner = jnp.where(is_hit[:, None], inner, jnp.nan)
+    return expert_down_gemm(inner, down, routing, backend=backend)
+
+
+def check_routing(got: Routing, want: tuple[np.ndarray, ...]) -> None:
+    np.testing.assert_allclose(got.weights, want[0], rtol=1e-5)
+    for name, array, wanted in zip(Routing._fields[1:], got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(array, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "num_real", "dtype"),
+    [
+        ("random", 1, None, F32),
+        ("random", 37, 33, BF16),
+        ("one expert is chosen by all tokens", 37, None, F32),
+        ("an expert is never chosen", 37, 20, F32),
+        ("ties", 37, None, F32),
+        ("random", 9, 0, F32),
+    ],
+)
+def test_experts_equal_the_reference(kind, num_tokens, num_real, dtype, backend):
+    logits, x = make_logits(kind, num_tokens), make_rows(num_tokens, dtype)
+    gate_up, down = make_weights(dtype)
+    options = {"normalize": True, "scale": 1.5}
+    count = None if num_real is None else jnp.int32(num_real)
+    routing = route(jnp.asarray(logits), NUM_CHOICES, num_tokens=count, backend=backend, **options)
+    want = reference.route(logits, NUM_CHOICES, num_tokens=num_real, **options)
+    check_routing(routing, want)
+    got = np.asarray(run_experts(x, gate_up, down, routing, backend), np.float64)
+    error = np.abs(got - reference.experts(x, gate_up, down, *want[:2])).max()
+    assert error < (2e-5 if dtype == F32 else 0.06)
+
+
+@pytest.mark.parametrize("softmax_first", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_weights_follow_the_options(softmax_first, normalize):
+    logits = make_logits("random", 9)
+    options = {"softmax_first": softmax_first, "normalize": normalize}
+    got = route(jnp.asarray(logits), NUM_CHOICES, backend=Backend.XLA, **options)
+    check_routing(got, reference.route(logits, NUM_CHOICES, **options))
+
+
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+def test_devices_with_some_experts_sum_to_all_experts(backend):
+    logits, x = make_logits("random", 21), make_rows(21, F32)
+    gate_up, down = make_weights(F32)
+    whole = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
+    total = np.zeros(x.shape)
+    for first in (0, 2, 4):
+        options = {"first_expert": jnp.int32(first), "num_local_experts": 2}
+        routing = route(jnp.asarray(logits), NUM_CHOICES, backend=backend, **options)
+        part = slice(first, first + 2)
+        check_routing(
+            routing,
+            reference.route(logits, NUM_CHOICES, first_expert=first, num_local_experts=2),
+        )
+        total += run_experts(x, gate_up[part], down[part], routing, backend)
+    np.testing.assert_allclose(total, run_experts(x, gate_up, down, whole, backend), atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+def test_nan_row_changes_no_other_row(backend):
+    logits, x = make_logits("random", 21), make_rows(21, F32)
+    gate_up, down = make_weights(F32)
+    clean = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
+    logits[5] = np.nan
+    broken = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
+    rows = x.at[5].set(jnp.nan)
+    want = np.array(run_experts(x, gate_up, down, clean, backend))
+    want[5] = np.nan
+    got = run_experts(rows, gate_up, down, broken, backend)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    logits, x = jnp.zeros((3, NUM_EXPERTS)), make_rows(3, F32)
+    gate_up, down = make_weights(F32)
+    options: dict[str, Any] = {"backend": Backend.XLA}
+    with pytest.raises(ValueError, match=r"num_experts_per_token is 7; it must be from 1 to .* 6"):
+        route(logits, 7, **options)
+    with pytest.raises(ValueError, match="first_expert and num_local_experts: set both"):
+        route(logits, 2, num_local_experts=2, **options)
+    routing = route(logits, 2, **options)
+    with pytest.raises(ValueError, match="weight has 95 columns: pass an even number"):
+        expert_gated_gemm(x, gate_up[:, :, 1:], routing, **options)
+    with pytest.raises(ValueError, match="activation is 'relu'; it must be silu"):
+        expert_gated_gemm(x, gate_up, routing, activation="relu", **options)
+    with pytest.raises(ValueError, match=r"routing\.offsets has shape"):
+        expert_gated_gemm(x, gate_up[1:], routing, **options)
+    with pytest.raises(ValueError, match="x has 3 rows; it must have 6, one per pair"):
+        expert_down_gemm(x[:, :INNER], down, routing, **options)
