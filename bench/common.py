@@ -238,7 +238,7 @@ class Floor:
         weight_bytes: Bytes of weights that a decode step reads. The token embedding is left out,
             because a step gathers only a few rows of it. The experts are included.
         expert_bytes: Bytes of the experts' weights.
-        choice_share: Share of the experts that one token chooses.
+        chosen_share: Fraction of the experts that one token chooses.
         kv_bytes_per_token: Bytes of K and V of one token in all layers.
         flops_per_token: FLOPs of one token's GEMMs without the output head.
         head_flops: FLOPs of the output head for one token.
@@ -253,7 +253,7 @@ class Floor:
     flops_per_pair: float
     gemm_flops_per_second: float = FLOPS_PER_SECOND
     expert_bytes: float = 0.0
-    choice_share: float = 1.0
+    chosen_share: float = 1.0
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
@@ -276,12 +276,12 @@ class Floor:
             flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
             gemm_flops_per_second=FP8_FLOPS_PER_SECOND if is_narrow else FLOPS_PER_SECOND,
             expert_bytes=dtype.itemsize * _num_expert_weights(model),
-            choice_share=experts.num_experts_per_token / experts.num_experts if experts else 1.0,
+            chosen_share=experts.num_experts_per_token / experts.num_experts if experts else 1.0,
         )
 
     def read_bytes(self, num_seqs: float) -> float:
         """Return the mean number of bytes of weights that a decode step reads."""
-        skipped_share = (1 - self.choice_share) ** num_seqs
+        skipped_share = (1 - self.chosen_share) ** num_seqs
         return self.weight_bytes - self.expert_bytes * skipped_share
 
     def decode_step(self, num_seqs: int, context: float) -> float:

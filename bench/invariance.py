@@ -3,7 +3,7 @@
     python -m bench.invariance           pairs tried and pairs unequal, for both modes
     python -m bench.invariance --costs   cases A to D of both modes, and one row of 32,768 tokens
 
-A set of requests runs alone, one after another. Engines with other options then run the same
+Each request first runs alone. Engines with other options then run the same
 requests in random batches. A pair is a request alone and in a batch. The pair is equal if all
 tokens and log-probabilities have the same bits. The engines differ in bursts, loop, chunk size,
 preemption and speculation, and all of them cache prefixes. The composition "scoring" compares the
@@ -90,7 +90,7 @@ def compare(
     num_pairs: int,
     seed: int,
 ) -> tuple[int, int, int]:
-    """Run random batches, and return the pairs tried, with unequal bits, and with other tokens."""
+    """Return three counts: pairs tried, pairs with unequal bits, pairs with unequal tokens."""
     rng = np.random.default_rng(seed)
     tried = unequal = other_tokens = 0
     while tried < num_pairs:

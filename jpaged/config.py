@@ -239,10 +239,8 @@ class EngineConfig(Options):
             always have raw log-probabilities. A beam search ranks its beams by raw
             log-probabilities. `best_of` ranks by log-probabilities, in the processed modes by
             processed ones.
-        batch_invariant: Compute the same bits for a request alone and in any batch, for any chunks
-            of the prompt, after a prefix hit, and after a preemption. Needs unquantized weights and
-            KV cache; on a GPU a Hopper GPU, a 2-byte dtype, and a model with RMSNorm, heads of 128
-            numbers, and neither sliding windows nor soft caps.
+        batch_invariant: Compute the same bits for a request alone and in any batch.
+            docs/reproducibility.md lists the supported models and GPUs.
         async_scheduling: Launch each step before the tokens of the previous step are read (the
             overlapped loop).
         num_scheduler_steps: Number of decode steps in a burst, which is launched as one program.

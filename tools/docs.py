@@ -115,15 +115,15 @@ def models_page() -> str:
             "## Models\n",
             "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
             "jpaged works with every family: prefix caching, samples and beams, swapping, "
-            "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism. Only FP8 "
-            "weights are refused for models with experts.\n",
+            "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism. There is "
+            "one exception: models with experts have no FP8 weights.\n",
             _table(("`model_type`", "models"), models),
             "Heads have 1 to 256 elements on a GPU, and any number on a CPU. Sizes that are no "
             "power of two take the time of the next power of two.\n",
             "Rotary embeddings have the types `default`, `linear`, `llama3` and `yarn`. With "
             "`yarn`, a model has `original_max_position_embeddings` times `factor` positions, or "
             "`max_position_embeddings` if that is more.\n",
-            "Every token is computed by all of its experts: experts have no capacity limit. On "
+            "Every chosen expert computes its tokens: experts have no capacity limit. On "
             "several devices, each device holds a shard of the width of every expert, or whole "
             "experts with `--enable-expert-parallel`. Use the option if the devices cannot split "
             "the width of an expert.\n",

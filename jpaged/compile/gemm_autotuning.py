@@ -36,8 +36,7 @@ from typing_extensions import override
 
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import write_atomically
-from jpaged.models.decoder import DecoderLayer
-from jpaged.models.experts import SparseFeedForward
+from jpaged.models.decoder import DecoderLayer, FeedForward
 from jpaged.models.sharding import MESH_AXIS, global_shape_struct, wrap_in_shard_map
 from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
@@ -170,22 +169,22 @@ without the row axis."""
 
 
 def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
-    """Yield the matrix products of a layer, with a bias or the residual stream where programs add
-    one. XLA fuses these additions with the product and measures the fusion."""
+    """Yield the matrix products of a layer of each kind, with a bias or the residual stream where
+    programs add one. XLA fuses these additions with the product and measures the fusion."""
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
-    if isinstance(layer.mlp, SparseFeedForward):  # XLA measures no products of experts
-        yield layer, lambda it, o: it.attention.output(o, backend), [heads]
-        yield layer, lambda it, x: it.mlp.router_logits(x, backend), [width]
-        return
-    if layer.mlp.gate_up is None:
+    if isinstance(layer.mlp, FeedForward) and layer.mlp.gate_up is None:
         yield layer, lambda it, x, o: _run_after_attention(it, x, o, backend), [width, heads]
         return
     inner = (config.intermediate_size,)
     yield layer, lambda it, o: it.attention.output(o, backend), [heads]
-    yield layer, lambda it, x: it.mlp.intermediate(x, backend), [width]
-    yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
+    for layer in {type(it.mlp): it for it in reversed(model.layers)}.values():
+        if isinstance(layer.mlp, FeedForward):
+            yield layer, lambda it, x: it.mlp.intermediate(x, backend), [width]
+            yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
+        else:
+            yield layer, lambda it, x: it.mlp(x, backend), [width]
 
 
 def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Backend) -> Any:

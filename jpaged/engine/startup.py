@@ -197,7 +197,8 @@ def _plan_model(
         raise head_size_error(model.head_size, supported)
     model = replace(model, kv_cache_dtype=kv_cache_dtype, batch_invariant=config.batch_invariant)
     if config.batch_invariant:
-        check_batch_invariant(model, config.block_size, dtype, device)
+        shard = model.shard(config.tensor_parallel_size)
+        check_batch_invariant(shard, config.block_size, dtype, device)
     requested = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **requested), dtype
 
@@ -207,50 +208,84 @@ def check_batch_invariant(
 ) -> None:
     """Check that a model can be computed with the same bits in any batch on a device.
 
+    Args:
+        model: Shard of the model that the device holds.
+        block_size: Tokens of a block.
+        dtype: Dtype of the weights.
+        device: One of the engine's devices.
+
     Raises:
         ValueError: The model, its dtypes or the device is not supported.
     """
+    quantization, cache_dtype = model.quantization, model.kv_cache_dtype
+    is_quantized = quantization is not None and quantization.format is not UnquantizedFormat
+    unquantized = "use an unquantized checkpoint, and leave quantization unset"
     found: list[tuple[bool, str, str]] = [
-        (model.quantization is not None, "quantized weights", "leave quantization unset"),
-        (
-            model.kv_cache_dtype is not None,
-            "a KV cache of another dtype than the weights",
-            "leave kv_cache_dtype unset",
-        ),
+        (is_quantized, "quantized weights", unquantized),
+        (cache_dtype is not None, f"a KV cache of {cache_dtype}", "leave kv_cache_dtype unset"),
     ]
     if device.platform != "cpu":
-        layers, width, inner = model.layers, model.hidden_size, model.intermediate_size
-        is_plain = all(it.sliding_window is None and it.soft_cap is None for it in layers)
-        prefill = runs_hopper_prefill(
-            head_size=model.head_size,
-            block_size=block_size,
-            itemsize=dtype.itemsize,
-            is_plain_causal=is_plain,
-            device_kind=device.device_kind,
-        )
-        is_rms = model.norm_type == "rms" and model.norm_positions == ("before",)
-        is_silu_gated = model.is_gated and is_silu(model.activation)
-        is_whole = not any(size % 64 for size in (width, inner, model.num_embedding_rows))
-        found += [
-            (not is_hopper(device.device_kind), device.device_kind, "use a Hopper GPU or a CPU"),
-            (model.experts is not None, "experts on a GPU", "use a dense model"),
-            (dtype.itemsize != 2, f"dtype {dtype.name}", "use dtype='bfloat16'"),
-            (
-                not prefill,
-                f"head_size={model.head_size} with block_size={block_size}, a sliding window or "
-                "a soft cap",
-                "use a model with heads of 128 numbers and neither windows nor caps",
-            ),
-            (
-                not (is_rms and is_silu_gated and is_whole),
-                f"model_type={model.model_type!r} with sizes {width}, {inner} and "
-                f"{model.num_embedding_rows}",
-                "use a model with RMSNorm, SwiGLU and sizes that are multiples of 64",
-            ),
-        ]
+        found += _missing_kernels(model, block_size, dtype, device.device_kind)
     for is_wrong, what, remedy in found:
         if is_wrong:
             raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
+
+
+def _missing_kernels(
+    model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
+) -> list[tuple[bool, str, str]]:
+    """Return for each reason to refuse a GPU: whether it applies, what it is, and the remedy."""
+    windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
+    caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]
+    has_prefill = runs_hopper_prefill(
+        head_size=128,
+        block_size=block_size,
+        itemsize=2,
+        is_plain_causal=True,
+        device_kind=device_kind,
+    )
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.num_embedding_rows,
+        "num_attention_heads * head_dim": model.num_heads * model.head_size,
+    }
+    if model.tensor_parallel_size > 1:
+        other = f"use a tensor_parallel_size other than {model.tensor_parallel_size}"
+    else:
+        other = "use another model, or a CPU"
+    model_type = f"model_type={model.model_type!r}"
+    return [
+        (not is_hopper(device_kind), device_kind, "use a Hopper GPU or a CPU"),
+        (dtype.itemsize != 2, f"dtype={dtype.name!r} on a GPU", "use dtype='bfloat16'"),
+        (
+            not has_prefill,
+            f"block_size={block_size} on a GPU",
+            "use a power of two from 8 to 256",
+        ),
+        (
+            model.head_size != 128,
+            f"head_dim={model.head_size} on a GPU",
+            "use a model with 128, or a CPU",
+        ),
+        (bool(windows), f"sliding_window={windows[:1]} on a GPU", "use another model, or a CPU"),
+        (bool(caps), f"soft caps {caps[:1]} on a GPU", "use another model, or a CPU"),
+        (model.experts is not None, f"experts ({model_type}) on a GPU", "use a dense model"),
+        (
+            model.norm_type != "rms" or model.norm_positions != ("before",),
+            f"the norms of {model_type} on a GPU",
+            "use a model with RMSNorm before each block, or a CPU",
+        ),
+        (
+            not (model.is_gated and is_silu(model.activation)),
+            f"the activation {model.activation!r} on a GPU",
+            "use a model with SwiGLU, or a CPU",
+        ),
+        *(
+            (size % 64 != 0, f"{name}={size} per device on a GPU, no multiple of 64", other)
+            for name, size in sizes.items()
+        ),
+    ]
 
 
 def resolve_dtype(requested: str, model: ModelConfig, platform: str) -> jnp.dtype:

@@ -66,7 +66,10 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of rows up to the last row that is not padding."""
+        """Number of rows up to the last row that is not padding.
+
+        Rows of ended sequences before this row count.
+        """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]
         ends = jnp.arange(1, self.seq_lens.shape[0] + 1, dtype=jnp.int32) * self.num_queries
@@ -103,7 +106,7 @@ def _as_prefill(
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
     """Return `query_start_loc` and lengths of a step with `num_queries` tokens per sequence.
 
-    Padding sequences compute their tokens in the null block.
+    A padding sequence gets `num_queries` as its length, and reads the null block.
     """
     starts = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * num_queries
     return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
@@ -124,8 +127,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the rotation of each channel pair in radians per position, float32 [H / 2].
 
     The rope type "linear" divides all frequencies by `rope.factor`. The rope type "llama3" divides
-    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does, and the rope
-    type "yarn" as YaRN does.
+    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does. The rope type
+    "yarn" divides low frequencies, keeps high ones, and interpolates between.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     # Compute the power in float64: in float32, numpy can be one ulp off where torch is not, and the
@@ -241,22 +244,24 @@ class Attention(nnx.Module):
 
         With several devices, the mean square of a token covers the heads of all devices.
         """
-        q_norm, k_norm = self.q_norm, self.k_norm
         if self.layer_config.qk_norm != "projection":
             return qkv
-        if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
-            return qkv
+        norms = cast(RMSNorm, self.q_norm), cast(RMSNorm, self.k_norm)
         heads = sum_partials(qkv, dtype)
-        head_size, start, normalized = heads.shape[2], 0, []
-        for norm in (q_norm, k_norm):
-            count = norm.scale.shape[0] // head_size
-            part = heads[:, start : start + count].astype(jnp.float32)
-            mean = _mean_square(part, batch_invariant=self.batch_invariant)
-            mean = all_mean(mean) if self.is_shared else mean
-            part = (part * jax.lax.rsqrt(mean + norm.eps)).astype(dtype)
-            normalized.append(part * norm.scale.reshape(1, count, head_size))
-            start += count
-        return jnp.concatenate([*normalized, heads[:, start:]], axis=1)[None]
+        num_q, num_k = (norm.scale.shape[0] // heads.shape[2] for norm in norms)
+        q, k, v = jnp.split(heads, (num_q, num_q + num_k), axis=1)
+        squares = [
+            _mean_square(it.astype(jnp.float32), batch_invariant=self.batch_invariant)
+            for it in (q, k)
+        ]
+        means = jnp.concatenate(squares, axis=1)
+        means = all_mean(means) if self.is_shared else means  # one exchange for both
+        scales = [jax.lax.rsqrt(means[:, i : i + 1] + norm.eps) for i, norm in enumerate(norms)]
+        q, k = (
+            (it.astype(jnp.float32) * scale).astype(dtype) * norm.scale.reshape(1, *it.shape[1:])
+            for it, scale, norm in zip((q, k), scales, norms, strict=True)
+        )
+        return jnp.concatenate([q, k, v], axis=1)[None]
 
     def attend(
         self,
@@ -290,7 +295,7 @@ class Attention(nnx.Module):
         num_queries = attention.num_queries
         if self.batch_invariant:
             options["batch_invariant"] = True
-            if starts is None:  # the kernel of prefills computes every step
+            if starts is None:  # run the prefill kernel in decode and verify steps too
                 starts, lens = _as_prefill(lens, num_queries)
         if angles is not None and starts is None and num_queries == 1:
             norms = self.head_norms()

@@ -38,7 +38,8 @@ class RopeConfig:
         beta_fast, beta_slow: Numbers of rotations within the original context length, between which
             frequencies are interpolated.
         truncate: Whether the range of interpolated frequencies ends at whole channel pairs.
-        attention_factor: Factor of cosine and sine, and so of rotated queries and keys.
+        attention_factor: Factor that multiplies cosine and sine, and thereby rotated queries and
+            keys.
     """
 
     theta: float
@@ -65,6 +66,7 @@ class ExpertsConfig:
         normalize: Whether the routing weights of a token are divided by their sum.
         num_local_experts: Number of experts of the device, if whole experts are placed on devices;
             otherwise `num_experts`.
+        count_field, width_field: Names in config.json of `num_experts` and `intermediate_size`.
     """
 
     num_experts: int
@@ -72,6 +74,8 @@ class ExpertsConfig:
     intermediate_size: int
     normalize: bool
     num_local_experts: int = 0
+    count_field: str = field(default="num_experts", compare=False)
+    width_field: str = field(default="moe_intermediate_size", compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "num_local_experts", self.num_local_experts or self.num_experts)
@@ -259,9 +263,9 @@ class ModelConfig:
         experts = self.experts
         if experts is not None and self.enable_expert_parallel:
             if experts.num_experts % count:
-                return f"num_experts={experts.num_experts}"
+                return f"{experts.count_field}={experts.num_experts}"
         elif experts is not None and experts.intermediate_size % count:
-            return f"expert width of {experts.intermediate_size}"
+            return f"{experts.width_field}={experts.intermediate_size} of an expert"
         rows_per_scale = (
             1 if self.quantization is None else self.quantization.format.outputs_per_scale
         )
@@ -351,8 +355,8 @@ class ModelConfig:
         }
         if self.experts is not None:
             sizes |= {
-                "num_experts": self.experts.num_experts,
-                "moe_intermediate_size": self.experts.intermediate_size,
+                self.experts.count_field: self.experts.num_experts,
+                self.experts.width_field: self.experts.intermediate_size,
             }
         return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
@@ -405,6 +409,9 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "routed_scaling_factor": (None, 1.0),
 }
 _value_repr = Repr()
 _value_repr.maxlong = _value_repr.maxstring = _value_repr.maxother = 100
@@ -694,6 +701,9 @@ def read_experts(
     name = name if name in fields.values else count_field
     fields.ignore(("num_experts", "num_local_experts"))
     num_experts = fields.integer(name)
+    for other in ("num_experts", "num_local_experts"):
+        if fields.values.get(other, num_experts) != num_experts:
+            raise field_error(other, fields.values[other], f"{name}={num_experts}")
     num_choices = fields.integer("num_experts_per_tok")
     if num_choices > num_experts:
         raise field_error(
@@ -701,11 +711,18 @@ def read_experts(
         )
     if common["activation"] not in ("silu", "swish"):
         raise field_error("hidden_act", common["activation"], "silu for models with experts")
-    return ExpertsConfig(num_experts, num_choices, fields.integer(width_field), normalize)
+    return ExpertsConfig(
+        num_experts,
+        num_choices,
+        fields.integer(width_field),
+        normalize,
+        count_field=name,
+        width_field=width_field,
+    )
 
 
 def read_sliding_windows(
-    fields: ConfigFields, window: int | None, default: Sequence[str]
+    fields: ConfigFields, window: int | None, default: Sequence[str], *, is_fixed: bool = False
 ) -> tuple[int | None, ...]:
     """Return the sliding window of each layer; None for layers with full attention.
 
@@ -713,11 +730,15 @@ def read_sliding_windows(
         fields: Fields of the config.
         window: Size of the sliding window; None if the model has no sliding window.
         default: Layer types of a config without `layer_types`.
+        is_fixed: Whether transformers ignores `layer_types`, so that it must equal `default`.
     """
     layer_types = fields.get("layer_types")
     layer_types = default if layer_types is None else layer_types
     supported = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     is_list = isinstance(layer_types, list | tuple) and len(layer_types) == len(default)
+    if is_fixed and is_list and [*layer_types] != [*default]:
+        wanted = f"{default[0]} in every layer (with sliding_window={window})"
+        raise field_error("layer_types", layer_types, wanted)
     if not is_list or not all(kind in supported for kind in layer_types):
         wanted = f"{len(default)} layers of {' or '.join(supported)}"
         raise field_error("layer_types", layer_types, f"{wanted} (with sliding_window={window})")

@@ -82,7 +82,7 @@ class FeedForward(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """Apply `Linear.add_norm`, for the norm whose result only the feed-forward reads."""
+        """Add the update to the residual stream, and apply the norm before the feed-forward."""
         return self.input_projection.add_norm(norm, hidden, update, backend)
 
     def intermediate(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
@@ -289,7 +289,7 @@ class Decoder(nnx.Module):
         """Return the logits of every token for each row of hidden states, in float32.
 
         If `head.is_sharded`, each device returns the logits of its shard of the vocabulary.
-        `backend` is the implementation of a batch-invariant product; XLA computes other products.
+        In the default mode, `backend` is ignored and XLA computes the product.
         """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         logits, cap = self.head.logits(hidden, backend), self.config.final_soft_cap

@@ -1,4 +1,4 @@
-"""The sparse feed-forward: a router, and experts that each compute some of the tokens.
+"""The sparse feed-forward: a router chooses experts, which compute the tokens that chose them.
 
 Shazeer et al. 2017, arXiv:1701.06538. Every chosen expert computes its tokens: no token is dropped.
 """
@@ -119,7 +119,7 @@ class SparseFeedForward(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Apply `jpaged.models.norm.add_norm`, for the norm before the feed-forward."""
+        """Add the update to the residual stream, and apply the norm before the feed-forward."""
         return add_norm(norm, hidden, update, backend)
 
 
@@ -128,8 +128,8 @@ def expert_rules(
 ) -> list[WeightRule]:
     """Return the rules that map checkpoint tensors to the parameters of a sparse feed-forward.
 
-    Published checkpoints have one tensor per expert and projection. The models of transformers 5
-    have one tensor for all experts.
+    Published checkpoints have one tensor per expert and projection. Stacked checkpoints have two
+    tensors per layer, `experts.gate_up_proj` and `experts.down_proj`.
 
     Args:
         config: Config of the model.

@@ -212,7 +212,7 @@ class BatchInvariantFormat(UnquantizedFormat):
 
     @override
     def dense_weight(self) -> None:
-        return None  # a fused layer splits the depth by the number of rows
+        return None  # disables the fused layer, which splits the depth by the number of rows
 
 
 def weight_rule(

@@ -78,7 +78,7 @@ class Linear(nnx.Module):
         return self._add_bias(partials, x.dtype)
 
     def _sum_devices(self, rows: Float[Array, "T width"]) -> Float[Array, "T width"]:
-        """Sum the rows of all devices; in their order if the format is batch-invariant."""
+        """Sum the rows of all devices, in device order if the format is batch-invariant."""
         if isinstance(self.format, BatchInvariantFormat):
             return sum_in_device_order(rows)
         return device_sum(rows, MESH_AXIS)

@@ -1,7 +1,7 @@
 """Config of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and rules of sparse families.
 
-All layers of both have experts. The attention of Mixtral is Mistral's. OLMoE normalizes all query
-heads of a token together, and all key heads.
+In both families, every layer has experts. The attention of Mixtral is Mistral's. OLMoE normalizes
+all query heads of a token together, and all key heads.
 """
 
 from jpaged.models.checkpoint import WeightRules
@@ -41,7 +41,7 @@ def describe_mixtral(fields: ConfigFields) -> ModelConfig:
     layers = make_rotary_layers(
         fields,
         common,
-        read_sliding_windows(fields, window, layer_types),
+        read_sliding_windows(fields, window, layer_types, is_fixed=True),
         theta=1e6,
         experts=[experts] * len(layer_types),
     )
@@ -67,16 +67,11 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
     return ModelConfig(**common, layers=layers, qkv_bias=bias, output_bias=bias, **tokens)
 
 
-def weight_rules_qwen3_moe(config: ModelConfig) -> WeightRules:
-    """Return Qwen3's weight rules, with experts."""
-    return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())
-
-
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
     """Return Mistral's weight rules, with experts."""
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
-def weight_rules_olmoe(config: ModelConfig) -> WeightRules:
-    """Return LLaMA's weight rules, with norms of queries and keys, and with experts."""
+def weight_rules_normed(config: ModelConfig) -> WeightRules:
+    """Return the weight rules of Qwen3-MoE and OLMoE: LLaMA's, query and key norms, experts."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

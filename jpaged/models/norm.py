@@ -113,8 +113,9 @@ def add_norm(
 
     An update of None stands for zeros.
     """
-    if update is None and isinstance(norm, RMSNorm) and norm.batch_invariant:
-        # Run the kernel of the other norms: XLA may norm few rows and many rows differently.
+    is_kernel = isinstance(norm, RMSNorm) and backend is not Backend.XLA
+    if update is None and is_kernel and norm.batch_invariant:
+        # Add zeros, so that the fused kernel runs: XLA may order the sum by the number of rows.
         update = jnp.zeros_like(hidden)[None]
     return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
 

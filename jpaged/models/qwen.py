@@ -57,7 +57,7 @@ def describe_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     layers = make_rotary_layers(
         fields,
         common,
-        read_sliding_windows(fields, window, layer_types),
+        read_sliding_windows(fields, window, layer_types, is_fixed=True),
         experts=_read_layer_experts(fields, common),
         qk_norm="head",
     )

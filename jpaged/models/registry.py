@@ -36,9 +36,9 @@ _FAMILIES = {
     "mistral": ModelFamily(llama.describe_mistral, llama.weight_rules),
     "qwen2": ModelFamily(qwen.describe_qwen2, llama.weight_rules),
     "qwen3": ModelFamily(qwen.describe_qwen3, qwen.weight_rules_qwen3),
-    "qwen3_moe": ModelFamily(qwen.describe_qwen3_moe, moe.weight_rules_qwen3_moe),
+    "qwen3_moe": ModelFamily(qwen.describe_qwen3_moe, moe.weight_rules_normed),
     "mixtral": ModelFamily(moe.describe_mixtral, moe.weight_rules_mixtral),
-    "olmoe": ModelFamily(moe.describe_olmoe, moe.weight_rules_olmoe),
+    "olmoe": ModelFamily(moe.describe_olmoe, moe.weight_rules_normed),
     "gemma3_text": ModelFamily(gemma3.describe_text, gemma3.weight_rules_gemma3),
     "gemma3": ModelFamily(gemma3.describe_multimodal, gemma3.weight_rules_gemma3),
 }
@@ -68,9 +68,8 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     found = read_quantization(quantization_fields, quantization, modules)
     if model.experts is not None and found is not None and found.format is not UnquantizedFormat:
         raise ValueError(
-            f"the weights of model_type={model_type!r} are to be in {found.format.name}, which is "
-            "not supported for models with experts: use an unquantized checkpoint, and leave "
-            "quantization unset"
+            f"model_type={model_type!r} does not support FP8 weights ({found.format.name}): use "
+            "the unquantized checkpoint, and omit quantization"
         )
     return replace(model, quantization=found)
 

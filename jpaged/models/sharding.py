@@ -1,7 +1,8 @@
 """Tensor parallelism: the sharding of a model over devices (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each device of the mesh holds a shard of the attention heads, of the feed-forward width and of the
-rows of the token tables. Experts are split by width too, or whole experts are placed on devices.
+rows of the token tables. Each device holds a shard of the width of
+every expert or, with `enable_expert_parallel`, some whole experts.
 Norms, routers and position tables are replicated. Every device runs the same step on its shards,
 whose sizes `ModelConfig.shard` returns. After every projection back to the residual stream, an
 all-reduce sums the devices' results.
@@ -109,8 +110,8 @@ def all_max(x: jax.Array) -> jax.Array:
 
 
 def all_mean(x: jax.Array) -> jax.Array:
-    """Return the elementwise mean of the devices' arrays, on every device."""
-    return lax.pmean(x, MESH_AXIS)
+    """Return the elementwise mean of the devices' arrays, added in the order of the devices."""
+    return sum_in_device_order(x) / lax.axis_size(MESH_AXIS)
 
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:

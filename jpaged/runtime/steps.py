@@ -111,7 +111,7 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from pallas_kernels import (
     LOGPROB_COLUMN,
-    RANK_COLUMN,
+    NUM_TOKEN_COLUMNS,
     TOKEN_COLUMN,
     Backend,
     copy_blocks,
@@ -565,12 +565,12 @@ def score_targets_step(
     `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns no ranks and no
     other tokens, so that it never holds whole rows of logits, unless the model is batch-invariant.
     """
-    if model.config.batch_invariant:  # the sum over the vocabulary has the order of generation
-        options = {"max_logprobs": 0, "backend": backend}
+    if model.config.batch_invariant:  # use the op of generation, which gives the same bits
+        options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
-        is_greedy = scores[:, RANK_COLUMN] == 1
-        logprobs = lax.bitcast_convert_type(scores[:, LOGPROB_COLUMN], jnp.float32)
-        return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
+        columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
+        logprobs, highest = (lax.bitcast_convert_type(it, jnp.float32) for it in columns)
+        return jnp.stack([logprobs, (logprobs >= highest).astype(jnp.float32)], axis=1)
     logprobs, is_greedy = model.target_logprobs(scored_hidden, targets, backend)
     return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
 

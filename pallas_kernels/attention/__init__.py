@@ -194,6 +194,8 @@ def paged_prefill_attention(
         return xla.paged_prefill_attention(*arrays, tile_size=tile_size, **options)
     splits = tuning.should_split_decode_rows(num_tokens=q.shape[0], batch=seq_lens.shape[0])
     if batch_invariant or not splits:
+        if batch_invariant:
+            _check_batch_invariant(q, kv, options, backend)
         arrays = q, kv, block_tables, query_start_loc, seq_lens
         has_few_queries = batch_invariant and q.shape[0] <= MAX_VERIFY_QUERIES * seq_lens.shape[0]
         launch = {"has_few_queries": has_few_queries}
@@ -258,6 +260,24 @@ def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
+
+
+def _check_batch_invariant(q, kv, options, backend):
+    """Raise ValueError unless prefill_hopper.py computes the attention."""
+    is_plain_causal = all(options[name] is None for name in ("soft_cap", "sliding_window"))
+    supported = tuning.runs_hopper_prefill(
+        head_size=q.shape[2],
+        itemsize=q.dtype.itemsize,
+        device_kind=device_kind(backend),
+        block_size=kv.k.shape[1],
+        is_plain_causal=is_plain_causal,
+    )
+    if kv.is_scaled or not supported:
+        raise ValueError(
+            f"batch_invariant: no kernel for q {q.dtype}{list(q.shape)} and a pool "
+            f"{kv.k.dtype}{list(kv.k.shape)}: use a Hopper GPU, a 2-byte dtype, heads of 128 "
+            "numbers, blocks of 8 to 256 tokens, and neither a sliding window nor a soft cap"
+        )
 
 
 def _launch_prefill(

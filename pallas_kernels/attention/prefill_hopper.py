@@ -5,7 +5,7 @@ of q, limited to the rows of ONE sequence (`tiles.window_map`), times a set of M
 KV head. M is a power of 2 (`choose_heads_per_tile`). Matrix rows are ordered by head, then token.
 If M does not divide the group of query heads, the last set repeats the group's last head.
 
-If sequences have few tokens, a tile has 64 matrix rows and a program one consumer.
+With `has_few_queries`, a tile has 64 matrix rows, and a program has one consumer warpgroup.
 
 The grid has a fixed number of programs (`NUM_PROGRAMS`), one per SM. Each program processes every
 `NUM_PROGRAMS`-th pair of tile and head set, starting with the last tile. A program has three

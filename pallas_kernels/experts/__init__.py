@@ -60,8 +60,9 @@ def route(
 ) -> Routing:
     """Choose the experts of each token, and sort the pairs (token, choice) by expert.
 
-    A token's choices are ordered by falling probability. Of equal experts, the one with the lower
-    index comes first. If a row has a NaN logit, its weights are NaN; other rows do not change.
+    The choices of a token are in order of decreasing probability. If two experts have equal
+    probabilities, the expert with the lower index comes first. If a row has a NaN logit, its
+    weights are NaN; other rows do not change.
 
     Args:
         logits: Router logits of each token.
@@ -69,7 +70,7 @@ def route(
         softmax_first: Whether the softmax covers all experts. Otherwise it covers the k chosen
             experts only.
         normalize: Whether the weights of a token are divided by their sum.
-        scale: Factor of all weights; None for no factor.
+        scale: Factor that multiplies every routing weight; None for no factor.
         num_tokens: Number of tokens; later rows are padding, and hit no expert. None: no padding.
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
@@ -86,6 +87,11 @@ def route(
         raise ValueError(
             f"num_experts_per_token is {num_experts_per_token}; it must be from 1 to the number of "
             f"experts, {sizes['E']}"
+        )
+    if (sizes["E"] + 1) * sizes["T"] * num_experts_per_token >= 2**31:
+        raise ValueError(
+            f"logits has shape {logits.shape}; with {num_experts_per_token} experts per token, the "
+            "sort keys exceed 31 bits: pass fewer tokens"
         )
     if (first_expert is None) != (num_local_experts is None):
         raise ValueError("first_expert and num_local_experts: set both, or omit both")
@@ -147,6 +153,8 @@ def expert_gated_gemm(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
     Backend(backend)
+    if not x.size:
+        return jnp.zeros((routing.order.shape[0], sizes["width"] // 2), x.dtype)
     return xla.gated_gemm(x, weight, routing, batch_invariant=batch_invariant)
 
 
@@ -178,6 +186,8 @@ def expert_down_gemm(
     sizes = checks.check_array("weight", weight, "[E, F, D]", x.dtype, **sizes)
     check_routing(routing, R=sizes["R"], E=sizes["E"])
     Backend(backend)
+    if not x.size:
+        return jnp.zeros((routing.experts.shape[0], sizes["D"]), x.dtype)
     return xla.down_gemm(x, weight, routing, batch_invariant=batch_invariant)
 
 

@@ -15,7 +15,9 @@ MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 128
 
 
 def choose_experts(logits, num_choices, *, softmax_first, normalize, scale):
-    """Return the weights [T, k] and the indices [T, k] of the experts with the largest logits.
+    """Return the weights [T, k] and the indices [T, k] of the most probable experts.
+
+    With `softmax_first`, experts whose probabilities round to 0 count as equal.
 
     `pallas_kernels.experts.route` documents the arguments.
     """
@@ -62,7 +64,8 @@ def gated_gemm(x, weight, routing, *, batch_invariant):
 
     def compute_tile(expert, rows):
         tokens = _take(routing.order, rows) // num_choices
-        gate_up = einsum("td,df->tf", _take(x, tokens), weight[expert], out=jnp.float32)
+        own_weight = _expert_weight(weight, expert)
+        gate_up = einsum("td,df->tf", _take(x, tokens), own_weight, out=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
@@ -74,7 +77,8 @@ def down_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_down_gemm` in plain XLA."""
 
     def compute_tile(expert, rows):
-        return einsum("tf,fd->td", _take(x, rows), weight[expert], out=jnp.float32)
+        own_weight = _expert_weight(weight, expert)
+        return einsum("tf,fd->td", _take(x, rows), own_weight, out=jnp.float32)
 
     options = {"dtype": jnp.float32, "batch_invariant": batch_invariant}
     products = _map_tiles(compute_tile, routing, weight.shape[2], **options)
@@ -84,6 +88,16 @@ def down_gemm(x, weight, routing, *, batch_invariant):
         rows = _take(products, routing.positions[:, choice]) * routing.weights[:, choice, None]
         total += jnp.where(is_hit[:, choice, None], rows, 0)
     return total.astype(x.dtype)
+
+
+def _expert_weight(weight, expert):
+    """Return the weight of one expert.
+
+    On a CPU, XLA computes bfloat16 products in float32. Without the barrier, it moves the
+    conversion of all experts in front of the loop over tiles.
+    """
+    weight, expert = lax.optimization_barrier((weight, expert))
+    return weight[expert]
 
 
 def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
@@ -108,7 +122,7 @@ def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
         expert = jnp.sum(tile_ends <= index, dtype=jnp.int32)
         tile = index - (tile_ends[expert] - num_tiles[expert])
         first = offsets[expert] + tile * tile_rows
-        # A tile may end behind its expert's rows. The next tile overwrites the excess rows.
+        # A tile may extend past the last row of its expert. The next tile overwrites these rows.
         return lax.dynamic_update_slice(out, compute_tile(expert, first + steps), (first, 0))
 
     out = jnp.zeros((num_rows + tile_rows, width), dtype)
@@ -116,11 +130,11 @@ def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
 
 
 def _num_tile_rows(num_rows, num_experts):
-    """Return the number of rows of a tile: the mean number of rows of an expert, or about that."""
+    """Return the power of two above the mean number of rows per expert, within the bounds."""
     mean = max(num_rows // num_experts, 1)
     return min(max(1 << mean.bit_length(), MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
 def _take(array, rows):
-    """Return rows of an array; an index behind the last row returns the last row."""
+    """Return rows of an array; an index past the end returns the last row."""
     return jnp.take(array, rows, axis=0, mode="clip")

@@ -177,7 +177,7 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
     """Return the launch parameters of hopper.py's few-rows kernel without a split, or None.
 
-    The number of rows is a multiple of 8, and above 64 of 64.
+    The number of rows must be a multiple of 8; above 64 rows, a multiple of 64.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     is_whole = num_tokens % min(num_tokens, 64) == num_tokens % 8 == depth % 64 == width % 64 == 0
@@ -191,7 +191,7 @@ def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
     num_consumers = 2 if programs > num_cores and width % 128 == 0 else 1
     stage_weight = num_consumers * num_factors * 64 * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * 4 - 2048
-    # A program that shares the memory with few others needs more bytes in flight.
+    # With fewer programs than SMs, each program prefetches more bytes.
     cores_per_program = min(2.0, max(1.0, num_cores * num_consumers / programs))
     stages = round(PREFETCHED_WEIGHT_BYTES * num_consumers * cores_per_program / stage_weight)
     stages = min(stages, room // (stage_weight + tile_rows * 128))

@@ -16,14 +16,15 @@ def map_row_tiles(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Call `function` on tiles of `TILE_ROWS` rows, one after another, and join the results.
 
     XLA may order a sum in another way for another number of rows. With tiles, `function` always has
-    the same shapes, so a row's bits do not depend on the number of rows.
+    the same shapes, so a row's bits do not depend on the number of rows. There are at least two
+    tiles: XLA would fuse a loop of one step with the code around it, and round in other places.
 
     Args:
         function: Computes each row of its results from the same row of its arguments.
         arrays: Arguments with the same number of rows.
     """
     num_rows = arrays[0].shape[0]
-    missing = -num_rows % TILE_ROWS
+    missing = max(2 * TILE_ROWS - num_rows, -num_rows % TILE_ROWS)
 
     def split(array: jax.Array) -> jax.Array:
         padded = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))

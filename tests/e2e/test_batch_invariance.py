@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from e2e_options import Engines, in_full_tier
+from random_models import random_model
+from test_gpu import MEDIUM, WIDE, save_config
 
 from jpaged import Engine, SamplingParams
 from jpaged.config import SpeculativeConfig
@@ -75,6 +77,34 @@ def bits_alone(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
     return [bits(engine, [prompt], [each])[0] for prompt, each in pairs]
 
 
+@pytest.fixture(autouse=True)
+def optimized_programs() -> None:
+    """Let XLA optimize as for users. The setup of every other test turns optimizations off."""
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def check_bits(alone: Engine, engine: Engine) -> None:
+    """Check that requests in two batches have the bits of single requests."""
+    prompts, params = requests(alone.vocab_size)
+    expected = bits_alone(alone, prompts, params)
+    for order in (np.arange(NUM_REQUESTS), np.random.default_rng(1).permutation(NUM_REQUESTS)):
+        found = bits(engine, [prompts[i] for i in order], [params[i] for i in order])
+        assert found == [expected[i] for i in order]
+
+
+def check_scores(engine: Engine) -> None:
+    """Check that the scores of generated tokens have the bits of the generation."""
+    prompts, params = requests(engine.vocab_size)
+    expected = bits_alone(engine, prompts, params)
+    scores = engine.score_completions(prompts, [list(tokens) for tokens, _ in expected])
+    for score, (tokens, entries) in zip(scores, expected, strict=True):
+        sampled = [entry[token] for token, entry in zip(tokens, entries, strict=True)]
+        assert list(score.logprobs) == sampled
+        assert score.is_greedy == [
+            logprob == max(entry.values()) for logprob, entry in zip(sampled, entries, strict=True)
+        ]
+
+
 @pytest.mark.parametrize(
     "name", [*IN_DEFAULT_TIER, *in_full_tier(*(set(COMPOSITIONS) - set(IN_DEFAULT_TIER)))]
 )
@@ -84,13 +114,9 @@ def test_requests_have_the_bits_of_a_request_alone(
     options = COMPOSITIONS[name]
     base = {"dtype": options["dtype"]} if "dtype" in options else {}
     alone = engines(shallow_folder, **COMMON, enable_prefix_caching=False, **base)
-    prompts, params = requests(alone.vocab_size)
-    expected = bits_alone(alone, prompts, params)
     engine = engines(shallow_folder, **COMMON | options)
     before = engine.stats()
-    for order in (np.arange(NUM_REQUESTS), np.random.default_rng(1).permutation(NUM_REQUESTS)):
-        found = bits(engine, [prompts[i] for i in order], [params[i] for i in order])
-        assert found == [expected[i] for i in order]
+    check_bits(alone, engine)
     stats = engine.stats()
     if "preemption_mode" in options:
         assert stats.num_preemptions > before.num_preemptions
@@ -99,33 +125,72 @@ def test_requests_have_the_bits_of_a_request_alone(
 
 
 def test_scores_have_the_bits_of_the_generation(engines: Engines, shallow_folder: Path):
-    alone = engines(shallow_folder, **COMMON, enable_prefix_caching=False)
-    prompts, params = requests(alone.vocab_size)
-    expected = bits_alone(alone, prompts, params)
-    completions = [list(tokens) for tokens, _ in expected]
-    found = alone.score_completions(prompts, completions)
-    for score, (tokens, entries) in zip(found, expected, strict=True):
-        sampled = [entry[token] for token, entry in zip(tokens, entries, strict=True)]
-        assert list(score.logprobs) == sampled
+    check_scores(engines(shallow_folder, **COMMON, enable_prefix_caching=False))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 16, "sliding_window": 20},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "qwen2": {},
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", *in_full_tier("qwen3_moe", "olmoe", "gpt2", "opt", "qwen2")]
+)
+def test_every_kind_of_layer_has_the_bits_of_a_request_alone(
+    engines: Engines, tmp_path: Path, family: str
+):
+    values = {"vocab_size": 96, "max_position_embeddings": 256, "num_attention_heads": 4}
+    random_model(family, seed=1, **values | FAMILIES[family]).save_pretrained(tmp_path)
+    engine = engines(tmp_path, **COMMON, dtype="float32")
+    check_bits(engine, engine)
+    check_scores(engine)
 
 
 @pytest.mark.gpu2
 @pytest.mark.full
 def test_tensor_parallel_devices_give_the_bits_of_a_request_alone(
-    engines: Engines, shallow_folder: Path
+    engines: Engines, shallow_folder: Path, tmp_path: Path
 ):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
-    engine = engines(shallow_folder, **COMMON, tensor_parallel_size=2, dtype="float32")
-    prompts, params = requests(engine.vocab_size)
-    assert bits(engine, prompts, params) == bits_alone(engine, prompts, params)
+    options = COMMON | {"tensor_parallel_size": 2}
+    if jax.default_backend() == "gpu":
+        save_config(tmp_path, WIDE)
+        engine = engines(tmp_path, **options, load_format="dummy")
+    else:
+        engine = engines(shallow_folder, **options, dtype="float32")
+    check_bits(engine, engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", set(COMPOSITIONS) - {"bfloat16"})
+def test_gpu_gives_the_bits_of_a_request_alone(engines: Engines, tmp_path: Path, name: str):
+    save_config(tmp_path, MEDIUM)
+    options = COMMON | {"load_format": "dummy"}
+    alone = engines(tmp_path, **options, enable_prefix_caching=False)
+    check_bits(alone, engines(tmp_path, **options | COMPOSITIONS[name]))
+    check_scores(alone)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "fp8"}, "does not support quantized weights: leave quantization unset"),
-        ({"kv_cache_dtype": "fp8"}, "does not support a KV cache of another dtype"),
+        (
+            {"quantization": "fp8"},
+            "does not support quantized weights: use an unquantized checkpoint",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "does not support a KV cache of float8_e4m3fn: leave"),
     ],
 )
 def test_quantized_engine_is_refused(
@@ -140,16 +205,14 @@ def test_quantized_engine_is_refused(
     [
         ({}, "NVIDIA H100 80GB HBM3", "bfloat16", None),
         ({}, "NVIDIA A100-SXM4-80GB", "bfloat16", "NVIDIA A100-SXM4-80GB: use a Hopper GPU"),
-        ({}, "NVIDIA H200", "float32", "dtype float32: use dtype='bfloat16'"),
-        ({"head_dim": 64}, "NVIDIA H200", "bfloat16", "head_size=64"),
-        ({"intermediate_size": 96}, "NVIDIA H200", "bfloat16", "with sizes 256, 96 and 128"),
+        ({}, "NVIDIA H200", "float32", "dtype='float32' on a GPU: use dtype='bfloat16'"),
+        ({"head_dim": 64}, "NVIDIA H200", "bfloat16", "head_dim=64 on a GPU"),
+        ({"intermediate_size": 96}, "NVIDIA H200", "bfloat16", "intermediate_size=96 per device"),
     ],
 )
 def test_gpu_without_kernels_is_refused(
     tmp_path: Path, values: dict[str, Any], kind: str, dtype: str, message: str | None
 ):
-    from test_gpu import WIDE, save_config
-
     save_config(tmp_path, WIDE | values)
     model = read_model_config(read_config(tmp_path), None)
     device = SimpleNamespace(platform="gpu", device_kind=kind)

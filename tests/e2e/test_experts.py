@@ -81,6 +81,7 @@ def test_greedy_tokens_equal_transformers(
         assert [list(output.outputs[0].token_ids) for output in outputs] == want
 
 
+@pytest.mark.full
 def test_small_pool_changes_no_answer(engines: Engines, saved: tuple[Path, Logits]):
     prompts, params = make_workload(KINDS, 6, VOCAB_SIZE, max_tokens=16, ignore_eos=True)
     roomy = engines(saved[0], num_blocks=400, enable_prefix_caching=False, **OPTIONS)

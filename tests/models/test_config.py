@@ -299,7 +299,7 @@ def test_each_layer_has_its_own_feed_forward():
 
 
 def test_quantized_models_with_experts_are_refused():
-    with pytest.raises(ValueError, match="not supported for models with experts"):
+    with pytest.raises(ValueError, match="does not support FP8 weights"):
         read_model_config(QWEN3_MOE, "fp8")
 
 

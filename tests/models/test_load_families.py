@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -177,25 +178,35 @@ def test_wrong_number_of_layers_is_refused_before_allocation(
         plan_model(tmp_path, config, dtype=jnp.float32)
 
 
-def stack_experts(tensors):
-    """Replace the tensors of single experts by the tensors of the models of transformers 5."""
-    names = sorted(name for name in tensors if ".experts." in name)
-    found = {name: tensors.pop(name) for name in names}
-    for layer in {name.partition(".experts.")[0] for name in names}:
-        block = f"{layer}.experts"
-        count = sum(name.startswith(f"{block}.") and "gate_proj" in name for name in names)
-        each = [
-            [found[f"{block}.{i}.{part}_proj.weight"] for part in ("gate", "up", "down")]
-            for i in range(count)
-        ]
-        tensors[f"{block}.gate_up_proj"] = np.stack([np.concatenate(it[:2]) for it in each])
-        tensors[f"{block}.down_proj"] = np.stack([it[2] for it in each])
+def stack_experts(tensors, names):
+    """Replace the tensors of single experts by the stacked tensors of the models of transformers 5.
+
+    `names` is a value of `EXPERT_TENSORS`.
+    """
+    block, *parts = names
+    found = {name: tensors.pop(name) for name in [*tensors] if f".{block}." in name}
+    for layer in {name.partition(f".{block}.")[0] for name in found}:
+        own = f"{layer}.{block}"
+        tensors[f"{layer}.mlp.gate.weight"] = found[f"{own}.gate.weight"]
+        each = [[found[f"{own}.experts.{i}.{part}.weight"] for part in parts] for i in range(3)]
+        gate_up = np.stack([np.concatenate(it[:2]) for it in each])
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = gate_up
+        tensors[f"{layer}.mlp.experts.down_proj"] = np.stack([it[2] for it in each])
 
 
-def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path, QWEN3_MOE)
+EXPERT_TENSORS = {
+    "qwen3-moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+"""Name of the sparse feed-forward and of an expert's projections: gate, up, down."""
+
+
+@pytest.mark.parametrize("name", EXPERT_TENSORS)
+def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch, name):
+    config = HF_CONFIGS[name] | ({"mlp_only_layers": []} if name == "qwen3-moe" else {})
+    make_checkpoint(tmp_path, config)
     single = load(tmp_path)
-    edit(tmp_path, stack_experts)
+    edit(tmp_path, partial(stack_experts, names=EXPERT_TENSORS[name]))
     assert sum("experts" in it.name for it in read_tensor_infos(tmp_path)) == 4
     monkeypatch.setattr(loader, "SLAB_BYTES", 700)
     stacked = load(tmp_path)
@@ -204,18 +215,19 @@ def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch):
         np.testing.assert_array_equal(value, stacked[path], err_msg=path)
 
 
-def test_each_expert_is_loaded_into_its_place(tmp_path):
-    make_checkpoint(tmp_path, QWEN3_MOE)
+@pytest.mark.parametrize("name", EXPERT_TENSORS)
+def test_each_expert_is_loaded_into_its_place(tmp_path, name):
+    make_checkpoint(tmp_path, HF_CONFIGS[name])
+    block, *names = EXPERT_TENSORS[name]
     tensors, model = load_file(tmp_path / "model.safetensors"), load(tmp_path)
     for index in range(3):
         gate, up, down = (
-            tensors[f"model.layers.1.mlp.experts.{index}.{name}_proj.weight"].T
-            for name in ("gate", "up", "down")
+            tensors[f"model.layers.0.{block}.experts.{index}.{each}.weight"].T for each in names
         )
-        gate_up = model["layers.1.mlp.gate_up"][index]
+        gate_up = model["layers.0.mlp.gate_up"][index]
         np.testing.assert_array_equal(gate_up[:, 0], gate)
         np.testing.assert_array_equal(gate_up[:, 1], up)
-        np.testing.assert_array_equal(model["layers.1.mlp.down"][index], down)
+        np.testing.assert_array_equal(model["layers.0.mlp.down"][index], down)
 
 
 EXPERT_1 = "model.layers.0.mlp.experts.1.up_proj.weight"

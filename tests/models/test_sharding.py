@@ -109,9 +109,9 @@ def test_devices_beyond_the_kv_heads_replicate_a_head(count: int, parts: list, s
          "num_key_value_heads=6; use 1 or 2 or 3 or 6"),
         (LLAMA | {"intermediate_size": 20}, 8, "intermediate_size=20; use 1 or 2 or 4"),
         (LLAMA | MOE | {"moe_intermediate_size": 20}, 8,
-         "expert width of 20; use 1 or 2 or 4, or set enable_expert_parallel"),
+         "moe_intermediate_size=20 of an expert; use 1 or 2 or 4, or set enable_expert_parallel"),
         (LLAMA | MOE | {"moe_intermediate_size": 20, "num_experts": 6}, 8,
-         "expert width of 20; use 1 or 2 or 4$"),
+         "moe_intermediate_size=20 of an expert; use 1 or 2 or 4$"),
     ],
 )  # fmt: skip
 def test_error_for_an_indivisible_size_names_the_field(fields: dict, count: int, complaint: str):
