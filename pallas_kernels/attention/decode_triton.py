@@ -66,7 +66,8 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     Attributes:
         config: Launch parameters.
-        num_queries: Number of queries per sequence (Q). `num_heads` counts the heads of all.
+        num_queries: Number of queries per sequence (Q). `num_heads` counts the heads of all
+            queries.
         in_place: Whether the kernel writes its output rows into the argument `into`.
         num_partials: Number of split-K partials of the fused projection; 0 if the queries are an
             argument.
@@ -112,8 +113,8 @@ class DecodeSpec(tile_ops.AttentionSpec):
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
     """Run the public op `paged_decode_attention` in Pallas Triton.
 
-    `options` are fields of `DecodeSpec`. `into`, if given, is an array like q that the outputs of
-    sequences with keys are written into; its other rows keep their values.
+    `options` are fields of `DecodeSpec`. `into` is an optional output array, shaped like q. Rows
+    of sequences without keys keep their values.
     """
     spec = DecodeSpec.for_pool(q.shape[1], kv, block_tables, in_place=into is not None, **options)
     rows = q.reshape(-1, q.shape[2])
@@ -270,7 +271,7 @@ def _min_split_tiles(tiles, spec):
 
 
 def _max_even_splits(batch, spec):
-    """Return the maximum total number of splits of even size in a batch, for one KV head."""
+    """Return the maximum number of splits in a batch, for one KV head, if all have equal size."""
     if spec.config.split_percent_of_mean is None:
         return spec.config.target_programs // spec.num_kv_heads
     return pl.cdiv(100 * batch, spec.config.split_percent_of_mean)

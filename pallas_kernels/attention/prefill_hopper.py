@@ -256,9 +256,10 @@ def _kernel(
         return head_set, *(metadata_ref[(tile_index + 1) * _NUM_FIELDS + f] for f in range(6))
 
     def head_column(head_set, member):
-        """Return the first column in q of the head with index `member` in a head set.
+        """Return the first column in q of a query head.
 
-        Members past the end of the group repeat the group's last head.
+        A head set consists of up to `heads_per_tile` query heads of one KV head, and `member` is an
+        index in the set. Members past the last query head of the KV head repeat that head.
         """
         kv_head = lax.div(head_set, jnp.int32(sets_per_group))
         group_member = lax.rem(head_set, jnp.int32(sets_per_group)) * heads_per_tile + member

@@ -47,8 +47,8 @@ def paged_prefill_attention(
 ):
     """Run the public op `paged_prefill_attention` in Pallas Triton.
 
-    `options` are fields of `AttentionSpec`. `into`, if given, is an array like q that the result is
-    written into; its rows before the first sequence keep their values.
+    `options` are fields of `AttentionSpec`. `into` is an optional output array, shaped like q.
+    Rows before the first sequence keep their values.
     """
     num_tokens, num_heads, head_size = q.shape
     spec = tile_ops.AttentionSpec.for_pool(

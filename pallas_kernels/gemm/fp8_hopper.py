@@ -58,7 +58,7 @@ from pallas_kernels.types import FP8_GROUP_SIZE
 
 GROUP_DEPTH = FP8_GROUP_SIZE  # columns per scale: 128 bytes, the widest swizzle
 CONSUMER_OUTPUTS = 64  # outputs per consumer of the few-rows kernel
-TILE_COLUMNS = 128  # outputs per tile and factor of the many-rows kernel, and per scale block
+TILE_COLUMNS = 128  # columns of a many-rows tile per factor; also the columns of a scale block
 STORE_COLUMNS = 64  # columns per store of the many-rows kernel
 
 
@@ -425,8 +425,8 @@ def _many_rows_kernel(
 def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
     """Accumulate the products of all groups in float32, outside the tensor core.
 
-    The products of all groups and factors of a stage start before the first is waited for, if
-    their accumulators fit in registers. Otherwise each product is waited for before the next.
+    If the accumulators of a stage fit in registers, all products of the stage start, and then the
+    kernel waits for them. Otherwise the kernel waits for each product before it starts the next.
 
     Args:
         num_steps, stage_index, full, empty: See `accumulate_steps`.
@@ -544,7 +544,7 @@ def _load_scales(ref, axis):
 
 
 def _apply_scales(sums, first, second):
-    """Multiply the sums by the scales of their first axis and of their second axis."""
+    """Multiply row i of the sums by `first[i]`, and column j by `second[j]`."""
     for axis, scales in enumerate((first, second)):
         sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
     return sums
