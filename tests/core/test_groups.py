@@ -92,6 +92,36 @@ def test_sample_that_ends_early_frees_its_block_and_row():
     assert [s.finish_reason for s in samples(driver, "1")] == [FinishReason.STOP, "abort"]
 
 
+def test_ending_a_sample_twice_changes_its_reason_only():
+    driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=2), block_size=4)
+    driver.step()
+    driver.step()
+    first, second = samples(driver, "1")
+    driver.scheduler.finish_sequence(first, FinishReason.STOP)
+    before = num_free(driver)
+    driver.scheduler.finish_sequence(first, FinishReason.ABORT)
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.ABORT, None)
+    assert num_free(driver) == before
+    assert driver.requests["1"].live_sequences == [second]
+    driver.run()
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, FinishReason.ERROR), (2, FinishReason.STOP)])
+def test_late_reason_of_a_sample_becomes_the_reason_of_a_request_with_one_sample(
+    n: int, expected: FinishReason
+):
+    driver = driver_of(make_request("1", 3, max_tokens=4, seq_id=10, n=n))
+    driver.step()
+    driver.step()
+    for sequence in samples(driver, "1"):
+        driver.scheduler.finish_sequence(sequence, FinishReason.STOP)
+    assert driver.requests["1"].finish_reason is FinishReason.STOP
+    driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ERROR)
+    assert samples(driver, "1")[0].finish_reason is FinishReason.ERROR
+    assert driver.requests["1"].finish_reason is expected
+    driver.scheduler.check_integrity()
+
+
 def test_step_with_a_small_budget_computes_part_of_a_group():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=2))
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
