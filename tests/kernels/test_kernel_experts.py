@@ -135,3 +135,30 @@ def test_arguments_that_do_not_fit_are_refused():
         expert_gated_gemm(x, gate_up[1:], routing, **options)
     with pytest.raises(ValueError, match="x has 3 rows; it must have 6, one per pair"):
         expert_down_gemm(x[:, :INNER], down, routing, **options)
+    with pytest.raises(ValueError, match="sort keys exceed 31 bits: pass fewer tokens"):
+        jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))
+
+
+def test_no_tokens_give_no_rows():
+    gate_up, down = make_weights(F32)
+    options: dict[str, Any] = {"backend": Backend.XLA}
+    routing = route(jnp.zeros((0, NUM_EXPERTS)), NUM_CHOICES, **options)
+    inner = expert_gated_gemm(make_rows(0, F32), gate_up, routing, **options)
+    assert inner.shape == (0, INNER)
+    assert expert_down_gemm(inner, down, routing, **options).shape == (0, WIDTH)
+
+
+def test_few_tokens_convert_the_weights_of_few_experts():
+    """On a CPU, XLA computes bfloat16 products in float32, and must not convert all experts."""
+    count, width, inner = 64, 128, 128
+    x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
+    gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)
+    down = jax.ShapeDtypeStruct((count, inner, width), BF16)
+
+    def run(x, logits, gate_up, down):
+        routing = route(logits, 2, backend=Backend.XLA)
+        return run_experts(x, gate_up, down, routing, Backend.XLA)
+
+    compiled = jax.jit(run).lower(x, logits, gate_up, down).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < gate_up.size // 4

@@ -10,6 +10,7 @@ from flax import nnx
 from harness import NUM_SEQS, NUM_TOKENS, TABLE_WIDTH, paged_step, poisoned_pool
 from hf_models import config_of
 
+from jpaged.models import experts
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from pallas_kernels import FP8, Backend
@@ -76,3 +77,33 @@ def test_pool_is_updated_in_place(dtype, name, decode):
     assert re.search(pool_type, program)
     assert not re.search(rf"= {pool_type}\S* copy\(", program)
     assert not re.search(rf"= \({pool_type}.* copy-start\(", program)
+
+
+def test_number_of_tokens_ends_at_the_last_row_that_is_not_padding():
+    nothing = jnp.zeros(0, jnp.int32)
+
+    def inputs(seq_lens: list[int], starts: list[int] | None = None, **options: int):
+        lens = jnp.asarray(seq_lens, jnp.int32)
+        given = None if starts is None else jnp.asarray(starts, jnp.int32)
+        tables = jnp.zeros((len(seq_lens), 1), jnp.int32)
+        return AttentionInputs(tables, lens, nothing, given, Backend.XLA, **options)
+
+    assert inputs([3, 0, 5, 0]).num_tokens == 3
+    assert inputs([3, 0, 5, 0], num_queries=2).num_tokens == 6
+    assert inputs([0, 0]).num_tokens == 0
+    assert inputs([4, 9, 0], [0, 4, 9, 9]).num_tokens == 9
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_padding_of_a_step_hits_no_expert(monkeypatch: pytest.MonkeyPatch, decode: bool):
+    counts, route = [], experts.route
+
+    def record(*args: Any, **options: Any) -> Any:
+        counts.append(options["num_tokens"])
+        return route(*args, **options)
+
+    monkeypatch.setattr(experts, "route", record)
+    step, _ = abstract_step("mixtral", jnp.float32, jnp.float32, decode=decode)
+    paged_step.eval_shape(*step)
+    assert counts
+    assert all(count is not None and count.shape == () for count in counts)
