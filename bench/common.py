@@ -194,7 +194,7 @@ def add_format_option(parser: argparse.ArgumentParser) -> None:
 
 
 def format_of(engine: Engine) -> str:
-    """Return the name in `FORMATS` of the engine's options."""
+    """Return the key in `FORMATS` whose options the engine has."""
     config = engine.config
     asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
     narrow = {name: value for name, value in asked.items() if value == "fp8"}

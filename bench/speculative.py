@@ -43,7 +43,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class HashDrafter:
-    """Drafter whose even drafts are accepted, and whose odd drafts are rejected."""
+    """Drafter that proposes even token ids, which are accepted, and odd ids, which are not."""
 
     num_drafts: int
 

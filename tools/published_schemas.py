@@ -121,7 +121,8 @@ class _Adapting:
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
         """Return a schema that a grammar can enforce.
 
-        `is_part` marks a case of `anyOf` or similar, which leaves bounds to the enclosing object.
+        `is_part` says that the schema is an alternative of `anyOf` or a similar keyword. It then
+        gets no bounds, because the enclosing schema has them.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}

@@ -31,7 +31,7 @@ class WatchedScheduler(Scheduler):
 
     Attributes:
         watch: Called with each plan as it is made.
-        requests: Added requests that the reader has not removed yet.
+        requests: Added requests; the code that handles a request removes it from the list.
     """
 
     def __init__(self, *args: Any):

@@ -326,7 +326,7 @@ class _MemorySample(NamedTuple):
     """Memory after one step, in slots.
 
     Attributes:
-        is_full: Whether a request waits although it would have enough rows.
+        is_full: Whether a request waits although the batch has free rows for it.
         states: Slots by state.
         held: Slots in held blocks or ranges.
         waste: Held slots without a token.

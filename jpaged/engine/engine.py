@@ -354,10 +354,10 @@ class Engine:
     def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
         """Yield lists of requests to run together, so that most requests hit the prefix cache.
 
-        Requests of a group begin with the same full blocks. The first request of each group runs in
-        one list and leaves these blocks in the cache. The other requests run in the next list. Such
-        a pair of lists has as many groups as fit in half of the free blocks, but at least one
-        group, so that the blocks stay cached.
+        Requests that begin with the same full blocks form a group. Lists come in pairs: the first
+        list has one request of each group, which leaves the shared blocks in the cache. The second
+        list has the other requests. To keep these blocks cached, a pair has only as many groups as
+        fit in half of the free blocks, and at least one.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0

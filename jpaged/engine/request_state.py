@@ -164,7 +164,8 @@ class SampleState:
     def accept_token(self, reason: FinishReason | None) -> bool:
         """Process the newest token of the sequence.
 
-        Calls may be skipped for all but the last token, unless the request has stop strings.
+        Calls for tokens before the last token of the sequence may be skipped if the request has no
+        stop strings.
 
         Args:
             reason: Why the token ended the sequence; None if the sequence continues.

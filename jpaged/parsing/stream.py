@@ -197,7 +197,7 @@ class TextStream:
         return bool(word)
 
     def is_over(self) -> ParserCoroutine[bool]:
-        """Return whether at most `MAX_TAG_WHITESPACE` characters of whitespace remain."""
+        """Return whether only whitespace remains, at most `MAX_TAG_WHITESPACE` characters of it."""
         while self._whitespace_end() == len(self._text):
             if self.is_complete:
                 return True

@@ -89,9 +89,9 @@ class ToolCallParser(StreamParser):
                 yield from self._try_parse_calls()
 
     def _try_parse_calls(self) -> ParserCoroutine[None]:
-        """Take calls, and emit text that does not match the format as content.
+        """Parse tool calls, and emit text that does not match their format as content.
 
-        If the answer ends before the closing tags of a call, the incomplete tag is dropped.
+        If the answer ends within a closing tag of a call, the partial tag is dropped.
         """
         num_before = self._num_calls
         try:

@@ -161,8 +161,9 @@ class ModelRunner:
         }
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
-        # Reserve fragments after the persistent arrays and before any step, so that small buffers
-        # do not move large ones. The attribute only keeps the guard arrays allocated.
+        # Leave small free gaps after the persistent arrays and before any step. Later small buffers
+        # fill the gaps, and do not change the addresses of large buffers. Nothing reads the
+        # attribute: it keeps the arrays between the gaps allocated.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
@@ -357,7 +358,7 @@ class ModelRunner:
         ]
 
     def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
-        """Return the compiled level of verify steps for rows that need `level`."""
+        """Return the lowest sampling level of the compiled verify steps that covers `level`."""
         return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:

@@ -698,10 +698,10 @@ class StepProgram:
         return tuple(name for name in self.arguments if name in INPUT_SHAPES)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
-        """Return the sizes in a key, by the names of the arguments that take them.
+        """Return the sizes in a key as a dict, by the names of the arguments that take them.
 
-        For a batch, add the number of rows of its logits. If the key has no number of tokens, add
-        one token per sequence as `num_tokens`.
+        For a batch, the dict also has the number of rows of its logits. If the key has no number
+        of tokens, `num_tokens` is the number of sequences.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "drafter" in sizes:

@@ -93,7 +93,8 @@ def staging_bytes(pool: Any, num_host_blocks: int) -> int:
 def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
     """Split `num_blocks` blocks into few chunks, and yield the size of each chunk.
 
-    At most a quarter of the last chunk is empty, unless that chunk has the smallest size.
+    Every chunk has one of the given sizes. At most a quarter of the last chunk is unused, unless
+    the chunk has the smallest of these sizes.
     """
     smallest, largest = min(sizes), max(sizes)
     while num_blocks > 0:

@@ -429,7 +429,7 @@ def _kernel(
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
         def last_gemms(weights, out, step, q_stage):
-            """Add the last key tile's weights . values to out, and start the next item.
+            """Add weights @ values of the last key tile to out, and start the next item.
 
             Returns out and the scores of the next item's first key tile.
             """
@@ -592,7 +592,8 @@ def _force_evaluation(sums):
     """Make the assembler compute `sums` [CONSUMER_ROWS, _STRIP_COLUMNS] before the next wait.
 
     Otherwise the assembler moves the softmax behind the wait for the GEMM, and the two no longer
-    overlap. The emitted test for negative sums is never true, since weights are not negative.
+    overlap. The emitted branch tests for negative sums. It is never taken, since weights are not
+    negative, but the assembler must compute the sums for it.
     """
 
     def body(_, sums):

@@ -35,7 +35,7 @@ def choose_experts(logits, num_choices, *, softmax_first, normalize, scale):
 
 
 def sort_by_expert(experts, num_experts, num_tokens):
-    """Return the fields of a `Routing` after its weights.
+    """Sort the pairs by expert, and return all fields of a `Routing` except `weights`, in order.
 
     Args:
         experts: Expert [T, k] of each pair. An index outside the `num_experts` experts of the

@@ -213,8 +213,8 @@ def quantize_rows(
 
     Args:
         x: Rows to quantize.
-        static_scales: Calibrated scales. All rows use the largest of these scales, and larger
-            quotients are clipped to `FP8_MAX`. None computes the scales from the rows.
+        static_scales: Calibrated scales. All rows are divided by the largest of them, and
+            quotients above `FP8_MAX` are clipped. If None, the scales come from the rows.
         grouped: Whether each group of `FP8_GROUP_SIZE` numbers of a row has a scale; the last group
             may be smaller. Otherwise each row has one scale.
         reduce_max: Used if tensor-parallel devices each hold a shard of every row. The function

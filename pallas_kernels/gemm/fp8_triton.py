@@ -121,6 +121,6 @@ def quantize_and_store(values, values_ref, scale_ref, static_scales, *, grouped)
 
 
 def _load_max(ref):
-    """Load the positive numbers of a short array and return the largest."""
+    """Load a short array of positive numbers, and return the largest."""
     index = jnp.arange(pl.next_power_of_2(ref.shape[0]), dtype=jnp.int32)
     return jnp.max(plgpu.load(ref.at[index], mask=index < ref.shape[0], other=0))

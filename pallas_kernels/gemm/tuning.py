@@ -292,8 +292,8 @@ def _choose_few_rows_config(
         return None
     idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
     row_tiles = 2 if num_tokens > 128 or idle else 1  # a tile has at most 128 rows
-    # A program that exceeds the number of SMs waits for a free SM. Two consumers per program halve
-    # the number of programs.
+    # If there are more programs than SMs, some wait for a free SM. With two consumers per program,
+    # half as many programs are needed.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
     is_whole = depth % (128 // itemsize) == 0 and width % (64 * num_consumers) == 0
     if num_tokens % (8 * row_tiles) or not is_whole:

@@ -108,7 +108,8 @@ def copy_blocks(
     """Copy block src[i] to block dst[i] for each i, in the keys and values of every layer.
 
     Copies run in any order. Therefore no block may be both a source and a destination, or be a
-    destination twice. Padding pairs are (0, 0). No backend checks that block ids lie in the pool.
+    destination twice. Padding pairs (0, 0) are the exception, and may occur any number of times.
+    No backend checks that block ids lie in the pool.
 
     Returns:
         The pool, updated in place if donated.

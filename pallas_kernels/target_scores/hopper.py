@@ -35,7 +35,7 @@ from pallas_kernels.gemm.hopper import (
 
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
-TOKEN_MULTIPLE = 8  # V must be a multiple of it: shared memory holds tables in tiles of 8 rows
+TOKEN_MULTIPLE = 8  # divides V: shared memory holds the table in tiles of 8 rows
 NUM_STAGES = 4  # pipeline stages, which fill the shared memory
 _LOG2_E = math.log2(math.e)
 

@@ -621,7 +621,8 @@ FP8_HOPPER_CASES = [
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
 def test_head_groups_fill_the_rows_of_a_tile(group):
-    """Steps of long prompts have almost no idle rows. Other steps may, to save tiles."""
+    """Steps of long prompts leave almost no row of a tile idle. Other steps may leave rows idle, to
+    need fewer tiles."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         assert members in (1, 2, 4, 8, 16)  # the copy engine needs whole tiles

@@ -238,7 +238,7 @@ def test_gated_fp8_gemm_applies_the_activation(shape, grouped, dtype, backend):
 
 
 def _multiplied_dtype(backend):
-    """Return the dtype in which a backend multiplies. On a GPU, XLA rounds dequantized blocks."""
+    """Return the dtype in which a backend multiplies dequantized blocks."""
     return F32 if backend is Backend.XLA else BF16
 
 

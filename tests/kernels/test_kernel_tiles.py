@@ -38,7 +38,7 @@ def test_every_row_has_one_tile(tile_size, seed):
 
 
 @pytest.mark.parametrize(("seed", "window"), covering(range(4), [8, 32], strength=1))
-def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
+def test_every_row_is_in_exactly_one_tile_and_in_its_window(window, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = window_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, window

@@ -186,8 +186,8 @@ def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
     assert num_supported > 200
 
 
-def test_hopper_gemm_rereads_few_rows_rarely():
-    """Each program reads all rows. If the tiles exceed the SMs, programs compute two tiles."""
+def test_hopper_gemm_computes_two_tiles_per_program_if_sms_are_short():
+    """Each program reads all rows, so with fewer programs the rows are read less often."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
     assert _few_rows(64, 1024, 8512) is None  # 133 tiles cannot be paired

@@ -115,7 +115,7 @@ def test_text_config_of_a_multimodal_checkpoint_is_read():
     assert read_model_config(GEMMA3_IMAGES | fields) == read_model_config(GEMMA3 | fields)
     new = AutoConfig.for_model("gemma3", text_config=GEMMA3).to_dict()
     assert read_model_config(new) == read_model_config(GEMMA3)
-    # Null fields of the outer config do not override the text's.
+    # Null fields of the outer config do not override fields of `text_config`.
     inner = GEMMA3 | {"eos_token_id": [1, 106], "tie_word_embeddings": False}
     nulls = {"eos_token_id": None, "tie_word_embeddings": None}
     outer = GEMMA3_IMAGES | {"text_config": inner} | nulls

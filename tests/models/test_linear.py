@@ -23,7 +23,7 @@ from jpaged.models.loader import model_parameters
 from jpaged.runtime.fused_layers import fused_layer_weights
 
 
-def test_only_the_weight_format_reads_a_weight():
+def test_only_the_format_class_accesses_the_arrays_of_a_weight():
     root = Path(jpaged.__file__).parent
     found = set()
     for file in root.rglob("*.py"):

@@ -58,7 +58,7 @@ HF_CONFIGS = {
 
 
 def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
-    """Save a model whose values are distinct and exact in float32; return them sorted."""
+    """Save a model whose parameters are distinct numbers; return the numbers in ascending order."""
     options = dict(hf_config)
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     model = transformers.AutoModelForCausalLM.from_config(config)

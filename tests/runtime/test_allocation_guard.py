@@ -56,7 +56,7 @@ class Memory:
 
 
 def with_holes(rng: random.Random) -> Memory:
-    """Return memory after a start: kept weights, with holes of all sizes between them."""
+    """Imitate memory after an engine has started: weights with free holes of all sizes between."""
     memory = Memory(TOTAL)
     made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
     for address in made:

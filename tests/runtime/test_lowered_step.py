@@ -394,7 +394,7 @@ def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.
     def kernels(text: str) -> set[str]:
         return set(re.findall(r"kernel_hash = (\".+?\"),", text))
 
-    # Separate recipes may not share a lowered kernel, but XLA compiles equal kernels once.
+    # Separate recipes do not always share a lowered kernel, but XLA compiles equal kernels once.
     few, many = (
         lowered_for_gpu(all_recipes("qwen3-0.6b", 1)["prefill", (512, n)]) for n in (8, 256)
     )

@@ -338,7 +338,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
 
 
 def test_preemption_costs_are_measured(driver: Driver):
-    """The measurement changes no block of a sequence, and releases its rows."""
+    """The measurement changes no block of a sequence, and releases the rows that it used."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     costs = measure_preemption_costs(driver.runner, CONFIG)

@@ -158,7 +158,7 @@ def test_required_sampler_level_follows_from_the_parameters(params, level):
     assert required_level(params) == level
 
 
-def test_greedy_rows_take_the_first_maximum_next_to_random_rows():
+def test_greedy_rows_take_the_first_maximum_in_a_batch_with_random_rows():
     logits = _logits(8)
     logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
     for level in LEVELS:
@@ -427,7 +427,7 @@ def test_only_counted_tokens_are_recorded():
 
 
 def test_loaded_rows_of_any_length_and_number_replace_old_state():
-    """Prompts exceed one launch's tokens, rows exceed one launch's rows, outputs repeat prompts."""
+    """Load more tokens and more rows than one launch can; some outputs repeat prompt tokens."""
     width, rng = 50, np.random.default_rng(0)
     lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]

@@ -181,7 +181,7 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, le
 @pytest.mark.parametrize(
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_gathered_levels_give_the_scores_of_one_device(level: SamplerLevel, count: int):
+def test_gathered_levels_give_the_same_scores_as_a_single_device(level: SamplerLevel, count: int):
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = both(random_logits(2), level, count, params)

@@ -224,7 +224,7 @@ def calculator_turn(
 
 
 def _result(rng: random.Random, value: str) -> str:
-    """Return the true value or a random one, so that the model learns to read the result."""
+    """Return the true value or a random one: the model learns to copy results, not to compute."""
     kind = rng.random()
     if kind < 0.6:
         return value
