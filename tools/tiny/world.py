@@ -27,7 +27,7 @@ LONG_ANSWER = (150, 750)
 LONGEST_STEPPED = 300  # characters of an answer that counts in steps
 LARGEST_SPOKEN = 700  # product in words
 # If A and B are larger than this, the question is "count up from A to B" or "count down ...".
-MAX_WITHOUT_DIRECTION = 99
+LARGEST_UNTOLD = 99
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
@@ -259,12 +259,12 @@ def _count(
     lengths: tuple[int, int],
     words: bool,
     stepped: int = LONGEST_STEPPED,
-    without_direction: int = MAX_WITHOUT_DIRECTION,
+    untold: int = LARGEST_UNTOLD,
 ) -> Draft:
     """Count up or down, by ones or in steps, with an answer of `lengths` characters.
 
-    In steps the answer has `stepped` characters at most. If both numbers are above
-    `without_direction`, the question always says whether to count up or down.
+    In steps the answer has `stepped` characters at most. If both numbers are above `untold`, the
+    question always says whether to count up or down.
     """
     limit, show = (100, number_words) if words else (1000, str)
     numbers, answer, longest = [0], "", 0
@@ -277,7 +277,7 @@ def _count(
     stop = numbers[-1]
     if abs(step) <= 5 and rng.random() < 0.1:  # the last step stops short of the number asked for
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
-    wordings = _count_wordings(start, step, min(start, stop) <= without_direction)
+    wordings = _count_wordings(start, step, min(start, stop) <= untold)
     return (
         f"count:{start}:{stop}:{step}",
         ask(rng, wordings, show(start), show(stop), show(abs(step))),
@@ -293,11 +293,9 @@ def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
     return list(numbers if rng.random() < 0.67 else reversed(numbers))
 
 
-def _count_wordings(start: int, step: int, may_be_without_direction: bool) -> list[str]:
+def _count_wordings(start: int, step: int, may_be_untold: bool) -> list[str]:
     way = "count_up" if step > 0 else "count_down"
-    wordings = WORDINGS[way] + (
-        WORDINGS[way + "_without_direction"] if may_be_without_direction else []
-    )
+    wordings = WORDINGS[way] + (WORDINGS[way + "_untold"] if may_be_untold else [])
     if abs(step) > 1:
         return [wording + end for wording in wordings for end in WORDINGS["count_step"]]
     return wordings + WORDINGS["count_to"] if (start, step) == (1, 1) else wordings
@@ -334,8 +332,6 @@ TASKS: dict[str, Maker] = {
 }
 TRAINING_TASKS: dict[str, Maker] = TASKS | {
     "multiply_words": lambda rng: _product(rng, words=True, largest=9999),
-    "count": lambda rng: _count(rng, SHORT_ANSWER, words=False, without_direction=999),
-    "count_long": lambda rng: _count(
-        rng, (150, 900), rng.random() < 0.15, stepped=900, without_direction=999
-    ),
+    "count": lambda rng: _count(rng, SHORT_ANSWER, words=False, untold=999),
+    "count_long": lambda rng: _count(rng, (150, 900), rng.random() < 0.15, stepped=900, untold=999),
 }
