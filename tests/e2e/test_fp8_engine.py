@@ -119,7 +119,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [4, *in_full_tier(2)])
+@pytest.mark.parametrize("count", [2, *in_full_tier(4)])
 def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, count: int):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")

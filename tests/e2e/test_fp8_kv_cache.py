@@ -98,7 +98,7 @@ def test_fp8_cache_gives_prompt_logprobs_close_to_a_wide_cache(engines: Engines)
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [4, *in_full_tier(2)])
+@pytest.mark.parametrize("count", [2, *in_full_tier(4)])
 def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):

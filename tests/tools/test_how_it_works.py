@@ -80,11 +80,11 @@ def numbers_of_the_page() -> list[str]:
     num_output = turns[return_step - 1].num_tokens["C"] - 5
     num_prefix = scenes.BLOCK_SIZE * sum(count == 2 for count in shared.counts.values())
     return [
-        f"Of {naive.num_pairs:,} pairs of a query and a key, "
-        f"{work.num_real_pairs:,} are pairs of tokens: {naive.waste:.1%} are padding",
-        f"only {seen:,} pairs count in the end",
-        f"padding takes {1 - seen / seen_padded:.1%}",
-        f"Of {naive.num_slots} slots, {sum(work.lengths)} hold a token",
+        f"has {naive.num_pairs:,} pairs of a query and a key. Only {work.num_real_pairs:,} of them are "
+        f"pairs of tokens: {naive.waste:.1%} are padding",
+        f"which leaves {seen_padded:,} pairs. Only {seen:,} of these are pairs of tokens: "
+        f"{1 - seen / seen_padded:.1%} are padding",
+        f"Only {sum(work.lengths)} of the {naive.num_slots} slots hold a token",
         f"{work.num_blocks} blocks for all four sequences",
         f"a *pool* of *blocks* of {workload.BLOCK_SIZE} slots",
         f"with {workload.NUM_HEADS} heads of {workload.HEAD_SIZE} elements",
