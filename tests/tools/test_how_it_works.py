@@ -80,8 +80,8 @@ def numbers_of_the_page() -> list[str]:
     num_output = turns[return_step - 1].num_tokens["C"] - 5
     num_prefix = scenes.BLOCK_SIZE * sum(count == 2 for count in shared.counts.values())
     return [
-        f"has {naive.num_pairs:,} pairs of a query and a key. Only {work.num_real_pairs:,} of them are "
-        f"pairs of tokens: {naive.waste:.1%} are padding",
+        f"has {naive.num_pairs:,} pairs of a query and a key. Only {work.num_real_pairs:,} of them "
+        f"are pairs of tokens: {naive.waste:.1%} are padding",
         f"which leaves {seen_padded:,} pairs. Only {seen:,} of these are pairs of tokens: "
         f"{1 - seen / seen_padded:.1%} are padding",
         f"Only {sum(work.lengths)} of the {naive.num_slots} slots hold a token",
