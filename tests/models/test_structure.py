@@ -82,11 +82,12 @@ def test_pool_is_updated_in_place(dtype, name, decode):
 def test_number_of_tokens_ends_at_the_last_row_that_is_not_padding():
     nothing = jnp.zeros(0, jnp.int32)
 
-    def inputs(seq_lens: list[int], starts: list[int] | None = None, **options: int):
+    def inputs(seq_lens: list[int], starts: list[int] | None = None, *, num_queries: int = 1):
         lens = jnp.asarray(seq_lens, jnp.int32)
         given = None if starts is None else jnp.asarray(starts, jnp.int32)
         tables = jnp.zeros((len(seq_lens), 1), jnp.int32)
-        return AttentionInputs(tables, lens, nothing, given, Backend.XLA, **options)
+        step = tables, lens, nothing, given, Backend.XLA
+        return AttentionInputs(*step, num_queries=num_queries)
 
     assert inputs([3, 0, 5, 0]).num_tokens == 3
     assert inputs([3, 0, 5, 0], num_queries=2).num_tokens == 6
