@@ -139,7 +139,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
-    "qwen2": {},
+    "qwen2": {"num_key_value_heads": 2},
 }
 
 
