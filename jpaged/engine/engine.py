@@ -20,8 +20,9 @@ from jpaged.engine.preprocessing import (
     pair_priorities,
 )
 from jpaged.engine.request_state import RequestState
-from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.engine.startup import EngineParts, build_jax_model_parts, build_parts
 from jpaged.engine.step_recorder import StepRecorder
+from jpaged.models.jax_model import JaxModel
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import (
     BlockInfo,
@@ -53,8 +54,14 @@ class Engine:
     any object that exists at that time, for reference cycles. Reference counting still frees the
     objects.
 
+    With a `JaxModel`, the engine serves functions of the caller (docs/your_model.md). Creating such
+    an engine does not call `gc.freeze`, and changes no setting of JAX.
+
     Args:
-        model: Local folder, Hugging Face hub id, or None for the embedded model.
+        model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
+        params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device. The
+            engine uses the arrays without a copy: do not donate them.
+        tokenizer: Folder of the tokenizer of a `JaxModel`; None for token ids only.
         **options: Other fields of `EngineConfig`, by name.
 
     Raises:
@@ -62,7 +69,23 @@ class Engine:
             device.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
+    def __init__(
+        self,
+        model: str | Path | JaxModel | None = None,
+        *,
+        params: Any = None,
+        tokenizer: str | Path | None = None,
+        **options: Any,
+    ):
+        if isinstance(model, JaxModel):
+            config = EngineConfig.from_options(None, options)
+            self._assemble(config, build_jax_model_parts(config, model, params, tokenizer))
+            return
+        for name, value in (("params", params), ("tokenizer", tokenizer)):
+            if value is not None:
+                raise TypeError(
+                    f"{name} needs model=JaxModel(...): omit {name}, or pass a JaxModel"
+                )
         config = EngineConfig.from_options(model, options)
         self._assemble(config, build_parts(config))
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
+from jpaged.models.sizes import ModelSizes
 from jpaged.runtime.buckets import round_up
 from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
@@ -109,7 +109,7 @@ class DeviceShapes:
 
     @staticmethod
     def of(
-        model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None
+        model: ModelSizes, config: RuntimeConfig, dtype, mesh: Mesh | None = None
     ) -> "DeviceShapes":
         """Return the shapes for a configuration.
 
