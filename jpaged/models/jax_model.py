@@ -454,7 +454,7 @@ def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
             "jax.device_put(params, jax.local_devices()[0])"
         )
     is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
-    return leaf if is_plain else leaf.addressable_shards[0].data
+    return leaf if is_plain else leaf.addressable_data(0)
 
 
 def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
