@@ -26,7 +26,7 @@ from jpaged.errors import RequestError, format_count
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
-from jpaged.models.jax_model import JaxModel, JaxModelPlan, plan_jax_model
+from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
@@ -78,6 +78,7 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
+    jax_parameters: JaxParameters | None = None  # None for a checkpoint
 
 
 @contextmanager
@@ -294,6 +295,7 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
             _make_speculation(runtime),
         ),
         runner=runner,
+        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
     )
 
 

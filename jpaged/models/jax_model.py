@@ -392,6 +392,66 @@ class JaxModelPlan:
             self, config=sizes, abstract_model=JaxDecoder(found.model, sizes, found.params)
         )
 
+    @property
+    def parameters(self) -> "JaxParameters":
+        """Shapes, dtypes and device of the parameters."""
+        params = self.abstract_model.params
+        [device] = jax.tree.leaves(params)[0].devices()
+        shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
+        return JaxParameters(self.abstract_model.model, self.config, shapes, device)
+
+
+@dataclass(frozen=True)
+class JaxParameters:
+    """What the parameters of a user's model must be, to replace parameters of a running engine.
+
+    Attributes:
+        model: The model.
+        sizes: Sizes of the model and of its pool.
+        shapes: Shapes and dtypes, as a pytree of `jax.ShapeDtypeStruct`.
+        device: Device of the engine.
+    """
+
+    model: JaxModel
+    sizes: JaxModelSizes
+    shapes: Any
+    device: Any
+
+    def decoder(self, params: Any) -> JaxDecoder:
+        """Return the model with other parameters, after checking all of them.
+
+        Raises:
+            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The
+                message names the first such array.
+        """
+        wanted, found = (
+            {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+            for leaves in map(jax.tree.leaves_with_path, (self.shapes, params))
+        )
+        for problem, names in (
+            ("missing: add it", wanted.keys() - found.keys()),
+            ("unknown: remove it", found.keys() - wanted.keys()),
+        ):
+            if names:
+                raise ValueError(
+                    f"params{min(names)} is {problem}, because the engine was created with another "
+                    "tree"
+                )
+        if jax.tree.structure(params) != jax.tree.structure(self.shapes):
+            raise ValueError(
+                f"params is {jax.tree.structure(params)}, but the engine was created with "
+                f"{jax.tree.structure(self.shapes)}: pass an equal tree"
+            )
+        arrays = _check_parameters(params, self.device)
+        for path, leaf in jax.tree.leaves_with_path(arrays):
+            name, spec = jax.tree_util.keystr(path), wanted[jax.tree_util.keystr(path)]
+            if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
+                    f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
+                )
+        return JaxDecoder(self.model, self.sizes, arrays)
+
 
 def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
     """Check a user's model and its parameters, and return its sizes.
@@ -408,10 +468,7 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
             return what `JaxModel` says. The message names the parameter, the layer or the result.
         Exception: An error of a function. A note says that jpaged was tracing the model.
     """
-    arrays = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _check_parameter(f"params{jax.tree_util.keystr(path)}", leaf, device),
-        params,
-    )
+    arrays = _check_parameters(params, device)
     if not jax.tree.leaves(arrays):
         raise ValueError("params has no array: pass the parameters of the model")
     hidden, kv_dtype = _trace(model, arrays)
@@ -427,6 +484,14 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         eos_token_ids=tuple(model.eos_token_ids),
     )
     return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
+
+
+def _check_parameters(params: Any, device: Any) -> Any:
+    """Return the pytree with the results of `_check_parameter`."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: _check_parameter(f"params{jax.tree_util.keystr(path)}", leaf, device),
+        params,
+    )
 
 
 def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:

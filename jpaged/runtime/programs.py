@@ -79,8 +79,10 @@ class SplitModel:
         """Return `step` as a function of one device's shard of the parameters and the step's other
         arguments. Keyword arguments in `static` are fixed."""
 
+        definition, treedef = self.definition, self.treedef  # `run` must not keep `self.leaves`
+
         def run(leaves, *inputs, **arguments):
-            model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
+            model = nnx.merge(definition, jax.tree.unflatten(treedef, leaves))
             return step(model, *inputs, **arguments, **static)
 
         run.__name__ = step.__name__

@@ -336,6 +336,82 @@ def test_tokenizer_is_a_folder():
         make_engine(tokenizer=[])
 
 
+# Other weights
+
+
+@pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
+def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loop: str):
+    old = jax.tree.map(lambda it: it[::-1], tiny_params())
+    engine, old_embed = make_engine(params=old, **LOOPS[loop]), ref(old["embed"])
+    assert tokens(engine.generate(PROMPTS, GREEDY)) != expected
+    num_cached = engine.stats().num_cached_tokens
+    del old
+    engine.update_weights(tiny_params())
+    gc.collect()
+    assert old_embed() is None
+    assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
+    assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
+    assert engine.stats().num_cached_tokens > num_cached
+    engine.check_integrity()
+
+
+def test_weights_are_not_updated_while_a_request_or_a_pin_needs_the_old_ones(
+    expected: list[list[int]],
+):
+    engine = make_engine()
+    engine.add_request(PROMPTS[0], GREEDY)
+    engine.step()
+    with pytest.raises(RuntimeError, match="1 request unfinished: finish or abort"):
+        engine.update_weights(tiny_params())
+    engine.abort_all()
+    pin = engine.pin_prefix(PREFIX)
+    other = jax.tree.map(lambda it: it[::-1], tiny_params())
+    with pytest.raises(ValueError, match="pinned"):
+        engine.update_weights(other)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
+    engine.unpin_prefix(pin)
+    engine.update_weights(other)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) != expected
+
+
+UPDATES = {
+    "shape": (
+        lambda: with_embed(jnp.zeros((64, 31))),
+        r"params\['embed'\] is float32\[64, 31\], but",
+    ),
+    "dtype": (lambda: with_embed(jnp.zeros((64, 32), jnp.bfloat16)), "is bfloat16.*with float32"),
+    "missing": (
+        lambda: {"embed": tiny_params()["embed"]},
+        r"params\['first'\]\[0\] is missing",
+    ),
+    "more": (
+        lambda: {**tiny_params(), "more": jnp.zeros(1)},
+        r"params\['more'\] is unknown",
+    ),
+    "tree": (
+        lambda: {**tiny_params(), "first": list(tiny_params()["first"])},
+        "pass an equal tree",
+    ),
+    "NumPy array": (lambda: with_embed(np.ones((64, 32))), "is a numpy.ndarray, not a JAX array"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_refused_update_changes_nothing(jax_engines: Callable[..., Engine], name: str):
+    make, message = UPDATES[name]
+    engine = jax_engines()
+    before = tokens(engine.generate(PROMPTS[:1], GREEDY))
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine.update_weights(make())
+    assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == before
+
+
+def test_weights_of_a_checkpoint_are_not_updated(engines: Callable, shallow_folder: Path):
+    with pytest.raises(TypeError, match="needs an engine of a JaxModel"):
+        engines(shallow_folder).update_weights({})
+
+
 # Faults of the model
 
 
