@@ -166,7 +166,7 @@ class ModelRunner:
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
-    def replace_parameters(self, leaves: tuple[jax.Array, ...]) -> None:
+    def replace_parameters(self, leaves: tuple[Any, ...]) -> None:
         """Launch all later steps with other parameters.
 
         Args:
