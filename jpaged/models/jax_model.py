@@ -63,8 +63,8 @@ class JaxModel:
         forward: Function `forward(params, tokens, positions, step)` that returns the hidden states
             [T, D] of the tokens. `tokens` and `positions` are int32 [T]: the tokens of all
             sequences of a step, one sequence after another, and their positions from 0. For each
-            layer, the function calls `step.attend` once (see `ModelStep`). It computes anything
-            else for each token alone.
+            layer, the function calls `step.attend` once (see `ModelStep`). Everything else that the
+            function computes for a token must not depend on the other tokens.
         logits: Function `logits(params, hidden)` that returns the logits [R, V] for some rows [R,
             D] of the hidden states.
         num_layers: Number of layers that call `step.attend`.
@@ -104,7 +104,7 @@ class JaxModel:
             _check_size(name, getattr(self, name))
         for name in ("num_kv_heads", "head_size"):
             per_layer = getattr(self, name)
-            if isinstance(per_layer, int):
+            if not isinstance(per_layer, Sequence):
                 per_layer = (per_layer,) * self.num_layers
             if len(per_layer) != self.num_layers:
                 raise ValueError(
@@ -403,7 +403,7 @@ class JaxModelPlan:
 
 @dataclass(frozen=True)
 class JaxParameters:
-    """What the parameters of a user's model must be, to replace parameters of a running engine.
+    """The structure that new parameters of a running engine must have.
 
     Attributes:
         model: The model.
@@ -418,7 +418,7 @@ class JaxParameters:
     device: Any
 
     def decoder(self, params: Any) -> JaxDecoder:
-        """Return the model with other parameters, after checking all of them.
+        """Check new parameters, and return the model with them.
 
         Raises:
             TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The

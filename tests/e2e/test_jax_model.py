@@ -529,6 +529,7 @@ def test_wrong_model_is_refused_before_the_pool_exists(name: str):
         ),
         ({"logits": 3}, "logits=3 is not a function: pass a function logits\\(params, hidden\\)"),
         ({"vocab_size": 1.5}, "vocab_size=1.5 is not an int: pass an int, at least 1"),
+        ({"head_size": 1.5}, "head_size of layer 0=1.5 is not an int"),
     ],
 )
 def test_wrong_type_of_a_field_is_named(fields: dict[str, Any], message: str):
