@@ -356,6 +356,16 @@ def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loo
     engine.check_integrity()
 
 
+def test_donated_weights_are_replaced_before_the_next_request(expected: list[list[int]]):
+    params = jax.tree.map(jnp.copy, tiny_params())
+    engine = make_engine(params=params)
+    engine.generate(PROMPTS[:1], GREEDY)
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()  # as a function that donates the array does
+    engine.update_weights(tiny_params())
+    assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
+
+
 def test_weights_are_not_updated_while_a_request_or_a_pin_needs_the_old_ones(
     expected: list[list[int]],
 ):
