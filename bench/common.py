@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -258,7 +258,8 @@ class Floor:
     @staticmethod
     def of(engine: Engine) -> "Floor":
         """Return the bounds of one device of a running engine."""
-        model = engine.model_config.shard(engine.config.tensor_parallel_size)
+        whole = cast(ModelConfig, engine.model_config)
+        model = whole.shard(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
         is_narrow = (
             model.quantization is not None and model.quantization.format is not UnquantizedFormat

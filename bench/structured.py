@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def _mask_row(
     engine: Engine, size: Size, name: str, forms: Sequence[StructuredOutputs]
 ) -> dict[str, Any]:
     ending = frozenset({_end_of(engine)})
-    client = MaskWorkerClient(engine.folder, engine.vocab_size, ending)
+    client = MaskWorkerClient(cast(Path, engine.folder), engine.vocab_size, ending)
     client.submit(StructuredOutputs(choice=["a"]), ending).check()  # starts the mask worker
     start = time.perf_counter()
     for form in forms:

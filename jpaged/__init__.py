@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine.engine import Engine
     from jpaged.models.checkpoint import check_model
+    from jpaged.models.jax_model import JaxModel, ModelStep
     from jpaged.observe.pool_changes import PoolChanges, PoolWatch
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
@@ -38,6 +39,7 @@ _EXPORTS = {
     "jpaged.config": ("EngineConfig",),
     "jpaged.engine.engine": ("Engine",),
     "jpaged.models.checkpoint": ("check_model",),
+    "jpaged.models.jax_model": ("JaxModel", "ModelStep"),
     "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
     "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
@@ -83,8 +85,10 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "GrammarTrial",
+    "JaxModel",
     "Logprob",
     "MemoryReport",
+    "ModelStep",
     "PoolChanges",
     "PoolWatch",
     "Reasoning",

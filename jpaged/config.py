@@ -481,7 +481,7 @@ class EngineConfig(Options):
         if not isinstance(model, (str, Path, type(None))):
             raise RequestTypeError(
                 "model",
-                "must be a folder, a hub id, or None for the embedded model",
+                "must be a folder, a hub id, a JaxModel, or None for the embedded model",
                 value=repr(model),
             )
         known = [f.name for f in fields(cls) if f.name != "model"]

@@ -134,7 +134,7 @@ def test_site_builds_without_warnings(tmp_path: Path):
 
 PROGRAMS = [
     pytest.param(program, id=f"{name}-{index}")
-    for name in ("quickstart", "recipes")
+    for name in ("quickstart", "recipes", "your_model")
     for index, program in enumerate(code_blocks(page(name), "python"))
 ]
 

@@ -20,6 +20,7 @@ from jpaged.compile.store import open_program_store, prepare_jax, with_usable_ca
 from jpaged.compile.workers import CompilePool, make_compile_jobs
 from jpaged.config import EngineConfig
 from jpaged.errors import format_count
+from jpaged.models.jax_model import JaxModelPlan
 from jpaged.models.loader import ModelPlan
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend
@@ -35,8 +36,8 @@ class Compilation:
 
     Args:
         config: Options of the engine.
-        folder: Checkpoint folder.
-        plan: Plan of the model, whose weights are not loaded yet.
+        folder: Checkpoint folder; None for a user's model.
+        plan: Plan of the model. The weights of a checkpoint are not loaded yet.
         dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
         devices: Devices of the engine, before weights are loaded to them.
         report: Function that receives lines of text about the start.
@@ -48,8 +49,8 @@ class Compilation:
     def __init__(
         self,
         config: EngineConfig,
-        folder: Path,
-        plan: ModelPlan,
+        folder: Path | None,
+        plan: ModelPlan | JaxModelPlan,
         dtype: jnp.dtype,
         devices: Sequence[Any],
         report: Callable[[str], None],
@@ -66,13 +67,14 @@ class Compilation:
         has_gemm_record = is_autotuned(device, self._split, self._sizing)
         compiler = make_compiler(plan.abstract_model, backend, has_gemm_record=has_gemm_record)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._report_progress, compiler)
-        model_options = {
-            "tie_word_embeddings": model.tie_word_embeddings,
-            "kv_cache_dtype": model.kv_cache_dtype,
-        }
-        jobs = make_compile_jobs(
-            config, folder, dtype, device, store, has_gemm_record=has_gemm_record, **model_options
-        )
+        jobs = []
+        if isinstance(plan, ModelPlan) and folder is not None:  # workers read the model from there
+            model_options = {
+                "tie_word_embeddings": plan.config.tie_word_embeddings,
+                "kv_cache_dtype": plan.config.kv_cache_dtype,
+                "has_gemm_record": has_gemm_record,
+            }
+            jobs = make_compile_jobs(config, folder, dtype, device, store, **model_options)
         self._workers = CompilePool(jobs, store, report, verbose=config.verbose)
         self._stack = ExitStack()
 

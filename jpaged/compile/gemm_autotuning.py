@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import write_atomically
-from jpaged.models.decoder import DecoderLayer, FeedForward
+from jpaged.models.decoder import Decoder, DecoderLayer, FeedForward
 from jpaged.models.sharding import MESH_AXIS, global_shape_struct, wrap_in_shard_map
 from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
@@ -247,8 +247,11 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
         backend: Implementation of the kernels.
         has_gemm_record: Whether XLA needs no measurements for the products: a record covers the
             products, or the device is a CPU.
+
+    Returns:
+        The compiler. For a user's model XLA measures all products, because they are unknown.
     """
-    if has_gemm_record:
+    if has_gemm_record or not isinstance(model, Decoder):
         return Compiler()
     cache = jax.config.values["jax_compilation_cache_dir"]
     folder = None if cache is None or "://" in cache else autotuning_folder(Path(cache))

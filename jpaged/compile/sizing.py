@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder
@@ -12,8 +13,8 @@ from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.config import EngineConfig, LogprobsMode, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
 from jpaged.errors import format_count
-from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import per_device_bytes
+from jpaged.models.sizes import ModelSizes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_use_peer_memory
@@ -103,7 +104,7 @@ class Sizing:
     """Sizing of an engine: chooses its sizes and limits, and accounts for the device memory.
 
     Create the object before the weights are loaded: device memory in use at that time is treated as
-    memory of other programs.
+    memory of other programs, except for arrays in `split`.
 
     Args:
         config: Options of the engine.
@@ -119,7 +120,7 @@ class Sizing:
     def __init__(
         self,
         config: EngineConfig,
-        model: ModelConfig,
+        model: ModelSizes,
         split: SplitModel,
         dtype: jnp.dtype,
         devices: Sequence[Any],
@@ -127,16 +128,18 @@ class Sizing:
         self._config, self._split, self._dtype = config, split, dtype
         device = devices[0]
         self._model, self._num_devices = model.shard(len(devices)), len(devices)
-        limits = [limit for it in devices if (limit := _memory_limit(it)) is not None]
-        self._device_limit = min(limits, default=None)
         self._weight_bytes = per_device_bytes(split.leaves)
+        # The parameters of a user's model are on the device already, and count as weights.
+        loaded = per_device_bytes([it for it in split.leaves if isinstance(it, jax.Array)])
+        limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
+        self._device_limit = min(limits, default=None)
         if self._weight_bytes > self._max_bytes:  # fail before any weight is loaded
             more = "" if self._device_limit is None else ", or more devices (tensor_parallel_size)"
             raise ValueError(
                 f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB"
                 f"{self._per_device_text} as {dtype.name}, but {self._memory_owner} memory is "
                 f"{self._max_bytes / 2**30:,.1f} GiB: use a smaller model or dtype{more}; "
-                f"config.json says {model.size_summary}"
+                f"the model has {model.size_summary}"
             )
         limits = resolve_limits(
             config,

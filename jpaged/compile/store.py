@@ -28,7 +28,8 @@ from flax import nnx
 from jax import export
 
 from jpaged.config import DEFAULT_COMPILATION_CACHE, EngineConfig
-from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import Decoder
+from jpaged.models.sizes import ModelSizes
 from pallas_kernels import select_backend
 
 MAX_STORE_BYTES = 256 * 2**20
@@ -324,7 +325,7 @@ def prepare_jax(config: EngineConfig) -> None:
 
 
 def open_program_store(
-    cache: str | Path | None, model_config: ModelConfig, model: nnx.Module, device: Any
+    cache: str | Path | None, model_config: ModelSizes, model: nnx.Module, device: Any
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
@@ -338,9 +339,10 @@ def open_program_store(
         device: Device that the programs run on.
 
     Returns:
-        The store; None without a cache, or for a model outside `jpaged`.
+        The store; None without a cache, or for a model with code outside `jpaged`.
     """
-    if cache is None or not type(model).__module__.startswith("jpaged."):
+    is_known = isinstance(model, Decoder) and type(model).__module__.startswith("jpaged.")
+    if cache is None or not is_known:
         return None
     folder = Path(os.path.expanduser(cache)) / "programs"
     return ProgramStore(folder, (model_config, select_backend(device.platform)), device)

@@ -20,8 +20,10 @@ from jpaged.engine.preprocessing import (
     pair_priorities,
 )
 from jpaged.engine.request_state import RequestState
-from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.engine.startup import EngineParts, build_jax_model_parts, build_parts
 from jpaged.engine.step_recorder import StepRecorder
+from jpaged.errors import format_count
+from jpaged.models.jax_model import JaxModel
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import (
     BlockInfo,
@@ -40,6 +42,7 @@ from jpaged.outputs import (
     RequestOutput,
     TextDelta,
 )
+from jpaged.runtime.programs import SplitModel
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
@@ -53,8 +56,14 @@ class Engine:
     any object that exists at that time, for reference cycles. Reference counting still frees the
     objects.
 
+    With a `JaxModel`, the engine serves functions of the caller (docs/your_model.md). Creating such
+    an engine does not call `gc.freeze`, and changes no setting of JAX.
+
     Args:
-        model: Local folder, Hugging Face hub id, or None for the embedded model.
+        model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
+        params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device. The
+            engine uses the arrays without a copy: do not donate them.
+        tokenizer: Folder of the tokenizer of a `JaxModel`; None for token ids only.
         **options: Other fields of `EngineConfig`, by name.
 
     Raises:
@@ -62,7 +71,23 @@ class Engine:
             device.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
+    def __init__(
+        self,
+        model: str | Path | JaxModel | None = None,
+        *,
+        params: Any = None,
+        tokenizer: str | Path | None = None,
+        **options: Any,
+    ):
+        if isinstance(model, JaxModel):
+            config = EngineConfig.from_options(None, options)
+            self._assemble(config, build_jax_model_parts(config, model, params, tokenizer))
+            return
+        for name, value in (("params", params), ("tokenizer", tokenizer)):
+            if value is not None:
+                raise TypeError(
+                    f"{name} needs model=JaxModel(...): omit {name}, or pass a JaxModel"
+                )
         config = EngineConfig.from_options(model, options)
         self._assemble(config, build_parts(config))
 
@@ -86,6 +111,7 @@ class Engine:
         self.folder = parts.folder
         self.memory_account = parts.memory_account
         self._runner = parts.runner
+        self._jax_parameters = parts.jax_parameters
         self._preprocessor = parts.preprocessor
         mask_client = parts.preprocessor.mask_client
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, mask_client)
@@ -552,6 +578,34 @@ class Engine:
             ValueError: A prefix is pinned.
         """
         self._loop.scheduler.reset_prefix_cache()
+
+    def update_weights(self, params: Any) -> None:
+        """Replace the parameters of a `JaxModel`, between requests.
+
+        The engine uses the new arrays without a copy, and releases the old ones. Nothing is
+        compiled. Cached prefixes are removed, because the old parameters computed their KV.
+
+        Args:
+            params: A pytree with the structure, shapes, dtypes and device of the engine's `params`.
+
+        Raises:
+            TypeError, ValueError: The engine serves a checkpoint, a parameter differs, or a prefix
+                is pinned. The engine keeps its parameters.
+            RuntimeError: A request is unfinished, or an earlier step failed. The engine keeps its
+                parameters.
+        """
+        if self._jax_parameters is None:
+            raise TypeError("update_weights needs an engine of a JaxModel: create a new engine")
+        self._loop.check_alive()
+        if num_unfinished := len(self._loop.requests):
+            raise RuntimeError(
+                f"update_weights: {format_count(num_unfinished, 'request')} unfinished: finish or "
+                "abort all requests before"
+            )
+        split = SplitModel.of(self._jax_parameters.decoder(params))
+        self._loop.drain()
+        self.reset_prefix_cache()
+        self._runner.replace_parameters(split.leaves)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

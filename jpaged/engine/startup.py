@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from jpaged.errors import RequestError, format_count
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
+from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.sizes import ModelSizes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
@@ -69,13 +71,14 @@ class ProgressLog:
 class EngineParts:
     """The objects that an `Engine` consists of."""
 
-    folder: Path  # folder of the checkpoint
+    folder: Path | None  # folder of the checkpoint; None for a user's model
     preprocessor: Preprocessor
-    model_config: ModelConfig
+    model_config: ModelSizes
     runtime_config: RuntimeConfig
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
+    jax_parameters: JaxParameters | None = None  # None for a checkpoint
 
 
 @contextmanager
@@ -107,7 +110,7 @@ def pause_garbage_collection() -> Iterator[None]:
 
 @pause_garbage_collection()
 def build_parts(config: EngineConfig) -> EngineParts:
-    """Build all parts of an engine.
+    """Build all parts of an engine for a checkpoint.
 
     Raises:
         ValueError: The model cannot be loaded, or does not fit on the device with this
@@ -121,11 +124,136 @@ def build_parts(config: EngineConfig) -> EngineParts:
         mesh = make_mesh(jax.local_devices(), config.tensor_parallel_size)
         devices = jax.local_devices()[: config.tensor_parallel_size]
     plan, dtype = _plan_model(config, folder, devices[0], mesh)
-    generation_config = read_generation_config(folder)
-    with Compilation(config, folder, plan, dtype, devices, log.print_line) as compilation:
-        with log.phase(f"loading {folder.name} as {describe_weights(plan.config, dtype)}"):
-            split, tokenizer = _load(config, folder, plan)
-        eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
+    return _assemble_parts(
+        config,
+        PlannedModel(
+            plan,
+            dtype,
+            devices,
+            folder,
+            tokenizer_folder=folder if config.tokenizer_needed else None,
+            generation_config=read_generation_config(folder),
+            description=f"{folder.name} as {describe_weights(plan.config, dtype)}",
+        ),
+        log,
+    )
+
+
+def build_jax_model_parts(
+    config: EngineConfig, model: JaxModel, params: Any, tokenizer: str | Path | None
+) -> EngineParts:
+    """Build all parts of an engine for a user's model.
+
+    The function changes no JAX setting and leaves the garbage collector alone, because a trainer
+    may own the process.
+
+    Args:
+        config: Options of the engine.
+        model: The model.
+        params: Parameters of the model, a pytree of arrays on the first local device.
+        tokenizer: Folder of a tokenizer; None for token ids only.
+
+    Raises:
+        TypeError, ValueError: The model, a parameter or an option is invalid.
+    """
+    check_jax_model_options(config)
+    if not isinstance(tokenizer, (str, Path, type(None))):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass the folder that "
+            "tokenizer.save_pretrained(folder) has written, or None"
+        )
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        raise ValueError(
+            f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
+        )
+    device = jax.local_devices()[0]
+    plan = plan_jax_model(model, params, device)
+    check_device(device, plan.config.head_size)
+    requested, kv_dtype = config.kv_cache_dtype, jnp.dtype(plan.config.kv_cache_dtype)
+    plan = plan.with_kv_cache_dtype(
+        _choose_kv_cache_dtype(requested, plan.config, kv_dtype, device)
+    )
+    return _assemble_parts(
+        # Another process cannot trace the model, and the program store does not know its code.
+        replace(config, compilation_cache_dir=None),
+        PlannedModel(
+            plan,
+            plan.dtype,
+            [device],
+            tokenizer_folder=None if tokenizer is None else Path(tokenizer),
+            description="the tokenizer",
+        ),
+        ProgressLog(config.verbose),
+    )
+
+
+_JAX_MODEL_REMEDIES = {
+    "dtype": "cast params, because the model computes in their dtype",
+    "quantization": "omit it, because only forward knows the model's products",
+    "load_format": "omit it, because params holds the weights",
+    "tensor_parallel_size": "omit it, because a JaxModel runs on one device",
+    "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
+    "batch_invariant": "omit it, because only forward knows the model's products",
+    "skip_tokenizer_init": "omit it, and pass tokenizer=None",
+    "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
+    "num_compile_workers": "omit it, because another process cannot trace the model",
+}
+"""Options that must have their default values with a `JaxModel`, and what to do instead."""
+
+
+def check_jax_model_options(config: EngineConfig) -> None:
+    """Check that the options of an engine apply to a user's model.
+
+    Raises:
+        ValueError: An option does not apply, or the size of the pool is missing.
+    """
+    defaults = {each.name: each.default for each in fields(EngineConfig)}
+    for name, remedy in _JAX_MODEL_REMEDIES.items():
+        value = getattr(config, name)
+        if value != defaults[name] and value:  # 0 compile workers are what a JaxModel has
+            raise ValueError(f"{name}={value!r} does not apply to a JaxModel: {remedy}")
+    if config.compilation_cache_dir not in (defaults["compilation_cache_dir"], None):
+        raise ValueError(
+            f"compilation_cache_dir={str(config.compilation_cache_dir)!r} does not apply to a "
+            "JaxModel: set JAX's own cache, jax.config.update('jax_compilation_cache_dir', folder)"
+        )
+    if config.num_blocks is None and config.kv_cache_memory_bytes is None:
+        raise ValueError(
+            "a JaxModel needs the size of the pool, because the engine shares the device with "
+            "other code: pass kv_cache_memory_bytes or num_blocks"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A checked model, from which the parts of an engine are built.
+
+    Attributes:
+        plan: Plan of the model.
+        dtype: Dtype of the weights, or of the hidden states of a user's model.
+        devices: Devices of the engine.
+        folder: Folder of the checkpoint; None for a user's model.
+        tokenizer_folder: Folder of the tokenizer; None for no tokenizer.
+        generation_config: Content of the checkpoint's generation_config.json.
+        description: Text that says what is loaded.
+    """
+
+    plan: ModelPlan | JaxModelPlan
+    dtype: jnp.dtype
+    devices: Sequence[Any]
+    folder: Path | None = None
+    tokenizer_folder: Path | None = None
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+
+def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog) -> EngineParts:
+    """Load the model, size the pool, compile the programs, and return the engine's parts."""
+    plan, dtype, devices = model.plan, model.dtype, model.devices
+    with Compilation(config, model.folder, plan, dtype, devices, log.print_line) as compilation:
+        with log.phase(f"loading {model.description}"):
+            split, tokenizer = _load(plan, model.tokenizer_folder)
+        eos_token_ids = end_token_ids(plan.config, model.generation_config, tokenizer)
         with log.phase("sizing the pool"):
             runtime, account, shapes = compilation.wait_for_sizes()
         for line in describe_memory(runtime, account, devices, pool_dtype(plan.config, dtype)):
@@ -139,7 +267,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         log.print_line(line)
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     return EngineParts(
-        folder=folder,
+        folder=model.folder,
         preprocessor=Preprocessor(
             tokenizer,
             vocab_size=runtime.vocab_size,
@@ -148,8 +276,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
             eos_token_ids=eos_token_ids,
             seed=config.seed,
             mask_client=None
-            if tokenizer is None
-            else MaskWorkerClient(folder, runtime.vocab_size, eos_token_ids),
+            if model.tokenizer_folder is None
+            else MaskWorkerClient(model.tokenizer_folder, runtime.vocab_size, eos_token_ids),
             logprobs_mode=config.logprobs_mode,
         ),
         model_config=plan.config,
@@ -167,6 +295,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             _make_speculation(runtime),
         ),
         runner=runner,
+        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
     )
 
 
@@ -182,25 +311,31 @@ def _plan_model(
         )
     model = replace(model, enable_expert_parallel=config.enable_expert_parallel)
     model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
-    if not supports_kernels(device):
-        raise ValueError(
-            f"{device.device_kind} has compute capability {device.compute_capability}, but the "
-            "kernels need 8.0 or later: use another GPU, or JAX_PLATFORMS=cpu for small models"
-        )
-    max_head_size = select_backend(device.platform).max_head_size
-    if max_head_size is not None and model.head_size > max_head_size:
-        raise head_size_error(model.head_size, f"1 to {max_head_size}, on a GPU")
+    check_device(device, model.head_size)
     dtype = resolve_dtype(config.dtype, model, device.platform)
-    kv_cache_dtype = _resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
-    if kv_cache_dtype == FP8_DTYPE and model.head_size % 4:
-        supported = f"multiples of 4, with kv_cache_dtype={config.kv_cache_dtype!r}"
-        raise head_size_error(model.head_size, supported)
+    kv_cache_dtype = _choose_kv_cache_dtype(config.kv_cache_dtype, model, dtype, device)
     model = replace(model, kv_cache_dtype=kv_cache_dtype, batch_invariant=config.batch_invariant)
     if config.batch_invariant:
         shard = model.shard(config.tensor_parallel_size)
         check_batch_invariant(shard, config.block_size, dtype, device)
     requested = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **requested), dtype
+
+
+def check_device(device: Any, head_size: int) -> None:
+    """Check that the kernels run on a device, and support a head size there.
+
+    Raises:
+        ValueError: The device or the head size is not supported.
+    """
+    if not supports_kernels(device):
+        raise ValueError(
+            f"{device.device_kind} has compute capability {device.compute_capability}, but the "
+            "kernels need 8.0 or later: use another GPU, or JAX_PLATFORMS=cpu for small models"
+        )
+    max_head_size = select_backend(device.platform).max_head_size
+    if max_head_size is not None and head_size > max_head_size:
+        raise head_size_error(head_size, f"1 to {max_head_size}, on a GPU")
 
 
 def check_batch_invariant(
@@ -311,8 +446,12 @@ def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
     return f"{dtype.name}, projections in {quantization.format.name}"
 
 
-def _resolve_kv_cache_dtype(requested: str, dtype: jnp.dtype, device: Any) -> str | None:
+def _choose_kv_cache_dtype(
+    requested: str, model: ModelSizes, dtype: jnp.dtype, device: Any
+) -> str | None:
     """Return the dtype of the pool; None if the pool has the dtype of the weights."""
+    if requested in FP8_KV_CACHE_DTYPES and model.head_size % 4:
+        raise head_size_error(model.head_size, f"multiples of 4, with kv_cache_dtype={requested!r}")
     if requested not in FP8_KV_CACHE_DTYPES:
         return None if requested in ("auto", dtype.name) else requested
     if not supports_fp8(device):
@@ -328,19 +467,20 @@ def _resolve_kv_cache_dtype(requested: str, dtype: jnp.dtype, device: Any) -> st
 
 
 def _load(
-    config: EngineConfig, folder: Path, plan: ModelPlan
+    plan: ModelPlan | JaxModelPlan, tokenizer_folder: Path | None
 ) -> tuple[SplitModel, Tokenizer | None]:
     """Read the weights and the tokenizer concurrently."""
     with ThreadPoolExecutor(1) as pool:
-        needed = config.tokenizer_needed
-        tokenizer_future = pool.submit(Tokenizer.from_folder, folder) if needed else None
+        tokenizer_future = None
+        if tokenizer_folder is not None:
+            tokenizer_future = pool.submit(Tokenizer.from_folder, tokenizer_folder)
         split = SplitModel.of(plan.load())
         jax.block_until_ready(split.leaves)
         return split, tokenizer_future.result() if tokenizer_future is not None else None
 
 
 def end_token_ids(
-    model: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
+    model: ModelSizes, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> frozenset[int]:
     """Return the end tokens from the model config, the generation config and the tokenizer."""
     token_ids: set[object] = set(model.eos_token_ids)

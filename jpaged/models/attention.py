@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +194,35 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
     return cos * factor, sin * factor
 
 
+def attend_paged(
+    q: Float[Array, "T N H"], kv: LayerKV, attention: AttentionInputs, **options: Any
+) -> Float[Array, "T N H"]:
+    """Compute attention of a step's queries over a layer's pool, by the op for the kind of step.
+
+    Args:
+        q: Queries of the step's tokens.
+        kv: The layer's pool, which already holds the step's tokens.
+        attention: Inputs of the step.
+        options: Other keyword arguments of the attention ops.
+
+    Returns:
+        The output of each query head, in q's dtype.
+    """
+    rows = q.astype(kv.attention_dtype(q.dtype))
+    tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
+    if starts is not None:
+        call_shared = attention.call_shared
+        out = paged_prefill_attention(
+            rows, kv, tables, starts, lens, call_shared=call_shared, **options
+        )
+    elif attention.num_queries > 1:
+        queries = rows.reshape(-1, attention.num_queries, *rows.shape[1:])
+        out = paged_verify_attention(queries, kv, tables, lens, **options).reshape(rows.shape)
+    else:
+        out = paged_decode_attention(rows, kv, tables, lens, **options)
+    return out.astype(q.dtype)
+
+
 class Attention(nnx.Module):
     """Self-attention of one layer over the paged pool.
 
@@ -303,19 +332,8 @@ class Attention(nnx.Module):
                 qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
             )
         q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
-        rows = q.astype(kv.attention_dtype(q.dtype))
-        if num_queries > 1 and starts is None:
-            queries = rows.reshape(-1, num_queries, *rows.shape[1:])
-            out = paged_verify_attention(queries, kv, tables, lens, **options)
-            out = out.reshape(rows.shape)
-        elif starts is None:
-            out = paged_decode_attention(rows, kv, tables, lens, **options)
-        else:
-            call_shared = attention.call_shared
-            out = paged_prefill_attention(
-                rows, kv, tables, starts, lens, call_shared=call_shared, **options
-            )
-        return out.astype(q.dtype), kv
+        step = replace(attention, seq_lens=lens, query_start_loc=starts)
+        return attend_paged(q, kv, step, **options), kv
 
     def store_kv(
         self,

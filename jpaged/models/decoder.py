@@ -297,7 +297,7 @@ class Decoder(nnx.Module):
 
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
-    ) -> tuple[Float32[Array, "R"], Bool[Array, "R"]]:
+    ) -> tuple[Float32[Array, "R"], Bool[Array, "R"]] | None:
         """Return the log-probability of one token per row of hidden states.
 
         The logits are never all in memory. If `head.is_sharded`, each device computes its shard of
@@ -309,8 +309,12 @@ class Decoder(nnx.Module):
             backend: Implementation of the kernels.
 
         Returns:
-            The log-probabilities, and whether no other token of the row is more probable.
+            The log-probabilities, and whether no other token of the row is more probable. None if
+            the model is batch-invariant: only whole rows of logits then have the bits of
+            generation.
         """
+        if self.config.batch_invariant:
+            return None
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         scores = self.head.target_scores(hidden, targets, self.config.final_soft_cap, backend)
         largest, total, target = scores
@@ -320,6 +324,11 @@ class Decoder(nnx.Module):
             total = (parts[:, :, 1] * jnp.exp(parts[:, :, 0] - largest[None])).sum(axis=0)
             target = parts[:, :, 2].sum(axis=0)
         return target - largest - jnp.log(total), target >= largest
+
+    @property
+    def is_vocab_sharded(self) -> bool:
+        """Whether each device computes the logits of only its shard of the vocabulary."""
+        return self.head.is_sharded
 
     @property
     def head(self) -> Embedding:

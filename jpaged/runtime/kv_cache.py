@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from jpaged.models.config import ModelConfig
+from jpaged.models.sizes import ModelSizes
 from pallas_kernels import FP8, FP8_PAIR_DTYPE, LayerKV
 
 HEADS_AXIS = 2
@@ -21,12 +21,12 @@ class KVState(NamedTuple):
     block_tables: Int32[Array, "R M"]
 
 
-def pool_dtype(model: ModelConfig, dtype: DTypeLike) -> jnp.dtype:
+def pool_dtype(model: ModelSizes, dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype of the pool for a model whose weights have `dtype`."""
     return jnp.dtype(model.kv_cache_dtype or dtype)
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
+def block_bytes(model: ModelSizes, block_size: int, dtype: DTypeLike) -> int:
     """Return the size of one block in bytes, on each device: K and V of all layers.
 
     Args:
@@ -39,7 +39,7 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
 
 
 def make_pool(
-    model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
+    model: ModelSizes, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
     """Return an empty pool, one `LayerKV` per layer, for a model whose weights have `dtype`."""
     dtype, columns = pool_dtype(model, dtype), model.head_size

@@ -167,6 +167,18 @@ class ModelRunner:
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
+    def replace_parameters(self, leaves: tuple[Any, ...]) -> None:
+        """Launch all later steps with other parameters.
+
+        Args:
+            leaves: Parameters in the order of `SplitModel.leaves`, with the same shapes, dtypes and
+                device.
+        """
+        self._program_arguments = {
+            name: ((leaves,) if model else (), names)
+            for name, (model, names) in self._program_arguments.items()
+        }
+
     def launch(self, plan: StepPlan, sampling: SamplingLookup) -> StepHandle:
         """Launch every part of a plan, in the order that `StepPlan` documents.
 

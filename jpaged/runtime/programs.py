@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
+from jpaged.models.sizes import ModelSizes
 from jpaged.runtime.buckets import round_up
 from jpaged.runtime.drafting import RowTokens
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
@@ -79,8 +79,10 @@ class SplitModel:
         """Return `step` as a function of one device's shard of the parameters and the step's other
         arguments. Keyword arguments in `static` are fixed."""
 
+        definition, treedef = self.definition, self.treedef  # `run` must not keep `self.leaves`
+
         def run(leaves, *inputs, **arguments):
-            model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
+            model = nnx.merge(definition, jax.tree.unflatten(treedef, leaves))
             return step(model, *inputs, **arguments, **static)
 
         run.__name__ = step.__name__
@@ -109,7 +111,7 @@ class DeviceShapes:
 
     @staticmethod
     def of(
-        model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None
+        model: ModelSizes, config: RuntimeConfig, dtype, mesh: Mesh | None = None
     ) -> "DeviceShapes":
         """Return the shapes for a configuration.
 

@@ -52,7 +52,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jpaged.config import LogprobsMode
 from jpaged.core.plan import NO_DRAFT, NO_TOKEN, REJECTED, ScheduledSequence, StepPlan
 from jpaged.models.attention import AttentionInputs
-from jpaged.models.decoder import Decoder
+from jpaged.models.jax_model import StepModel
 from jpaged.models.sharding import MESH_AXIS, all_gather, shard_start, split_rows
 from jpaged.runtime.batch import (
     DecodeBatch,
@@ -137,7 +137,7 @@ class SampleInputs(NamedTuple):
 
 
 def decode_step(
-    model: Decoder,
+    model: StepModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "G C"],
@@ -188,7 +188,7 @@ def decode_step(
 
 
 def prefill_step(
-    model: Decoder,
+    model: StepModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "X"],
@@ -237,7 +237,7 @@ def prefill_step(
 
 
 def decode_burst_step(
-    model: Decoder,
+    model: StepModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "U B C"],
@@ -286,7 +286,7 @@ def decode_burst_step(
 
 
 def verify_step(
-    model: Decoder,
+    model: StepModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     row_tokens: RowTokens,
@@ -354,7 +354,7 @@ def _propose_drafts(
 
 
 def _compute_drafts(
-    model: Decoder,
+    model: StepModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "B C"],
@@ -401,7 +401,7 @@ def _compute_drafts(
 
 
 def _sample_drafts(
-    model: Decoder,
+    model: StepModel,
     hidden: Float[Array, "Q B D"],
     batch: DecodeBatch,
     lengths: Int32[Array, "B"],
@@ -510,7 +510,7 @@ def gather_hidden_step(
 
 
 def prompt_logprobs_step(
-    model: Decoder,
+    model: StepModel,
     scored_hidden: Float[Array, "C D"],
     targets: Int32[Array, "C"],
     *,
@@ -531,7 +531,7 @@ def prompt_logprobs_step(
 
     def score(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
-        is_sharded = model.head.is_sharded
+        is_sharded = model.is_vocab_sharded
         if is_sharded:  # pad to whole rows per device
             padding = -size % lax.axis_size(MESH_AXIS)
             hidden, targets = (
@@ -554,7 +554,7 @@ def prompt_logprobs_step(
 
 
 def score_targets_step(
-    model: Decoder,
+    model: StepModel,
     scored_hidden: Float[Array, "C D"],
     targets: Int32[Array, "C"],
     *,
@@ -563,15 +563,17 @@ def score_targets_step(
     """Return the log-probability of each target, and 1 if no token is more probable, else 0.
 
     `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns no ranks and no
-    other tokens, so that it never holds whole rows of logits, unless the model is batch-invariant.
+    other tokens, so that it holds whole rows of logits only if `StepModel.target_logprobs` returns
+    None.
     """
-    if model.config.batch_invariant:  # use the op of generation, which gives the same bits
+    found = model.target_logprobs(scored_hidden, targets, backend)
+    if found is None:  # compute whole rows, with the op of generation
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
         logprobs, highest = (lax.bitcast_convert_type(it, jnp.float32) for it in columns)
         return jnp.stack([logprobs, (logprobs >= highest).astype(jnp.float32)], axis=1)
-    logprobs, is_greedy = model.target_logprobs(scored_hidden, targets, backend)
+    logprobs, is_greedy = found
     return jnp.stack([logprobs, is_greedy.astype(jnp.float32)], axis=1)
 
 

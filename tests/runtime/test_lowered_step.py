@@ -17,11 +17,14 @@ from bench.common import ALL_SHAPES, SHAPES
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import select_worker_recipes
-from jpaged.config import LogprobsMode
+from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.models.config import ModelConfig
+from jpaged.models.jax_model import JaxModel, plan_jax_model
 from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.sizes import ModelSizes
+from jpaged.runtime.drafting import make_drafter
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY, SamplerLevel
@@ -67,20 +70,25 @@ def all_recipes(
 
 def recipes_of(config: ModelConfig, num_devices: int, **options: Any) -> dict[Any, Recipe]:
     """Return the compilation inputs (`Recipe`) of all programs of a GPU engine, by program name."""
+    mesh = make_mesh(jax.devices(), num_devices)
+    split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
+    return recipes_of_split(split, config.shard(num_devices), **options)
+
+
+def recipes_of_split(split: SplitModel, sizes: ModelSizes, **options: Any) -> dict[Any, Recipe]:
+    """Return the recipes of a model with the given sizes of one device."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
         1000,
         2048,
         *limits,
-        config.vocab_size,
+        sizes.vocab_size,
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
         **options,
     )
-    mesh = make_mesh(jax.devices(), num_devices)
-    split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
-    shapes = DeviceShapes.of(config.shard(num_devices), runtime, jnp.dtype(jnp.bfloat16), mesh)
+    shapes = DeviceShapes.of(sizes, runtime, jnp.dtype(jnp.bfloat16), split.mesh)
     return {recipe.name: recipe for recipe in Recipes(split, shapes, runtime)}
 
 
@@ -156,6 +164,32 @@ def test_mixed_step_adds_one_decode_attention_per_layer(shape: str):
     assert many - few == NUM_LAYERS
     # Rotation and KV write of all tokens are one separate launch.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
+
+
+DRAFTS = SpeculativeConfig(num_speculative_tokens=3)
+JAX_MODEL_STEPS = [
+    ("decode", 64),
+    ("prefill", (512, 8)),
+    pytest.param(("verify", (8, 1, SamplerLevel.GREEDY, make_drafter(DRAFTS))), id="verify"),
+]
+
+
+@pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
+def test_step_of_a_jax_model_launches_a_write_and_an_attention_per_layer(name: tuple):
+    def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
+        x = params[tokens]
+        for layer in range(2):
+            heads = x.reshape(-1, 4, 64)
+            x += step.attend(layer, heads, heads, heads, window=(100, None)[layer]).reshape(x.shape)
+        return x
+
+    model = JaxModel(forward, lambda params, x: x @ params.T, 2, 4, 64, 128, 2048)
+    params = jnp.zeros((128, 256), jnp.bfloat16)
+    plan = plan_jax_model(model, params, jax.local_devices()[0])
+    recipes = recipes_of_split(SplitModel.of(plan.load()), plan.config, speculation=DRAFTS)
+    counted = launches(lowered_for_gpu(recipes[name]))
+    assert counted[PRODUCT] == 1  # the logits
+    assert counted[KERNEL] + counted[HOPPER_KERNEL] == 2 * 2
 
 
 @reads_device_from_mesh

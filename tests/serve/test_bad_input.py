@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from serve_helpers import Server
 
+from jpaged.config import EMBEDDED_MODEL
+
 Run = Callable[..., None]
 
 DEEP = "[" * 1000 + "]" * 1000
@@ -342,7 +344,7 @@ async def check_refused(server: Server, path: str, content: bytes, param: str | 
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["message"]
-    assert str(server.engine.folder.parent) not in error["message"]
+    assert str(EMBEDDED_MODEL.parent) not in error["message"]
     assert len(error["message"]) < 1000
     if param is not None:
         assert (error["param"] or "").endswith(param) or param in error["message"], error

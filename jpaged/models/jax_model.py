@@ -1,0 +1,578 @@
+"""Serve a user's own model, which is written as plain JAX functions.
+
+`JaxModel` describes the model. `forward` gets a `ModelStep`, whose `attend` writes keys and values
+to the pool and computes attention. `plan_jax_model` checks model and parameters by tracing the
+functions once, and `JaxDecoder` adapts the model to the steps of the engine.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+from jaxtyping import Array, Float, Float32, Int32
+from typing_extensions import override
+
+from jpaged.errors import format_count
+from jpaged.models.attention import AttentionInputs, attend_paged
+from jpaged.models.decoder import Decoder
+from jpaged.models.sizes import JaxModelSizes
+from pallas_kernels import Backend, LayerKV, write_kv
+
+_TRACED_TOKENS = 8
+"""Number of tokens with which `plan_jax_model` traces a model."""
+
+_TRACED_LOGITS_ROWS = 3
+"""Number of rows of hidden states with which `plan_jax_model` traces `logits`. It differs from
+`_TRACED_TOKENS`, because the engine computes logits only for some tokens of a step."""
+
+_KV_DTYPES = ("float32", "bfloat16", "float16")
+
+_UNROLL = (
+    "call attend directly in forward, with a Python int for each layer: unroll a scan over layers "
+    "into a Python loop, and do not put attend inside jax.jit, jax.checkpoint, jax.vmap or lax.cond"
+)
+
+
+class LayerHeads(NamedTuple):
+    """The KV heads of one layer.
+
+    Attributes:
+        num_kv_heads: Number of KV heads (K).
+        head_size: Width of one head (H).
+    """
+
+    num_kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class JaxModel:
+    """A decoder-only model in plain JAX, which `Engine(model=..., params=...)` serves.
+
+    Both functions are compiled by the engine, so they must be traceable, as for `jax.jit`.
+    `docs/your_model.md` has an example.
+
+    Attributes:
+        forward: Function `forward(params, tokens, positions, step)` that returns the hidden states
+            [T, D] of the tokens. `tokens` and `positions` are int32 [T]: the tokens of all
+            sequences of a step, one sequence after another, and their positions from 0. For each
+            layer, the function calls `step.attend` once (see `ModelStep`). Everything else that the
+            function computes for a token must not depend on the other tokens.
+        logits: Function `logits(params, hidden)` that returns the logits [R, V] for some rows [R,
+            D] of the hidden states.
+        num_layers: Number of layers that call `step.attend`.
+        num_kv_heads: Number of KV heads; a sequence has one number per layer.
+        head_size: Width of one head; a sequence has one width per layer.
+        vocab_size: Number of logits per token (V).
+        max_positions: Maximum number of tokens of a sequence that the model supports.
+        eos_token_ids: Tokens that end an answer, in addition to the tokenizer's end token.
+
+    Raises:
+        TypeError, ValueError: A function is missing, or a size is invalid.
+    """
+
+    forward: Callable[..., Any]
+    logits: Callable[..., Any]
+    num_layers: int
+    num_kv_heads: int | Sequence[int]
+    head_size: int | Sequence[int]
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: Sequence[int] = ()
+
+    def __post_init__(self):
+        arguments = {"forward": "params, tokens, positions, step", "logits": "params, hidden"}
+        for name, listed in arguments.items():
+            function = getattr(self, name)
+            if not callable(function):
+                raise TypeError(
+                    f"{name}={function!r} is not a function: pass a function {name}({listed})"
+                )
+            if isinstance(function, jax.stages.Wrapped):
+                raise TypeError(
+                    f"{name} is a function of jax.jit: pass the function itself, because the "
+                    "engine compiles it"
+                )
+        for name in ("num_layers", "vocab_size", "max_positions"):
+            _check_size(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_size"):
+            per_layer = getattr(self, name)
+            if not isinstance(per_layer, Sequence):
+                per_layer = (per_layer,) * self.num_layers
+            if len(per_layer) != self.num_layers:
+                raise ValueError(
+                    f"{name} has {format_count(len(per_layer), 'entry', 'entries')} for "
+                    f"num_layers={self.num_layers}: pass one int, or one int per layer"
+                )
+            for index, value in enumerate(per_layer):
+                _check_size(f"{name} of layer {index}", value)
+            object.__setattr__(self, name, tuple(per_layer))
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        for token in self.eos_token_ids:
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"eos_token_ids has {token!r}: pass ints from 0 to {self.vocab_size - 1}"
+                )
+
+    @property
+    def layers(self) -> tuple[LayerHeads, ...]:
+        """The KV heads of each layer."""
+        sizes = zip(_as_tuple(self.num_kv_heads), _as_tuple(self.head_size), strict=True)
+        return tuple(LayerHeads(*each) for each in sizes)
+
+    @property
+    def pool_heads(self) -> LayerHeads:
+        """The KV heads of the pool's layers: the maxima of all layers."""
+        return LayerHeads(max(_as_tuple(self.num_kv_heads)), max(_as_tuple(self.head_size)))
+
+
+def _as_tuple(per_layer: int | Sequence[int]) -> tuple[int, ...]:
+    """Return sizes that `JaxModel` has made a tuple."""
+    return (per_layer,) if isinstance(per_layer, int) else tuple(per_layer)
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not an int: pass an int, at least 1")
+    if value < 1:
+        raise ValueError(f"{name}={value}: pass an int, at least 1")
+
+
+class ModelStep:
+    """One step of the engine, as `forward` sees it.
+
+    `forward` calls `attend` once for each layer, in any order. An object is valid during one call
+    of `forward`.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerHeads], pool: Sequence[LayerKV], attention: AttentionInputs
+    ):
+        self._layers, self._pool, self._attention = layers, pool, attention
+        self._num_tokens = attention.slot_mapping.shape[0]
+        self._attended: dict[int, LayerKV] = {}
+        self._trace = get_opaque_trace_state()
+
+    # The arrays are not annotated with shapes: `attend` checks them and names the layer.
+    def attend(
+        self,
+        layer: SupportsIndex,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: SupportsIndex | None = None,
+        scale: SupportsFloat | None = None,
+        soft_cap: SupportsFloat | None = None,
+    ) -> Array:
+        """Write the tokens' keys and values to the pool, and return causal attention.
+
+        Each token attends to all tokens of its sequence up to itself, also to those that earlier
+        steps have computed. Queries and keys must be rotated already, if the model rotates them.
+
+        Args:
+            layer: Index of the layer, a Python int from 0 to `num_layers` - 1.
+            q: Queries [T, N, H]. N is a multiple of the layer's number of KV heads, K.
+            k, v: Keys and values [T, K, H].
+            window: Number of keys that a query sees, including the key of its own position. None:
+                all keys.
+            scale: Factor of the dot products; None for 1 / sqrt(H).
+            soft_cap: Cap that turns scores into `soft_cap * tanh(scores / soft_cap)`; None for no
+                cap.
+
+        Returns:
+            The outputs [T, N, H] of the query heads, in q's dtype.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, or the layer was attended already.
+        """
+        if isinstance(layer, Tracer):
+            raise TypeError(f"attend: layer is a traced value, but must be a Python int: {_UNROLL}")
+        index = operator.index(layer)
+        if not 0 <= index < len(self._layers):
+            raise ValueError(
+                f"attend: layer={index}, but the model has num_layers={len(self._layers)}: pass an "
+                f"int from 0 to {len(self._layers) - 1}"
+            )
+        if index in self._attended:
+            raise ValueError(
+                f"attend was called twice for layer {index}: call it once per layer, and give "
+                "layers that share weights an index each"
+            )
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(
+                f"attend for layer {index} runs inside a JAX transformation: {_UNROLL}"
+            )
+        self._check_shapes(index, q, k, v)
+        default_scale = 1 / math.sqrt(self._layers[index].head_size)
+        options = {
+            "scale": _static_number(index, "scale", scale, float) or default_scale,
+            "soft_cap": _static_number(index, "soft_cap", soft_cap, float),
+            "sliding_window": _static_number(index, "window", window, operator.index),
+        }
+        out, self._attended[index] = self._compute(index, q, k, v, options)
+        return out
+
+    def take_pool(self) -> tuple[LayerKV, ...]:
+        """Return the updated pool.
+
+        Raises:
+            ValueError: `forward` has not called `attend` for all layers.
+        """
+        missing = [str(i) for i in range(len(self._layers)) if i not in self._attended]
+        if missing:
+            raise ValueError(
+                f"forward called attend for {len(self._attended)} of "
+                f"{format_count(len(self._layers), 'layer')}: also call it for layer "
+                f"{', '.join(missing)}, or lower num_layers"
+            )
+        return tuple(self._attended[i] for i in range(len(self._layers)))
+
+    def _check_shapes(self, index: int, q: Array, k: Array, v: Array) -> None:
+        num_kv_heads, head_size = self._layers[index]
+        wanted = self._num_tokens, num_kv_heads, head_size
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(array, jax.Array) or array.dtype.name not in _KV_DTYPES:
+                found = array.dtype if isinstance(array, jax.Array) else type(array).__name__
+                raise TypeError(
+                    f"attend for layer {index}: {name} is {found}: pass a JAX array of "
+                    f"{', '.join(_KV_DTYPES)}"
+                )
+        for name, array in (("k", k), ("v", v)):
+            if array.shape != wanted:
+                raise ValueError(
+                    f"attend for layer {index}: {name} has shape {list(array.shape)}, but must be "
+                    f"[T, K, H] = {list(wanted)}: reshape it, or correct num_kv_heads or head_size"
+                )
+        is_grouped = q.ndim == 3 and q.shape[1] > 0 and q.shape[1] % num_kv_heads == 0
+        if not is_grouped or (q.shape[0], q.shape[2]) != (wanted[0], wanted[2]):
+            raise ValueError(
+                f"attend for layer {index}: q has shape {list(q.shape)}, but must be [T, N, H] = "
+                f"[{wanted[0]}, N, {head_size}] with N a multiple of {num_kv_heads}: reshape it, "
+                "or correct num_kv_heads or head_size"
+            )
+
+    def _compute(
+        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        """Store keys and values and compute attention, for checked arguments.
+
+        All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
+        which change no score.
+        """
+        kv, attention = self._pool[index], self._attention
+        num_kv_heads, head_size, num_heads = *self._layers[index], q.shape[1]
+        new_heads, new_columns = kv.k.shape[2] - num_kv_heads, kv.head_size - head_size
+        if new_heads or new_columns:
+            group = num_heads // num_kv_heads
+            widths = [(0, 0), (0, new_heads), (0, new_columns)]
+            k, v = jnp.pad(k, widths), jnp.pad(v, widths)
+            q = jnp.pad(q, [(0, 0), (0, group * new_heads), (0, new_columns)])
+        dtype = k.dtype if kv.is_scaled else kv.k.dtype
+        slots, backend = attention.slot_mapping, attention.backend
+        kv = write_kv(kv, k.astype(dtype), v.astype(dtype), slots, backend=backend)
+        out = attend_paged(q, kv, attention, backend=backend, **options)
+        return out[:, :num_heads, :head_size], kv
+
+
+def _static_number(index: int, name: str, value: Any, convert: Callable) -> Any:
+    """Return an option of `attend` as a number, or None. The option is compiled into the step."""
+    if value is None:
+        return None
+    if isinstance(value, Tracer):
+        raise TypeError(f"attend for layer {index}: {name} is a traced value: pass a Python number")
+    number = convert(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(
+            f"attend for layer {index}: {name}={number}: pass a positive number, or None"
+        )
+    return number
+
+
+class _RecordingStep(ModelStep):
+    """A step without a pool, which checks the calls of `attend` and records the keys' dtypes."""
+
+    def __init__(self, layers: Sequence[LayerHeads], num_tokens: int):
+        one = jnp.zeros((1,), jnp.int32)
+        slots = jnp.zeros((num_tokens,), jnp.int32)
+        super().__init__(layers, (), AttentionInputs(one[None], one, slots, None, Backend.XLA))
+        self.dtypes: dict[int, jnp.dtype] = {}
+
+    @override
+    def _compute(
+        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        self.dtypes[index] = k.dtype
+        empty = jnp.zeros((0, 1, *k.shape[1:]), k.dtype)
+        return q, LayerKV(empty, empty)
+
+
+class JaxDecoder(nnx.Module):
+    """A user's model with the interface of `Decoder` that steps need.
+
+    Args:
+        model: The model.
+        sizes: Sizes of the model and of its pool.
+        params: Parameters, a pytree of arrays.
+    """
+
+    is_vocab_sharded = False
+
+    def __init__(self, model: JaxModel, sizes: JaxModelSizes, params: Any):
+        leaves, self.treedef = jax.tree.flatten(params)
+        self.model, self.config = model, sizes
+        self.leaves = nnx.List([nnx.Param(leaf) for leaf in leaves])
+
+    @property
+    def params(self) -> Any:
+        """The parameters as the user's pytree."""
+        return jax.tree.unflatten(self.treedef, [leaf[...] for leaf in self.leaves])
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "T"],
+        positions: Int32[Array, "T"],
+        pool: tuple[LayerKV, ...],
+        attention: AttentionInputs,
+        run_layers: Callable[..., Any] | None = None,
+    ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
+        """Run `forward` on the tokens of a step. See `Decoder`; `run_layers` is ignored."""
+        step = ModelStep(self.model.layers, pool, attention)
+        hidden = self.model.forward(self.params, token_ids, positions, step)
+        return hidden, step.take_pool()
+
+    def logits(
+        self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
+    ) -> Float32[Array, "R V"]:
+        """Return the logits of some rows of hidden states, in float32. `backend` is ignored."""
+        return self.model.logits(self.params, hidden).astype(jnp.float32)
+
+    def target_logprobs(
+        self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
+    ) -> None:
+        """Return None: log-probabilities need whole rows of logits, because `logits` is opaque."""
+
+
+StepModel = Decoder | JaxDecoder
+"""A model that steps can compute."""
+
+
+@dataclass(frozen=True)
+class JaxModelPlan:
+    """A user's model that has been checked.
+
+    Attributes:
+        config: Sizes of the model and of its pool.
+        dtype: Dtype of the hidden states.
+        abstract_model: The model. Unlike in a `ModelPlan`, its parameters are arrays: the user's.
+    """
+
+    config: JaxModelSizes
+    dtype: jnp.dtype
+    abstract_model: JaxDecoder
+
+    def load(self) -> JaxDecoder:
+        """Return the model, whose parameters are on the device already."""
+        return self.abstract_model
+
+    def with_kv_cache_dtype(self, dtype: str | None) -> "JaxModelPlan":
+        """Return the plan with another dtype of the pool; None keeps the dtype of the keys."""
+        if dtype is None:
+            return self
+        sizes = replace(self.config, kv_cache_dtype=dtype)
+        found = self.abstract_model
+        return replace(
+            self, config=sizes, abstract_model=JaxDecoder(found.model, sizes, found.params)
+        )
+
+    @property
+    def parameters(self) -> "JaxParameters":
+        """Shapes, dtypes and device of the parameters."""
+        params = self.abstract_model.params
+        [device] = jax.tree.leaves(params)[0].devices()
+        shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
+        return JaxParameters(self.abstract_model.model, self.config, shapes, device)
+
+
+@dataclass(frozen=True)
+class JaxParameters:
+    """The structure that new parameters of a running engine must have.
+
+    Attributes:
+        model: The model.
+        sizes: Sizes of the model and of its pool.
+        shapes: Shapes and dtypes, as a pytree of `jax.ShapeDtypeStruct`.
+        device: Device of the engine.
+    """
+
+    model: JaxModel
+    sizes: JaxModelSizes
+    shapes: Any
+    device: Any
+
+    def decoder(self, params: Any) -> JaxDecoder:
+        """Check new parameters, and return the model with them.
+
+        Raises:
+            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The
+                message names the first such array.
+        """
+        wanted, found = (
+            {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+            for leaves in map(jax.tree.leaves_with_path, (self.shapes, params))
+        )
+        for problem, names in (
+            ("missing: add it", wanted.keys() - found.keys()),
+            ("unknown: remove it", found.keys() - wanted.keys()),
+        ):
+            if names:
+                raise ValueError(
+                    f"params{min(names)} is {problem}, because the engine was created with another "
+                    "tree"
+                )
+        if jax.tree.structure(params) != jax.tree.structure(self.shapes):
+            raise ValueError(
+                f"params is {jax.tree.structure(params)}, but the engine was created with "
+                f"{jax.tree.structure(self.shapes)}: pass an equal tree"
+            )
+        arrays = _check_parameters(params, self.device)
+        for path, leaf in jax.tree.leaves_with_path(arrays):
+            name, spec = jax.tree_util.keystr(path), wanted[jax.tree_util.keystr(path)]
+            if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
+                    f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
+                )
+        return JaxDecoder(self.model, self.sizes, arrays)
+
+
+def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
+    """Check a user's model and its parameters, and return its sizes.
+
+    The functions are traced once, without computing anything.
+
+    Args:
+        model: The model.
+        params: Parameters, a pytree of arrays on `device`.
+        device: Device of the engine.
+
+    Raises:
+        TypeError, ValueError: A parameter is not an array on the device, or a function does not
+            return what `JaxModel` says. The message names the parameter, the layer or the result.
+        Exception: An error of a function. A note says that jpaged was tracing the model.
+    """
+    arrays = _check_parameters(params, device)
+    if not jax.tree.leaves(arrays):
+        raise ValueError("params has no array: pass the parameters of the model")
+    hidden, kv_dtype = _trace(model, arrays)
+    heads = model.pool_heads
+    sizes = JaxModelSizes(
+        vocab_size=model.vocab_size,
+        hidden_size=hidden.shape[1],
+        num_layers=model.num_layers,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_size,
+        max_position_embeddings=model.max_positions,
+        kv_cache_dtype=kv_dtype.name,
+        eos_token_ids=tuple(model.eos_token_ids),
+    )
+    return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
+
+
+def _check_parameters(params: Any, device: Any) -> Any:
+    """Return the pytree with the results of `_check_parameter`."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: _check_parameter(f"params{jax.tree_util.keystr(path)}", leaf, device),
+        params,
+    )
+
+
+def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
+    """Return the leaf as an array with the sharding of a single device, without a copy."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__qualname__}"
+        raise TypeError(
+            f"{name} is a {kind}, not a JAX array: "
+            "move arrays to the device with jax.device_put, and keep other values out of params"
+        )
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was deleted or donated to another function: pass arrays that exist, and do "
+            "not donate them while an engine uses them"
+        )
+    devices = leaf.devices()
+    if devices != {device}:
+        found = (
+            f"split over {len(devices)} devices"
+            if len(devices) > 1
+            else f"on {min(devices, key=str)}"
+        )
+        raise ValueError(
+            f"{name} is {found}, but a JaxModel runs on one device, {device}: pass "
+            "jax.device_put(params, jax.local_devices()[0])"
+        )
+    is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
+    return leaf if is_plain else leaf.addressable_data(0)
+
+
+def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
+    """Trace both functions of a model, and check their results and the calls of `attend`.
+
+    Returns:
+        Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
+    """
+    dtypes: dict[int, jnp.dtype] = {}
+
+    def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
+        step = _RecordingStep(model.layers, _TRACED_TOKENS)
+        hidden = model.forward(params, tokens, positions, step)
+        step.take_pool()
+        dtypes.update(step.dtypes)
+        return hidden
+
+    tokens = jax.ShapeDtypeStruct((_TRACED_TOKENS,), jnp.int32)
+    hidden = _trace_function("forward", run_forward, params, tokens, tokens)
+    _check_result("forward", hidden, (_TRACED_TOKENS, None), "[T, D]")
+    rows = jax.ShapeDtypeStruct((_TRACED_LOGITS_ROWS, hidden.shape[1]), hidden.dtype)
+    logits = _trace_function("logits", model.logits, params, rows)
+    _check_result("logits", logits, (_TRACED_LOGITS_ROWS, model.vocab_size), "[R, V]")
+    for index, dtype in dtypes.items():
+        if dtype != dtypes[0]:
+            raise ValueError(
+                f"attend for layer {index}: k is {dtype}, but k of layer 0 is {dtypes[0]}: cast "
+                "the keys, because all layers of the pool have one dtype"
+            )
+    return hidden, jnp.dtype(dtypes[0])
+
+
+def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return jax.eval_shape(function, *arguments)
+    except Exception as error:
+        error.add_note(f"jpaged was tracing {name}, which must be traceable as for jax.jit.")
+        raise
+
+
+def _check_result(name: str, found: Any, shape: tuple[int | None, ...], axes: str) -> None:
+    """Check that a function returned one floating-point array. None in `shape` allows any size."""
+    if not isinstance(found, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} returned a {type(found).__name__}: return one array {axes}")
+    wanted = ", ".join("D" if size is None else str(size) for size in shape)
+    fits = len(found.shape) == len(shape) and all(
+        size in (None, actual) for size, actual in zip(shape, found.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} returned shape {list(found.shape)}, but must return {axes} = [{wanted}]"
+        )
+    if found.dtype.name not in _KV_DTYPES:
+        raise TypeError(
+            f"{name} returned {found.dtype}: cast the result to one of {', '.join(_KV_DTYPES)}"
+        )

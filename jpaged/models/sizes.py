@@ -1,0 +1,60 @@
+"""The sizes of a model from which an engine sizes its pool and its programs."""
+
+from dataclasses import dataclass
+
+from jpaged.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class JaxModelSizes:
+    """The sizes of a user's model, with the names of `ModelConfig`.
+
+    Attributes:
+        vocab_size: Number of logits per token.
+        hidden_size: Width of the hidden states.
+        num_layers: Number of layers of the pool.
+        num_kv_heads: Number of KV heads of each layer of the pool.
+        head_size: Width of one head of the pool.
+        max_position_embeddings: Maximum number of tokens of a sequence.
+        kv_cache_dtype: Dtype of the pool.
+        eos_token_ids: Tokens that end a text.
+        batch_invariant: False, because the engine does not know the model's products.
+        tensor_parallel_size: 1, because the model runs on one device.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    kv_cache_dtype: str
+    eos_token_ids: tuple[int, ...] = ()
+    batch_invariant: bool = False
+    tensor_parallel_size: int = 1
+
+    def shard(self, count: int) -> "JaxModelSizes":
+        """Return the sizes on each of `count` devices.
+
+        Raises:
+            ValueError: `count` is not 1.
+        """
+        if count != 1:
+            raise ValueError(f"count is {count}: a JaxModel runs on one device, so pass 1")
+        return self
+
+    @property
+    def num_embedding_rows(self) -> int:
+        """Number of tokens whose logits the device computes: all of them."""
+        return self.vocab_size
+
+    @property
+    def size_summary(self) -> str:
+        """The sizes as text, for an error about memory."""
+        return (
+            f"num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
+            f"vocab_size={self.vocab_size}"
+        )
+
+
+ModelSizes = ModelConfig | JaxModelSizes
