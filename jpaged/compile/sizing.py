@@ -13,6 +13,7 @@ from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.config import EngineConfig, LogprobsMode, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
 from jpaged.errors import format_count
+from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import per_device_bytes
 from jpaged.models.sizes import ModelSizes
 from jpaged.observe.statistics import MemoryAccount
@@ -134,7 +135,8 @@ class Sizing:
         limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
         if self._weight_bytes > self._max_bytes:  # fail before any weight is loaded
-            more = "" if self._device_limit is None else ", or more devices (tensor_parallel_size)"
+            can_split = self._device_limit is not None and isinstance(model, ModelConfig)
+            more = ", or more devices (tensor_parallel_size)" if can_split else ""
             raise ValueError(
                 f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB"
                 f"{self._per_device_text} as {dtype.name}, but {self._memory_owner} memory is "

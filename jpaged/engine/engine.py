@@ -595,15 +595,19 @@ class Engine:
                 parameters.
         """
         if self._jax_parameters is None:
-            raise TypeError("update_weights needs an engine of a JaxModel: create a new engine")
+            raise TypeError(
+                "update_weights works only with a JaxModel: create a new engine to change a "
+                "checkpoint's weights"
+            )
         self._loop.check_alive()
         if num_unfinished := len(self._loop.requests):
             raise RuntimeError(
                 f"update_weights: {format_count(num_unfinished, 'request')} unfinished: finish or "
-                "abort all requests before"
+                "abort all requests, then call update_weights again"
             )
         split = SplitModel.of(self._jax_parameters.decoder(params))
         self._loop.drain()
+        self._loop.check_alive()
         self.reset_prefix_cache()
         self._runner.replace_parameters(split.leaves)
 

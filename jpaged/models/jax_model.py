@@ -85,7 +85,7 @@ class JaxModel:
     head_size: int | Sequence[int]
     vocab_size: int
     max_positions: int
-    eos_token_ids: Sequence[int] = ()
+    eos_token_ids: Sequence[int] | int | None = ()
 
     def __post_init__(self):
         arguments = {"forward": "params, tokens, positions, step", "logits": "params, hidden"}
@@ -114,8 +114,8 @@ class JaxModel:
             for index, value in enumerate(per_layer):
                 _check_size(f"{name} of layer {index}", value)
             object.__setattr__(self, name, tuple(per_layer))
-        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        for token in self.eos_token_ids:
+        object.__setattr__(self, "eos_token_ids", self.end_tokens)
+        for token in self.end_tokens:
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"eos_token_ids has {token!r}: pass ints from 0 to {self.vocab_size - 1}"
@@ -128,13 +128,19 @@ class JaxModel:
         return tuple(LayerHeads(*each) for each in sizes)
 
     @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens in `eos_token_ids`."""
+        eos = self.eos_token_ids
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
+
+    @property
     def pool_heads(self) -> LayerHeads:
         """The KV heads of the pool's layers: the maxima of all layers."""
         return LayerHeads(max(_as_tuple(self.num_kv_heads)), max(_as_tuple(self.head_size)))
 
 
 def _as_tuple(per_layer: int | Sequence[int]) -> tuple[int, ...]:
-    """Return sizes that `JaxModel` has made a tuple."""
+    """Return the size of each layer."""
     return (per_layer,) if isinstance(per_layer, int) else tuple(per_layer)
 
 
@@ -481,7 +487,7 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         head_size=heads.head_size,
         max_position_embeddings=model.max_positions,
         kv_cache_dtype=kv_dtype.name,
-        eos_token_ids=tuple(model.eos_token_ids),
+        eos_token_ids=model.end_tokens,
     )
     return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
 
@@ -518,6 +524,12 @@ def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
             f"{name} is {found}, but a JaxModel runs on one device, {device}: pass "
             "jax.device_put(params, jax.local_devices()[0])"
         )
+    memory, default = leaf.sharding.memory_kind, device.default_memory().kind
+    if memory not in (None, default):
+        raise ValueError(
+            f"{name} is in {memory} memory: pass arrays in {default} memory, for example "
+            "jax.device_put(params, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))"
+        )
     is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
     return leaf if is_plain else leaf.addressable_data(0)
 
@@ -529,6 +541,8 @@ def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtyp
         Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
     """
     dtypes: dict[int, jnp.dtype] = {}
+    # Programs are traced with shapes and dtypes, which carry no weak types.
+    params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
         step = _RecordingStep(model.layers, _TRACED_TOKENS)
@@ -553,9 +567,29 @@ def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtyp
 
 
 def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Trace a function of the user's model; an error gets a note that names the function.
+
+    Raises:
+        ValueError: The function keeps an array of its trace, which would fail in a later trace.
+    """
+    has_returned = False
+
+    def traced(*arguments: Any) -> Any:
+        nonlocal has_returned
+        result = function(*arguments)
+        has_returned = True
+        return result
+
     try:
-        return jax.eval_shape(function, *arguments)
+        with jax.checking_leaks():
+            return jax.eval_shape(traced, *arguments)
     except Exception as error:
+        # JAX raises a TypeError for a result without arrays, and other types for a kept array.
+        if has_returned and not isinstance(error, TypeError):
+            raise ValueError(
+                f"{name} keeps an array between calls, for example in functools.cache: compute it "
+                "outside, or pass it in params"
+            ) from error
         error.add_note(f"jpaged was tracing {name}, which must be traceable as for jax.jit.")
         raise
 
