@@ -166,6 +166,15 @@ def make_engine(shape: str, **options) -> Engine:
         return Engine(folder, **dummy, **(AS_VLLM | options))
 
 
+EMBEDDED = "embedded"
+"""Name of the embedded model where a script takes shapes."""
+
+
+def new_engine(shape: str, **options) -> Engine:
+    """Return an engine of a shape, or of the embedded model."""
+    return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
+
+
 @contextmanager
 def shape_folder(shape: str | None) -> Iterator[Path | None]:
     """Yield a temporary folder with the shape's `config.json`, or None if `shape` is None."""

@@ -3,9 +3,9 @@
     python -m bench.invariance           pairs tried and pairs unequal, for both modes
     python -m bench.invariance --costs   cases A to D of both modes, and one row of 32,768 tokens
 
-Each request first runs alone. Engines with other options then run the same
-requests in random batches. A pair is a request alone and in a batch. The pair is equal if all
-tokens and log-probabilities have the same bits. The engines differ in bursts, loop, chunk size,
+Each request first runs alone. Several engines then run the same requests in random batches. A pair
+is a request alone and in a batch. The pair is equal if all tokens and log-probabilities have the
+same bits. The engines differ in bursts, loop, chunk size,
 preemption and speculation, and all of them cache prefixes. The composition "scoring" compares the
 log-probabilities of the generation with those of `Engine.score_completions`.
 """
@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from bench import latency, throughput
-from bench.common import ALL_SHAPES, make_engine, random_prompts
+from bench.common import ALL_SHAPES, EMBEDDED, make_engine, new_engine, random_prompts
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-EMBEDDED = "embedded"
 NUM_REQUESTS = 64
 COMMON_PREFIXES = 4
 MODES = {"batch-invariant": True, "default": False}
@@ -42,11 +41,6 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 """Engine options by name. Engines with a `preemption_mode` have a pool that forces preemptions."""
 
 Bits = tuple[tuple[int, ...], tuple[float, ...]]
-
-
-def new_engine(shape: str, **options: Any) -> Engine:
-    """Return an engine of a shape, or of the embedded model."""
-    return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
 
 
 def make_requests(

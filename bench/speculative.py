@@ -28,7 +28,7 @@ from unittest.mock import patch
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from bench.common import ALL_SHAPES, make_engine, random_prompts
+from bench.common import ALL_SHAPES, EMBEDDED, new_engine, random_prompts
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
@@ -38,7 +38,6 @@ from jpaged.runtime.drafting import DraftInputs
 
 ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
 PROMPT_LEN = 128
-EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,6 @@ def time_tokens(engine: Engine, rows: int, percent: int, num_tokens: int, repeat
     first = statistics.median(run(1) for _ in range(repeats))
     whole = statistics.median(run(num_tokens) for _ in range(repeats))
     return 1e3 * (whole - first) / (num_tokens - 1)
-
-
-def new_engine(shape: str, **options) -> Engine:
-    """Return an engine of a shape, or of the embedded model."""
-    return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
 
 
 def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[dict]:
