@@ -68,7 +68,7 @@ class Compilation:
         compiler = make_compiler(plan.abstract_model, backend, has_gemm_record=has_gemm_record)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._report_progress, compiler)
         jobs = []
-        if isinstance(plan, ModelPlan) and folder is not None:  # workers read the model from there
+        if isinstance(plan, ModelPlan) and folder is not None:  # workers read the checkpoint
             model_options = {
                 "tie_word_embeddings": plan.config.tie_word_embeddings,
                 "kv_cache_dtype": plan.config.kv_cache_dtype,

@@ -249,7 +249,7 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
             products, or the device is a CPU.
 
     Returns:
-        The compiler. For a user's model XLA measures all products, because they are unknown.
+        The compiler. For a user's model XLA measures all products, because no record names them.
     """
     if has_gemm_record or not isinstance(model, Decoder):
         return Compiler()

@@ -141,7 +141,7 @@ class Sizing:
                 f"the model's weights take {self._weight_bytes / 2**30:,.1f} GiB"
                 f"{self._per_device_text} as {dtype.name}, but {self._memory_owner} memory is "
                 f"{self._max_bytes / 2**30:,.1f} GiB: use a smaller model or dtype{more}; "
-                f"the model has {model.size_summary}"
+                f"{model.size_summary}"
             )
         limits = resolve_limits(
             config,

@@ -181,7 +181,7 @@ def build_jax_model_parts(
             plan.dtype,
             [device],
             tokenizer_folder=None if tokenizer is None else Path(tokenizer),
-            description="the tokenizer",
+            description="params" if tokenizer is None else "the tokenizer",
         ),
         ProgressLog(config.verbose),
     )
@@ -210,7 +210,7 @@ def check_jax_model_options(config: EngineConfig) -> None:
     defaults = {each.name: each.default for each in fields(EngineConfig)}
     for name, remedy in _JAX_MODEL_REMEDIES.items():
         value = getattr(config, name)
-        if value != defaults[name] and value:  # 0 compile workers are what a JaxModel has
+        if value != defaults[name] and value:  # 0 compile workers is allowed
             raise ValueError(f"{name}={value!r} does not apply to a JaxModel: {remedy}")
     if config.compilation_cache_dir not in (defaults["compilation_cache_dir"], None):
         raise ValueError(

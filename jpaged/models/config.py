@@ -342,7 +342,7 @@ class ModelConfig:
 
     @property
     def size_summary(self) -> str:
-        """Text with the sizes of the parameters, under their names in config.json."""
+        """Clause that says the sizes of the parameters, under their names in config.json."""
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -358,7 +358,7 @@ class ModelConfig:
                 self.experts.count_field: self.experts.num_experts,
                 self.experts.width_field: self.experts.intermediate_size,
             }
-        return ", ".join(f"{name}={value}" for name, value in sizes.items())
+        return "config.json says " + ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
 # ------------------------------------------------------------------------------------- fields

@@ -1,8 +1,8 @@
 """Serve a user's own model, which is written as plain JAX functions.
 
 `JaxModel` describes the model. `forward` gets a `ModelStep`, whose `attend` writes keys and values
-to the pool and computes attention. `plan_jax_model` checks model and parameters by tracing the
-functions once, and `JaxDecoder` adapts the model to the steps of the engine.
+to the pool and computes attention. `plan_jax_model` checks the model and its parameters by tracing
+the functions, and `JaxDecoder` adapts the model to the steps of the engine.
 """
 
 import math
@@ -289,7 +289,7 @@ class ModelStep:
 
 
 def _static_number(index: int, name: str, value: Any, convert: Callable) -> Any:
-    """Return an option of `attend` as a number, or None. The option is compiled into the step."""
+    """Return an option of `attend` as a number, or None. Its value must be known while tracing."""
     if value is None:
         return None
     if isinstance(value, Tracer):
@@ -363,7 +363,7 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None: log-probabilities need whole rows of logits, because `logits` is opaque."""
+        """Return None, so that a step computes whole rows: it cannot split `logits`."""
 
 
 StepModel = Decoder | JaxDecoder
@@ -435,18 +435,18 @@ class JaxParameters:
             for leaves in map(jax.tree.leaves_with_path, (self.shapes, params))
         )
         for problem, names in (
-            ("missing: add it", wanted.keys() - found.keys()),
-            ("unknown: remove it", found.keys() - wanted.keys()),
+            ("missing", wanted.keys() - found.keys()),
+            ("unknown", found.keys() - wanted.keys()),
         ):
             if names:
                 raise ValueError(
-                    f"params{min(names)} is {problem}, because the engine was created with another "
-                    "tree"
+                    f"params{min(names)} is {problem}: pass a tree with the keys of the engine's "
+                    "params"
                 )
         if jax.tree.structure(params) != jax.tree.structure(self.shapes):
             raise ValueError(
                 f"params is {jax.tree.structure(params)}, but the engine was created with "
-                f"{jax.tree.structure(self.shapes)}: pass an equal tree"
+                f"{jax.tree.structure(self.shapes)}: pass a tree with the same containers"
             )
         arrays = _check_parameters(params, self.device)
         for path, leaf in jax.tree.leaves_with_path(arrays):
@@ -462,7 +462,8 @@ class JaxParameters:
 def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
     """Check a user's model and its parameters, and return its sizes.
 
-    The functions are traced once, without computing anything.
+    The functions are traced with a few tokens, without computing anything. Every program of the
+    engine traces them again.
 
     Args:
         model: The model.

@@ -362,7 +362,7 @@ def plan_model(
     try:
         placements = plan_weights(tensors, rules, specs)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} config.json says {config.size_summary}.") from None
+        raise CheckpointError(f"{error} {config.size_summary}.") from None
     return ModelPlan(config, mesh, abstract_model, specs, placements, seed)
 
 

@@ -45,14 +45,14 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of tokens whose logits the device computes: all of them."""
+        """Number of tokens whose logits the device computes: the whole vocabulary."""
         return self.vocab_size
 
     @property
     def size_summary(self) -> str:
-        """The sizes as text, for an error about memory."""
+        """Clause that says the sizes, for an error about memory."""
         return (
-            f"num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
+            f"the JaxModel has num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
             f"vocab_size={self.vocab_size}"
         )
 
