@@ -139,50 +139,22 @@ def expert_rules(
         names: Names of the tensors.
     """
     count, width, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
-    gate_up, down, stacked = f"{target}.gate_up", f"{target}.down", f"{source}.mlp.experts"
-    rules = [WeightRule(f"{source}.{names.block}.gate.weight", f"{target}.router")]
-    if names.block != "mlp":
-        rules.append(
-            WeightRule(f"{source}.mlp.gate.weight", f"{target}.router", is_alternative=True)
-        )
-    for expert in range(count):
-        module = f"{source}.{names.block}.experts.{expert}"
+    block, stacked, router = f"{source}.{names.block}", f"{source}.mlp", f"{target}.router"
+    gate_up, down = f"{target}.gate_up", f"{target}.down"
+    one_gate_up = {"shape": (1, width, 1, inner), "file_axes": ((3, 0, 2), (1,)), "axis": 2}
+    one_down = {"shape": (1, inner, width), "file_axes": ((2, 0), (1,)), "axis": 1}
+    all_gate_up = {"shape": (count, width, 2, inner), "file_axes": ((0,), (2, 3), (1,))}
+    all_down = {"shape": (count, inner, width), "file_axes": ((0,), (2,), (1,))}
+    rules = [WeightRule(f"{block}.gate.weight", router)]
+    if block != stacked:
+        rules.append(WeightRule(f"{stacked}.gate.weight", router, is_alternative=True))
+    for index in range(count):
+        module = f"{block}.experts.{index}"
         for part, name in enumerate((names.gate, names.up)):
-            rules.append(
-                WeightRule(
-                    f"{module}.{name}.weight",
-                    gate_up,
-                    shape=(1, width, 1, inner),
-                    file_axes=((3, 0, 2), (1,)),
-                    axis=2,
-                    start=part,
-                    expert=expert,
-                )
-            )
-        rules.append(
-            WeightRule(
-                f"{module}.{names.down}.weight",
-                down,
-                shape=(1, inner, width),
-                file_axes=((2, 0), (1,)),
-                axis=1,
-                expert=expert,
-            )
-        )
-    return [
-        *rules,
-        WeightRule(
-            f"{stacked}.gate_up_proj",
-            gate_up,
-            shape=(count, width, 2, inner),
-            file_axes=((0,), (2, 3), (1,)),
-            is_alternative=True,
-        ),
-        WeightRule(
-            f"{stacked}.down_proj",
-            down,
-            shape=(count, inner, width),
-            file_axes=((0,), (2,), (1,)),
-            is_alternative=True,
-        ),
-    ]
+            own = {**one_gate_up, "start": part, "expert": index}
+            rules.append(WeightRule(f"{module}.{name}.weight", gate_up, **own))
+        rules.append(WeightRule(f"{module}.{names.down}.weight", down, **one_down, expert=index))
+    for name, path, layout in (("gate_up", gate_up, all_gate_up), ("down", down, all_down)):
+        tensor = f"{stacked}.experts.{name}_proj"
+        rules.append(WeightRule(tensor, path, **layout, is_alternative=True))
+    return rules
