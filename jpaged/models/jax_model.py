@@ -27,6 +27,7 @@ from jpaged.models.model_step import (
     TracedOps,
     TracedStep,
 )
+from jpaged.models.model_trace import check_batch_invariance
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, select_backend
 
@@ -293,7 +294,9 @@ class JaxParameters:
         return JaxDecoder(self.model, self.sizes, arrays)
 
 
-def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
+def plan_jax_model(
+    model: JaxModel, params: Any, device: Any, *, batch_invariant: bool = False
+) -> JaxModelPlan:
     """Check a user's model and its parameters, and return its sizes.
 
     The functions are traced with a few tokens, without computing anything. Every program of the
@@ -303,16 +306,20 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         model: The model.
         params: Parameters, a pytree of arrays on `device`.
         device: Device of the engine.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
 
     Raises:
         TypeError, ValueError: A parameter is not an array on the device, or a function does not
             return what `JaxModel` says. The message names the parameter, the layer or the result.
+            Or `batch_invariant` is set, and a function sums numbers without an operation of
+            `ModelStep`.
         Exception: An error of a function. A note says that jpaged was tracing the model.
     """
     arrays = _check_parameters(params, device)
     if not jax.tree.leaves(arrays):
         raise ValueError("params has no array: pass the parameters of the model")
-    hidden, kv_dtype = _trace(model, arrays, select_backend(device.platform))
+    backend = select_backend(device.platform)
+    hidden, kv_dtype = _trace(model, arrays, backend, batch_invariant=batch_invariant)
     heads = model.pool_heads
     sizes = JaxModelSizes(
         vocab_size=model.vocab_size,
@@ -323,6 +330,7 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         max_position_embeddings=model.max_positions,
         kv_cache_dtype=kv_dtype.name,
         eos_token_ids=model.end_tokens,
+        batch_invariant=batch_invariant,
     )
     return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
 
@@ -370,7 +378,7 @@ def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
 
 
 def _trace(
-    model: JaxModel, params: Any, backend: Backend
+    model: JaxModel, params: Any, backend: Backend, *, batch_invariant: bool
 ) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
     """Trace both functions of a model, and check their results and the calls of `attend`.
 
@@ -378,24 +386,25 @@ def _trace(
         Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
     """
     dtypes: dict[int, jnp.dtype] = {}
+    mode = {"batch_invariant": batch_invariant}
     # Programs are traced with shapes and dtypes, which carry no weak types.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
-        step = TracedStep(model.layers, _TRACED_TOKENS, backend)
+        step = TracedStep(model.layers, _TRACED_TOKENS, backend, **mode)
         hidden = model.forward(params, tokens, positions, step)
         step.take_pool()
         dtypes.update(step.dtypes)
         return hidden
 
     def run_logits(params: Any, hidden: jax.Array) -> Any:
-        return model.compute_logits(params, hidden, TracedOps(backend))
+        return model.compute_logits(params, hidden, TracedOps(backend, **mode))
 
     tokens = jax.ShapeDtypeStruct((_TRACED_TOKENS,), jnp.int32)
-    hidden = _trace_function("forward", run_forward, params, tokens, tokens)
+    hidden, forward_trace = _trace_function("forward", run_forward, params, tokens, tokens)
     _check_result("forward", hidden, (_TRACED_TOKENS, None), "[T, D]")
     rows = jax.ShapeDtypeStruct((_TRACED_LOGITS_ROWS, hidden.shape[1]), hidden.dtype)
-    logits = _trace_function("logits", run_logits, params, rows)
+    logits, logits_trace = _trace_function("logits", run_logits, params, rows)
     _check_result("logits", logits, (_TRACED_LOGITS_ROWS, model.vocab_size), "[R, V]")
     for index, dtype in dtypes.items():
         if dtype != dtypes[0]:
@@ -403,11 +412,17 @@ def _trace(
                 f"attend for layer {index}: k is {dtype}, but k of layer 0 is {dtypes[0]}: cast "
                 "the keys, because all layers of the pool have one dtype"
             )
+    if batch_invariant:
+        check_batch_invariance("forward", forward_trace)
+        check_batch_invariance("logits", logits_trace)
     return hidden, jnp.dtype(dtypes[0])
 
 
-def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     """Trace a function of the user's model; an error gets a note that names the function.
+
+    Returns:
+        Shapes of the result, and the trace (`jax.core.ClosedJaxpr`).
 
     Raises:
         ValueError: The function keeps an array of its trace, which would fail in a later trace.
@@ -422,7 +437,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
 
     try:
         with jax.checking_leaks():
-            return jax.eval_shape(traced, *arguments)
+            trace, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
+            return shapes, trace
     except Exception as error:
         # JAX raises a TypeError for a result without arrays, and other types for a kept array.
         if has_returned and not isinstance(error, TypeError):

@@ -11,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from e2e_options import LOOPS
+from test_batch_invariance import (
+    COMMON,
+    COMPOSITIONS,
+    check_bits,
+    check_scores,
+    optimized_programs,  # noqa: F401  # a fixture
+)
 from test_jax_model import (
     GREEDY,
     PREFIX,
@@ -25,6 +32,7 @@ from test_jax_model import (
 
 from examples import fused_jax_llama, plain_jax_llama
 from jpaged import JaxModel
+from jpaged.models.jax_model import plan_jax_model
 from jpaged.models.model_step import ModelOps
 from pallas_kernels import Backend
 
@@ -229,3 +237,62 @@ def test_wrong_call_of_an_operation_is_refused(name: str):
     change, message = FAULTS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(changed(change), fused_params())
+
+
+# The batch-invariant mode
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("optimized_programs")
+@pytest.mark.parametrize("name", ["prefix hits", "recompute, chunks, synchronous"])
+def test_tokens_of_fused_operations_have_the_same_bits_in_any_batch(
+    shallow_folder: Path, name: str
+):
+    model, params = fused_jax_llama.load(shallow_folder)
+    common: dict[str, Any] = {**COMMON, "max_model_len": None}
+    del common["skip_tokenizer_init"]
+    alone = make_engine(model, params, **common, enable_prefix_caching=False)
+    engine = make_engine(model, params, **common | COMPOSITIONS[name])
+    check_bits(alone, engine)
+    check_scores(alone)
+
+
+def changed_logits(logits: Callable[[Any, Any], Any]) -> JaxModel:
+    return replace(FUSED, logits=lambda params, hidden: logits(params, hidden))
+
+
+SUMS: dict[str, tuple[JaxModel, str]] = {
+    "product": (
+        changed_logits(lambda params, hidden: hidden @ params["embed"].T),
+        r"logits calls dot_general at .*test_fused_jax_model.py:\d+, .* use step.project, ",
+    ),
+    "sum in a jitted function": (
+        changed(lambda step: jax.jit(jnp.mean)(step.rms_norm(ROWS, ROWS[0], eps=1.0))),
+        "forward calls reduce_sum at .*test_fused_jax_model.py.* use an operation of step, such as",
+    ),
+    "sum in a loop": (
+        changed(lambda step: jax.lax.map(lambda row: jnp.cumsum(row), ROWS)),
+        "forward calls cumsum at .*test_fused_jax_model.py",
+    ),
+    "call of a library": (
+        changed(lambda step: jax.ffi.ffi_call("other", ROWS)(ROWS)),
+        "forward calls ffi_call at",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_batch_invariant_engine_refuses_sums_outside_of_the_operations(name: str):
+    model, message = SUMS[name]
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, fused_params(), batch_invariant=True)
+
+
+def test_batch_invariant_engine_accepts_fused_operations_and_sums_of_integers():
+    model = changed(lambda step: jnp.cumsum(jnp.arange(8)).sum())
+    device = jax.local_devices()[0]
+    with user_settings():
+        plan = plan_jax_model(model, fused_params(), device, batch_invariant=True)
+    assert plan.config.batch_invariant
+    with pytest.raises(ValueError, match="batch_invariant=True does not support a KV cache of fp8"):
+        make_engine(FUSED, fused_params(), batch_invariant=True, kv_cache_dtype="fp8")
