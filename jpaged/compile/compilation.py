@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Compilation:
         device, model = devices[0], plan.config
         backend = select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.abstract_model), SharedCalls(backend)
+        if isinstance(plan, JaxModelPlan):
+            self._split = replace(self._split, digests=plan.digests(backend))
         self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._report, self._num_reported = report, 0
         shard_config = model.shard(len(devices))

@@ -2,8 +2,9 @@
 
 A lowered program is stored as `jax.export` serialises it. The file name is a digest of everything
 that the program depends on: the code in memory that steps are traced from, the shapes, the model,
-the settings and versions of JAX, and the device (docs/decisions/0008). A program whose file cannot
-be read is traced again.
+the settings and versions of JAX, and the device (docs/decisions/0008). For a user's model, the
+lowered text of its functions takes the place of their code. A program whose file cannot be read is
+traced again.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from flax import nnx
 from jax import export
 
 from jpaged.config import DEFAULT_COMPILATION_CACHE, EngineConfig
-from jpaged.models.decoder import Decoder
+from jpaged.models.jax_model import StepModel
 from jpaged.models.sizes import ModelSizes
 from pallas_kernels import select_backend
 
@@ -329,8 +330,8 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    Only programs of models in the package `jpaged` are stored: the store's digest covers only the
-    code of these models.
+    The store's digest covers the code of jpaged's models. The key of a recipe covers the functions
+    of a `JaxDecoder` (`Recipe.digest`). Programs of other models are not stored.
 
     Args:
         cache: The engine's `compilation_cache_dir`.
@@ -341,7 +342,7 @@ def open_program_store(
     Returns:
         The store; None without a cache, or for a model with code outside `jpaged`.
     """
-    is_known = isinstance(model, Decoder) and type(model).__module__.startswith("jpaged.")
+    is_known = isinstance(model, StepModel) and type(model).__module__.startswith("jpaged.")
     if cache is None or not is_known:
         return None
     folder = Path(os.path.expanduser(cache)) / "programs"

@@ -177,8 +177,7 @@ def build_jax_model_parts(
         _choose_kv_cache_dtype(requested, plan.config, kv_dtype, device)
     )
     return _assemble_parts(
-        # Another process cannot trace the model, and the program store does not know its code.
-        replace(config, compilation_cache_dir=None),
+        with_usable_cache(config),
         PlannedModel(
             plan,
             plan.dtype,
@@ -214,11 +213,6 @@ def check_jax_model_options(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value != defaults[name] and value:  # 0 compile workers is allowed
             raise ValueError(f"{name}={value!r} does not apply to a JaxModel: {remedy}")
-    if config.compilation_cache_dir not in (defaults["compilation_cache_dir"], None):
-        raise ValueError(
-            f"compilation_cache_dir={str(config.compilation_cache_dir)!r} does not apply to a "
-            "JaxModel: set JAX's own cache, jax.config.update('jax_compilation_cache_dir', folder)"
-        )
     if config.num_blocks is None and config.kv_cache_memory_bytes is None:
         raise ValueError(
             "a JaxModel needs the size of the pool, because the engine shares the device with "

@@ -143,6 +143,7 @@ def tiny_params() -> dict[str, Any]:
 
 def make_engine(model: Any = TINY, params: Any = None, **options: Any) -> Engine:
     options = {"num_blocks": 65, **SMALL, "max_model_len": 128, **options}
+    options.setdefault("compilation_cache_dir", None)
     with user_settings(), lazy_programs():
         return Engine(model, params=tiny_params() if params is None else params, **options)
 
@@ -350,7 +351,6 @@ OPTIONS = {
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
     "num_compile_workers": (1, "another process"),
-    "compilation_cache_dir": ("/tmp/programs", "jax_compilation_cache_dir"),
     "num_blocks": (None, "pass kv_cache_memory_bytes or num_blocks"),
 }
 
