@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: ModelRunner
     jax_parameters: JaxParameters | None = None  # None for a checkpoint
+    tokenizer_folder: Path | None = None  # None for token ids only
 
 
 @contextmanager
@@ -140,7 +142,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def build_jax_model_parts(
-    config: EngineConfig, model: JaxModel, params: Any, tokenizer: str | Path | None
+    config: EngineConfig, model: JaxModel, params: Any, tokenizer: Path | None
 ) -> EngineParts:
     """Build all parts of an engine for a user's model.
 
@@ -151,21 +153,12 @@ def build_jax_model_parts(
         config: Options of the engine.
         model: The model.
         params: Parameters of the model, a pytree of arrays on the first local device.
-        tokenizer: Folder of a tokenizer; None for token ids only.
+        tokenizer: Folder of a tokenizer; None for token ids only (see `resolve_tokenizer`).
 
     Raises:
         TypeError, ValueError: The model, a parameter or an option is invalid.
     """
     check_jax_model_options(config)
-    if not isinstance(tokenizer, (str, Path, type(None))):
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}: pass the folder that "
-            "tokenizer.save_pretrained(folder) has written, or None"
-        )
-    if tokenizer is not None and not Path(tokenizer).is_dir():
-        raise ValueError(
-            f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
-        )
     device = jax.local_devices()[0]
     invariant = config.batch_invariant
     if invariant and config.kv_cache_dtype != "auto":
@@ -182,11 +175,40 @@ def build_jax_model_parts(
             plan,
             plan.dtype,
             [device],
-            tokenizer_folder=None if tokenizer is None else Path(tokenizer),
+            tokenizer_folder=tokenizer,
             description="params" if tokenizer is None else "the tokenizer",
         ),
         ProgressLog(config.verbose),
     )
+
+
+def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
+    """Return the folder of a user's tokenizer, and whether the caller must delete the folder.
+
+    A tokenizer of transformers is saved in a new folder, because other processes read it too.
+
+    Args:
+        tokenizer: Folder, tokenizer of transformers, or None.
+
+    Raises:
+        TypeError, ValueError: The argument is something else, or the folder does not exist.
+    """
+    if tokenizer is None:
+        return None, False
+    if callable(getattr(tokenizer, "save_pretrained", None)):
+        folder = Path(tempfile.mkdtemp(prefix="jpaged-tokenizer-"))
+        tokenizer.save_pretrained(str(folder))
+        return folder, True
+    if not isinstance(tokenizer, (str, Path)):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a tokenizer of transformers, the "
+            "folder that tokenizer.save_pretrained(folder) has written, or None"
+        )
+    if not Path(tokenizer).is_dir():
+        raise ValueError(
+            f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
+        )
+    return Path(tokenizer), False
 
 
 _JAX_MODEL_REMEDIES = {
@@ -264,6 +286,7 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     return EngineParts(
         folder=model.folder,
+        tokenizer_folder=model.tokenizer_folder,
         preprocessor=Preprocessor(
             tokenizer,
             vocab_size=runtime.vocab_size,

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazy_programs import lazy_programs
 
 from examples.plain_jax_llama import load
-from jpaged import Engine, JaxModel, SamplingParams, StructuredOutputs
+from jpaged import Engine, JaxModel, SamplingParams, StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.engine import startup
 from tests.covering import covering
@@ -371,8 +371,28 @@ def test_argument_of_a_jax_model_is_refused_without_one(name: str):
 def test_tokenizer_is_a_folder():
     with pytest.raises(ValueError, match="tokenizer='/absent' is not a folder"):
         make_engine(tokenizer="/absent")
-    with pytest.raises(TypeError, match="tokenizer is a list: pass the folder"):
+    with pytest.raises(TypeError, match="tokenizer is a list: pass a tokenizer of"):
         make_engine(tokenizer=[])
+
+
+def test_tokenizer_may_be_an_object_of_transformers():
+    hf_tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL).hf_tokenizer
+    model, params = replace(TINY, vocab_size=len(hf_tokenizer)), tiny_params()
+    repeats = -(-len(hf_tokenizer) // VOCAB_SIZE)
+    params = {**params, "embed": jnp.tile(params["embed"], (repeats, 1))[: len(hf_tokenizer)]}
+    engine = make_engine(model, params, tokenizer=hf_tokenizer)
+    folder = engine.tokenizer_folder
+    assert engine.tokenizer is not None
+    assert folder is not None
+    text = [{"role": "user", "content": "a"}]
+    assert engine.tokenizer.encode("Count") == hf_tokenizer.encode("Count")
+    assert engine.tokenizer.hf_tokenizer.apply_chat_template(
+        text, tokenize=False
+    ) == hf_tokenizer.apply_chat_template(text, tokenize=False)
+    assert folder.is_dir()
+    del engine
+    gc.collect()
+    assert not folder.exists()
 
 
 # Other weights
