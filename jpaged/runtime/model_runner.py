@@ -1,10 +1,12 @@
 """Launch step plans on the device.
 
 `ModelRunner` assigns device rows, packs plans and launches compiled programs in plan order. The
-runner owns the arrays that stay on the device. Features belong in other modules.
+runner owns the arrays that stay on the device. Swapping, scoring and drafting are in separate
+modules, which the runner calls.
 
-A launch does not wait for the device; `StepHandle.read` does. As an exception, with tensor-parallel
-devices `_launch_small` waits after every `MAX_LAUNCHES_AHEAD` small launches.
+A launch does not wait for the device: `StepHandle.read` waits. The only exception is
+`_launch_small`, which waits after every `MAX_LAUNCHES_AHEAD` small launches on tensor-parallel
+devices.
 """
 
 from collections.abc import Callable, Collection
@@ -68,8 +70,8 @@ class UnsampledStep:
         plan: The plan that the step computes.
         scheduled: The plan's sequences, in the order of the step's rows.
         num_rows: Number of rows of the logits; rows after `scheduled` are padding.
-        row_indices: Index of the step's row for each of the plan's sequences.
-        level: Sampling level that covers every row.
+        row_indices: Index of the step's row that computes each of the plan's sequences.
+        level: Sampling level that has the features of every row.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
         prompt_scores: Scores of prompt tokens.
@@ -100,7 +102,8 @@ class ModelRunner:
         shapes: Shapes of the persistent arrays, which the runner allocates.
         config: Sizes and limits of the runtime.
         programs: Programs compiled for this model, these shapes and this configuration.
-        eos_token_ids: End tokens of the model, which `min_tokens` forbids at first.
+        eos_token_ids: End tokens of the model. They are forbidden until a request has `min_tokens`
+            output tokens.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # For each level that rows may need, the first compiled level that covers it.
+        # Map each level that rows may need to the first compiled level with all its features.
         self._compiled_levels = {
             level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
@@ -128,7 +131,7 @@ class ModelRunner:
             for key in step.keys(config, shapes)
         }
         self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
-        self._num_small_launches = 0  # reset for each plan
+        self._num_small_launches = 0  # launches for the current plan
         self._new_marks: dict[int, RowMarks] = {}  # marks to load, by device row
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
         self._new_tokens: dict[int, list[int]] = {}  # tokens to load, by device row
@@ -144,8 +147,8 @@ class ModelRunner:
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
-        # Leading arguments of each program: the model's leaves (if the program takes a model), and
-        # persistent arrays by name.
+        # Arguments that the runner passes to each program: the parameters (if the program takes a
+        # model), and the persistent arrays with these names.
         self._program_arguments = {
             (step.name, key): (
                 (split.leaves,) if "model" in step.arguments else (),
@@ -161,14 +164,14 @@ class ModelRunner:
         }
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
-        # Leave small free gaps after the persistent arrays and before any step. Later small buffers
-        # fill the gaps, and do not change the addresses of large buffers. Nothing reads the
-        # attribute: it keeps the arrays between the gaps allocated.
+        # Leave small free gaps in memory after the persistent arrays, before any step runs. Later
+        # small buffers fill the gaps, and do not change the addresses of large buffers. Nothing
+        # reads `_guards`: the attribute keeps the arrays between the gaps allocated.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
     def replace_parameters(self, leaves: tuple[Any, ...]) -> None:
-        """Launch all later steps with other parameters.
+        """Replace the model's parameters in all later launches.
 
         Args:
             leaves: Parameters in the order of `SplitModel.leaves`, with the same shapes, dtypes and
@@ -248,16 +251,17 @@ class ModelRunner:
     def _score(
         self, hidden: jax.Array, program: str, indices: np.ndarray, targets: np.ndarray
     ) -> jax.Array:
-        """Launch the scoring of some prompt tokens, for `score_prompts`."""
+        """Launch the step `program`, which scores the prompt tokens `targets` from the hidden
+        states at `indices`."""
         found = self._launch("gather_hidden", hidden.shape[0], hidden=hidden, indices=indices)
         return self._launch(program, len(targets), **found, targets=targets)["scores"]
 
     def _launch_moves(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
-        """Launch everything of a plan that comes before its step.
+        """Launch the updates, copies and swap-outs of a plan, which come before its step.
 
         Returns:
-            The transfers of the plan's swap-ins, which run while the step runs. None if the plan
-            has no swap-ins.
+            The chunks that the plan swaps in, whose transfers run while the step runs. None if the
+            plan has no swap-ins.
         """
         self._num_small_launches = 0
         self._update_rows(plan, sampling)
@@ -303,8 +307,9 @@ class ModelRunner:
         """Return whether a burst may contain the plan.
 
         The plan must be a decode step without block copies, swaps or forks. The goal must allow
-        bursts of that many sequences, and a burst level must cover every row. A plan that scores a
-        beam search never fits: the search needs the scores of each step before the next step.
+        bursts of that many sequences, and one of the `BURST_LEVELS` must have the features of every
+        row. A plan with a beam search never fits: the search needs the scores of each step before
+        the next step.
         """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:
             return False
@@ -322,7 +327,8 @@ class ModelRunner:
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingLookup) -> list[StepHandle]:
         """Launch several plans as one program, and return one handle per plan.
 
-        `fits_burst` must be true for every plan. All plans must verify drafts, or none.
+        `fits_burst` must be true for every plan. Either every plan verifies drafts, or no plan
+        does.
         """
         rows, level = [], SamplerLevel.GREEDY
         for plan in plans:  # a plan may release rows that earlier plans still compute
@@ -346,7 +352,7 @@ class ModelRunner:
         """Launch one verify step, or a burst of verify steps, and return one handle per plan.
 
         Args:
-            plans: The plans, whose rows are up to date.
+            plans: The plans. `_update_rows` has been called for each.
             rows: Device rows of each plan's sequences.
         """
         level = self._verify_level(self._rows.level(np.concatenate(rows)))
@@ -370,7 +376,8 @@ class ModelRunner:
         ]
 
     def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
-        """Return the lowest sampling level of the compiled verify steps that covers `level`."""
+        """Return the lowest compiled sampling level of verify steps that has all features of
+        `level`."""
         return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:
@@ -384,7 +391,8 @@ class ModelRunner:
         for _ in range(2):
             sampled: set[int] = set()
             for (kind, key), pack in self._packers.items():
-                # Wait for each program: the memory budget does not cover a queue of all programs.
+                # Wait for each program: the buffers of all programs together would exceed the
+                # memory budget.
                 self._wait(found := self._launch(kind, key, packed=pack((), ())))
                 if "logits" not in found or (rows := found["logits"].shape[0]) in sampled:
                     continue
@@ -401,11 +409,11 @@ class ModelRunner:
     def _launch(self, kind: str, key: Any = None, **inputs: Any) -> dict[str, Any]:
         """Launch a compiled program.
 
-        The program takes persistent arrays as arguments, and the arrays among its results replace
-        them.
+        The runner adds the parameters and the persistent arrays that the program takes. A result
+        with the name of a persistent array replaces that array.
 
         Returns:
-            The other results, by their names in `PROGRAMS`.
+            The remaining results, by their names in `PROGRAMS`.
         """
         persistent_arrays, (model, taken) = (
             self._persistent_arrays,
@@ -487,7 +495,8 @@ class ModelRunner:
         params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
         marks = bias = None
         try:
-            if params.adjusts_logits:  # a joining sequence has no token in flight: all are known
+            # A sequence that joins the batch has no token in flight: the host knows all its tokens.
+            if params.adjusts_logits:
                 ending_ids = params.first_forbidden_ids(self._eos_token_ids)
                 marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending_ids)
             if params.biases_logits:
@@ -504,7 +513,7 @@ class ModelRunner:
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:
-    """Return the arguments of `pack_burst`."""
+    """Return the positional arguments of `pack_burst` for these plans."""
     return [plan.scheduled for plan in plans], rows, [plan.limits for plan in plans]
 
 

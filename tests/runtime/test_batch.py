@@ -57,7 +57,7 @@ def test_packed_prefill_batch_unpacks_unchanged():
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
 
 
-def test_one_token_rows_come_first():
+def test_prefill_computes_sequences_with_one_token_first():
     spans = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]  # first token, number of tokens
     scheduled = tuple(ScheduledSequence(sequence([], []), *span, True) for span in spans)
     assert device_order(scheduled).tolist() == [1, 2, 4, 5, 0, 3]

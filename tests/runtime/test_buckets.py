@@ -10,7 +10,7 @@ def test_decode_buckets_pad_by_half_at_most_above_eight_rows():
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
-def test_logits_have_fewer_sizes_than_batches():
+def test_logits_have_fewer_row_counts_than_batch_sizes():
     assert make_buckets(256, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 256)
     assert make_buckets(150, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 192)
     assert make_buckets(1, 64).logits_row_sizes == (8,)
@@ -20,7 +20,7 @@ def test_logits_have_fewer_sizes_than_batches():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
-def test_every_step_size_has_a_sampler(max_num_seqs: int):
+def test_every_batch_size_has_a_compiled_sampler(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
     assert {*buckets.prefill_batch_sizes, *buckets.burst_batch_sizes} <= {*buckets.logits_row_sizes}
 
@@ -39,11 +39,11 @@ def test_every_step_size_has_a_sampler(max_num_seqs: int):
         (256, 1, ()),
     ],
 )
-def test_bursts_have_few_sizes_and_not_too_many_rows(max_num_seqs, steps, sizes):
+def test_bursts_have_few_batch_sizes_and_bounded_rows(max_num_seqs, steps, sizes):
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_large_bursts_need_the_throughput_goal_and_no_padding():
+def test_large_bursts_need_the_throughput_goal_and_a_batch_without_padding():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:
@@ -63,7 +63,7 @@ def test_token_buckets_pad_by_half_at_most():
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_intermediate_token_buckets_have_many_sequences():
+def test_token_buckets_between_powers_of_two_have_many_sequences():
     def token_sizes(max_num_seqs: int, num_seqs: int) -> list[int]:
         shapes = make_buckets(max_num_seqs, 8192).prefill_shapes
         return [tokens for tokens, seqs in shapes if seqs == num_seqs]
@@ -71,7 +71,8 @@ def test_intermediate_token_buckets_have_many_sequences():
     assert token_sizes(256, 8) == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     many = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert token_sizes(256, 256) == many
-    # 384 tokens hold fewer than the maximum of 512 sequences.
+    # A step of 384 tokens cannot have 512 sequences, so this size has only the bucket of 8
+    # sequences.
     assert token_sizes(512, 8) == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 
@@ -98,7 +99,7 @@ def test_few_programs_option_gives_few_token_buckets():
     assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
-def test_few_sequences_share_one_prefill_bucket():
+def test_small_max_num_seqs_has_one_prefill_batch_size():
     assert make_buckets(16, 512).prefill_batch_sizes == (16,)
     assert make_buckets(256, 512).prefill_batch_sizes == (8, 256)
 

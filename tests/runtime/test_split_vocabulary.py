@@ -1,4 +1,5 @@
-"""Test sampling with a split vocabulary. The devices are virtual, except with `-m gpu2` on GPUs."""
+"""Test sampling with a vocabulary that is split over devices. The devices are virtual CPU devices;
+with `-m gpu2`, they are GPUs."""
 
 import re
 from collections.abc import Callable
@@ -49,9 +50,10 @@ ASKING = [
 
 
 def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
-    """Return `function` mapped over `count` devices, each with a shard of the logits.
+    """Return a function that runs `function` on `count` devices, each with a shard of the logits.
 
-    The first axis of each result is the device, unless the function returns logits (`logits_out`).
+    The first axis of each result is the device. If `logits_out`, the function returns logits, and
+    the result has the logits of the whole vocabulary.
     """
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
@@ -100,7 +102,8 @@ def both(
     params: list[SamplingParams],
     *mode: LogprobsMode,
 ) -> tuple[SampledTokens, SampledTokens]:
-    """Return the tokens of one device and of `count` devices, which must all be equal."""
+    """Return the result of one device, and the result of `count` devices. Check that all `count`
+    devices return the same."""
     one, shared = (
         sampler(n, level, *mode)(jnp.asarray(logits), *rows_of(params)) for n in (1, count)
     )
@@ -123,14 +126,15 @@ def test_split_vocabulary_gives_the_tokens_of_one_device(level: SamplerLevel, co
         one, shared = both(random_logits(seed), level, count, params)
         np.testing.assert_array_equal(shared.token_ids, one.token_ids)
         found |= set((one.token_ids * count // V).tolist())
-    assert found == set(range(count))  # every shard had a sampled token
+    assert found == set(range(count))  # every device's shard was sampled
 
 
 @pytest.mark.parametrize(
     ("level", "count"), covering(EXCHANGING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
 def test_lowest_token_id_wins_a_tie_across_devices(level: SamplerLevel, count: int):
-    """Test ties within a device, and between adjacent, distant and all devices."""
+    """Test ties within one device, between adjacent devices, between distant devices, and between
+    all devices."""
     own = V // count
     logits = np.zeros((B, V), np.float32)
     tied = [[own + 1, own + 2], [own - 1, own], [3, V - 1], [V - own, V - 1], [V - 1], []]
@@ -181,7 +185,7 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, le
 @pytest.mark.parametrize(
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_gathered_levels_give_the_same_scores_as_a_single_device(level: SamplerLevel, count: int):
+def test_levels_that_gather_logits_give_the_scores_of_one_device(level: SamplerLevel, count: int):
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = both(random_logits(2), level, count, params)
@@ -220,7 +224,8 @@ def test_mask_applies_to_each_vocabulary_shard(count: int):
 
 @pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
 def test_devices_exchange_only_what_a_level_needs(level: SamplerLevel):
-    """Greedy and random levels exchange two numbers per row; random needs one all-reduce too."""
+    """Greedy and random sampling exchange two numbers per row. Random sampling also needs one
+    all-reduce."""
 
     def run(logits: jax.Array, *others: Any) -> SampledTokens:
         options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
