@@ -1,4 +1,4 @@
-"""Parse answer texts in pieces and join the parser's events."""
+"""Helpers that parse answers in chunks and join the parser's events."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,14 +17,16 @@ ParsedParts = list[tuple[str, ...]]
 
 
 def parse_pieces(pieces: Iterable[str], **options: Any) -> ParsedParts:
-    """Parse the pieces of a text and return its parts, with adjacent events merged."""
+    """Parse the chunks `pieces` of an answer. Return the parts of the answer, with adjacent events
+    of a part joined."""
     parser = AnswerParser(**options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return join_events(events + parser.end())
 
 
 def join_events(events: list[ParserEvent]) -> ParsedParts:
-    """Join events to parts without ids, and check that calls start, continue and end in order."""
+    """Join events to the parts of an answer, without call ids. Check that the events of calls are
+    in order."""
     parts: ParsedParts = []
     open_call, num_calls, ids = None, 0, set[str]()
     for event in events:
@@ -56,7 +58,8 @@ def join_events(events: list[ParserEvent]) -> ParsedParts:
 
 
 def check_every_cut(text: str, expected: ParsedParts, **options: Any) -> None:
-    """Check that the whole text, its characters and its halves at any cut parse to `expected`."""
+    """Check that a text parses to `expected` as one chunk, one character per chunk, and as any two
+    chunks."""
     assert parse_pieces([text], **options) == expected
     assert parse_pieces(text, **options) == expected
     for i in range(1, len(text)):
