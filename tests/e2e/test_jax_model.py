@@ -1,4 +1,5 @@
-"""An engine serves plain JAX functions: the tokens are those of the model without a cache."""
+"""Test engines of a `JaxModel`: the generated tokens equal those of the model's functions without a
+KV cache."""
 
 import gc
 import re
@@ -41,9 +42,9 @@ PROMPTS = [[*PREFIX, 5], [*PREFIX, 11, 12, 13, 11, 12, 13, 11, 12], [3]]
 
 
 class DenseStep:
-    """Attention over the tokens of one sequence, without a cache.
+    """Computes attention over the tokens of one sequence, without a KV cache.
 
-    Keys and values are rounded to `kv_dtype` if given, as a pool of this dtype does.
+    If `kv_dtype` is given, keys and values are rounded to it, as in a KV pool of this dtype.
     """
 
     def __init__(self, kv_dtype: Any = None):
@@ -72,7 +73,8 @@ def dense_logits(
 
 
 def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.ndarray:
-    """Return the log-probability of each token but the first by the tiny model's own forward."""
+    """Compute the log-probability of each token except the first, by the tiny model without a KV
+    cache."""
     with user_settings():
         logits = dense_logits(TINY, params, jnp.asarray(tokens, jnp.int32), kv_dtype)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[:-1]
@@ -80,7 +82,7 @@ def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.n
 
 
 def greedy_tokens(model: JaxModel, params: Any, prompt: list[int]) -> list[int]:
-    """Return the most probable tokens by the model's own forward, without a cache."""
+    """Generate tokens greedily by the model's functions, without a KV cache."""
     tokens = [*prompt]
     with user_settings():
         for _ in range(NUM_TOKENS):
@@ -90,7 +92,8 @@ def greedy_tokens(model: JaxModel, params: Any, prompt: list[int]) -> list[int]:
 
 
 def user_settings() -> ExitStack:
-    """Return a context with JAX's default promotion, which the tests make strict elsewhere."""
+    """Return a context with JAX's default dtype promotion, as users have. The other tests use
+    strict promotion."""
     stack = ExitStack()
     stack.enter_context(jax.numpy_dtype_promotion("standard"))
     stack.enter_context(jax.numpy_rank_promotion("allow"))
@@ -149,7 +152,8 @@ def make_engine(model: Any = TINY, params: Any = None, **options: Any) -> Engine
 
 @pytest.fixture(scope="module")
 def jax_engines() -> Callable[..., Engine]:
-    """Return a function that makes or reuses an engine of the tiny model."""
+    """Return a function that creates an engine of the tiny model, or reuses one with the same
+    options."""
     return cache(make_engine)
 
 
@@ -280,7 +284,7 @@ def test_grammar_of_a_tokenizer_constrains_the_example(shallow_folder: Path):
 
 @pytest.mark.full
 def test_example_answers_like_the_built_in_family(engines: Callable, shallow_folder: Path):
-    """The built-in Qwen3 and the example compute the same function of the same checkpoint."""
+    """The built-in Qwen3 and the example load the same checkpoint, and must compute the same."""
     model, params = load(shallow_folder)
     engine = make_engine(model, params, tokenizer=shallow_folder, max_model_len=256, num_blocks=129)
     number = StructuredOutputs(regex="[a-c]{3,9} [0-9]{2}")
@@ -486,7 +490,7 @@ def branching(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
 
 
 def attending(*layers: int, width: int = 8, heads: tuple[int, int] = (2, 2), **options: Any) -> Any:
-    """Return a forward that calls `attend` for the given layers."""
+    """Return a model function `forward` that calls `attend` for the given layers."""
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
         x = params["embed"][tokens]
