@@ -160,7 +160,7 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
             arguments = jax.tree.map(to_global, arguments)
             bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
-        if "stablehlo.dot" in lowered.as_text():  # else a kernel of jpaged computes the product
+        if "stablehlo.dot" in lowered.as_text():  # else jpaged's kernels compute the product
             lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1
     return num_compiled
@@ -311,7 +311,7 @@ def install_gemm_record(device: Any) -> GemmRecord:
 
 
 def read_record(path: Path) -> GemmRecord:
-    """Read a record.
+    """Read a record of measurements from a JSON file.
 
     Raises:
         OSError: The file cannot be read.

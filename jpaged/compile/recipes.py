@@ -286,7 +286,7 @@ class Recipes:
             arguments,
             keywords,
             donate=tuple(result for result in step.results if result in step.arguments),
-            # XLA measures no products on a CPU.
+            # On a CPU, XLA measures no matrix products.
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,

@@ -261,7 +261,7 @@ def _value_part(value: object) -> bytes:
     if isinstance(function, FunctionType):
         return marshal.dumps(
             function.__code__, 2
-        )  # later versions have back references, which vary
+        )  # marshal formats after 2 have back references, which vary
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
 

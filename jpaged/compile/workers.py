@@ -203,8 +203,8 @@ def _apply_engine_settings(job: CompileJob) -> None:
             jax.config.update(name, value)
     jax.config.update(
         "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # cache also programs that compile fast
-    # The engine's process has reserved its fraction of the device memory already.
+    )  # Cache programs even if they compile fast.
+    # Reserve no device memory: the engine's process has already reserved its fraction.
     client_options = job.client_options | {"preallocate": False}
     jax.config.update("jax_pjrt_client_create_options", client_options)
     for module in job.modules:
@@ -226,7 +226,7 @@ def main(sock: socket.socket) -> None:
     exit_with_parent(sock)
     code = 0
     try:
-        job = from_json(receive(sock) or b"", CompileJob)  # fails if the channel is closed
+        job = from_json(receive(sock) or b"", CompileJob)  # raises if the channel is closed
         for name in run_compile_job(job, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
     except Exception as error:

@@ -199,7 +199,8 @@ class ConstrainedSampler:
         has_ready_rows, has_unconstrained_rows = len(late) < num_rows, len(items) < num_rows
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
-        else:  # Every row is late: a request that arrives now would have to wait.
+        else:
+            # Every row is late. Limit the wait: no new request can join the batch before it ends.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -266,11 +267,11 @@ class WaitBudget:
         self._wait_start, self._device_wait_s = time.perf_counter(), device_wait_s
 
     def is_spent(self, late_fraction: float, *, has_unconstrained_rows: bool) -> bool:
-        """Return whether the step has waited for late masks as long as it may.
+        """Return whether the step has used up the time that it may wait for late masks.
 
         Args:
-            late_fraction: Late rows without heavy answers, as a fraction of the step's rows, 0 to
-                1.
+            late_fraction: Fraction of the step's rows whose masks are late and whose grammars are
+                not slow (`AnswerState.HEAVY`), 0 to 1.
             has_unconstrained_rows: Whether the step contains rows without a grammar.
         """
         if late_fraction > _MAX_LATE_FRACTION:

@@ -477,7 +477,7 @@ class Engine:
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        except BaseException:  # A saved traceback would keep the generator alive.
+        except BaseException:  # the error's traceback may keep `deltas` alive
             self._loop.abort(state)
             raise
         return deltas
@@ -634,7 +634,7 @@ class Engine:
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    # Statistics and the state of the pool
+    # Methods that report statistics and the state of the pool.
 
     def stats(self) -> EngineStats:
         """Return the state of the pool and the queues, and counts since the engine started."""

@@ -84,14 +84,14 @@ class EngineLoop:
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
-        self._num_constrained_requests = 0  # unfinished requests with a grammar
-        # The last step, if its layers are launched but its sampling waits for masks.
+        self._num_constrained_requests = 0  # Number of unfinished requests with a grammar.
+        # The last step if its layers are launched and its sampling waits for masks; otherwise None.
         self._unsampled_step: UnsampledStep | None = None
         self._device_wait_s = 0.0  # total time that the host has waited for tokens
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False  # whether the code is inside a critical section
-        self._deferred_aborts: list[RequestState] = []  # abort these after the critical section
+        self._deferred_aborts: list[RequestState] = []  # requests to abort later
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +99,8 @@ class EngineLoop:
         return bool(self.requests or self._steps_in_flight or self._unsampled_step)
 
     def stats(self) -> EngineStats:
-        """Return the state of the pool and the queues, and counts since the start. O(sequences)."""
+        """Return the state of the pool and the queues, and counts since the start. Takes time
+        proportional to the number of sequences."""
         counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
         return engine_stats(self.scheduler, len(self._constrained_sampler.compiling), counts)
 
@@ -127,7 +128,7 @@ class EngineLoop:
         self.check_alive()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled_step is None:  # otherwise sample the step that an interrupted turn left
+        if self._unsampled_step is None:  # else an interrupted turn left a step to sample
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
@@ -195,7 +196,7 @@ class EngineLoop:
         try:
             self.scheduler.add(state.request)
         except Exception:
-            # Does nothing if the scheduler has refused the request.
+            # `abort` does nothing if the scheduler has refused the request.
             self.scheduler.abort(state.request_id)
             raise
 
@@ -219,7 +220,7 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # a finalizer of a dropped stream calls this method
+        if self._is_busy:  # the finalizer of a dropped stream called this method
             self._deferred_aborts.append(state)
             return
         with self._critical_section():
@@ -342,7 +343,7 @@ class EngineLoop:
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        except Exception as error:  # not a Ctrl-C: the step can then be read again
+        except Exception as error:  # not KeyboardInterrupt: the next call reads the step
             self._record_failure(error)
             raise
         with self._critical_section(fatal=True):
@@ -479,7 +480,8 @@ class EngineLoop:
     def _notify_prompt_logprobs(
         self, plan: StepPlan, result: StepResult
     ) -> dict[RequestState, None]:
-        """Pass the prompt log-probabilities of a step to its requests. Return failed requests."""
+        """Pass the prompt log-probabilities of a step to the requests. Return the requests that
+        failed."""
         failed: dict[RequestState, None] = {}
         for item in plan.scheduled:
             request = item.sequence.request

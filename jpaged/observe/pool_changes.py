@@ -187,7 +187,8 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        queue = pool.free_block_queue  # freed blocks are at its head if empty, else at its tail
+        # A freed block without cached content is at the head of the queue, any other at the tail.
+        queue = pool.free_block_queue
         return {*islice(reversed(queue), num_blocks_freed), *islice(queue, num_blocks_freed)}
 
     def _diff_pins(self, maybe_changed: set[int]) -> list[int] | None:

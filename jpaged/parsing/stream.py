@@ -365,7 +365,7 @@ class TextStream:
 
 
 class StreamParser:
-    """Base class of parsers, each for one answer.
+    """Base class of parsers. A parser object parses a single answer.
 
     A subclass defines `_parse_answer`, which takes text from `_stream` and appends to `_events`.
     """

@@ -79,12 +79,13 @@ class PrefillBatch(NamedTuple):
 
 
 def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
-    """Return the batch size of a plan's decode step; None if the plan needs a prefill step."""
+    """Return the batch size to which a plan's decode step is padded; None if the plan needs a
+    prefill step."""
     return buckets.padded_decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
 def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
-    """Return the bucket of a plan's prefill step: its number of tokens and of sequences."""
+    """Return the numbers of tokens and sequences to which a plan's prefill step is padded."""
     return buckets.prefill_shape(plan.num_tokens, len(plan.scheduled))
 
 

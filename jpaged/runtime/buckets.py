@@ -80,7 +80,8 @@ class Buckets:
         return tuple(sorted({*whole, *more}))
 
     def num_logits_rows(self, num_seqs: int) -> int:
-        """Return the number of rows of the logits for a decode step of `num_seqs` sequences."""
+        """Return the number of rows to which the logits of a decode step of `num_seqs` sequences
+        are padded."""
         return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property

@@ -76,7 +76,8 @@ class NgramDrafter:
             earlier = jnp.pad(history, ((0, 0), (back, 0)))[:, :width]
             is_equal &= (earlier == last) & (position >= back) & (lengths > back)
             num_equal += is_equal.astype(jnp.int32)
-        # One maximum finds the longest match, and the latest position among equal matches.
+        # Find the largest (length of the match, position): the longest match, and the latest among
+        # matches of equal length.
         is_match = num_equal >= self.min_ngram
         best = jnp.max(jnp.where(is_match, num_equal * width + position, -1), axis=1, keepdims=True)
         first = best % width + 1
@@ -176,7 +177,7 @@ def append_tokens(
     Args:
         row_tokens: Tokens of all rows.
         rows: Device row of each row of the batch.
-        lengths: Number of tokens of each row before the step; a row with -1 stays as it is.
+        lengths: Number of tokens of each row before the step; -1 leaves the row unchanged.
         token_ids: Tokens to append. Negative values, which come last, are ignored.
     """
     padding_row, width = row_tokens.lengths.shape[0] - 1, row_tokens.history.shape[1]

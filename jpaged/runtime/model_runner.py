@@ -98,7 +98,7 @@ class ModelRunner:
         programs: Compiled programs that the runner launches.
 
     Args:
-        split: The model.
+        split: The model, split into its definition and its parameters.
         shapes: Shapes of the persistent arrays, which the runner allocates.
         config: Sizes and limits of the runtime.
         programs: Programs compiled for this model, these shapes and this configuration.
@@ -132,9 +132,9 @@ class ModelRunner:
         }
         self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
         self._num_small_launches = 0  # launches for the current plan
-        self._new_marks: dict[int, RowMarks] = {}  # marks to load, by device row
+        self._new_marks: dict[int, RowMarks] = {}  # marks of new sequences by device row
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
-        self._new_tokens: dict[int, list[int]] = {}  # tokens to load, by device row
+        self._new_tokens: dict[int, list[int]] = {}  # tokens of new sequences by device row
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
@@ -147,8 +147,8 @@ class ModelRunner:
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
-        # Arguments that the runner passes to each program: the parameters (if the program takes a
-        # model), and the persistent arrays with these names.
+        # Map each program to the arguments that the runner adds to a launch: the parameters (if the
+        # program takes a model), and the names of persistent arrays.
         self._program_arguments = {
             (step.name, key): (
                 (split.leaves,) if "model" in step.arguments else (),
@@ -271,7 +271,8 @@ class ModelRunner:
             self._swap_entries.swap_out(self._launch, order)
         if plan.block_copies:
             self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        # Start the swap-in transfers before launching the step, so that they run concurrently.
+        # Start the swap-in transfers before the step is launched, so that they run while the step
+        # runs.
         return self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
@@ -331,7 +332,7 @@ class ModelRunner:
         does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        for plan in plans:  # a plan may release rows that earlier plans still compute
+        for plan in plans:  # plan by plan: a plan may release rows of earlier plans
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
@@ -429,8 +430,8 @@ class ModelRunner:
         return found
 
     def _launch_small(self, kind: str, **inputs: Any) -> None:
-        """Launch a small program. With tensor-parallel devices, wait for its result at every
-        `MAX_LAUNCHES_AHEAD`-th small launch of a plan."""
+        """Launch a small program. With tensor-parallel devices, every `MAX_LAUNCHES_AHEAD`-th small
+        launch of a plan waits for its result."""
         self._launch(kind, **inputs)
         self._num_small_launches += 1
         if (
@@ -442,8 +443,8 @@ class ModelRunner:
     def _launch_pairs(
         self, kind: str, pairs: Collection[tuple[int, int]], size: int, padding: int
     ) -> None:
-        """Launch a program over (source, target) pairs, `size` pairs per launch. Fill up the last
-        launch with (padding, padding)."""
+        """Launch a program that copies blocks or rows, with `size` (source, target) pairs per
+        launch. Fill up the last launch with pairs (padding, padding)."""
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), padding, np.int32)
@@ -473,8 +474,9 @@ class ModelRunner:
                 self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingLookup) -> None:
-        # Child row to source row. A parent forked in this plan is replaced by its own source,
-        # because the program reads all rows before it writes any.
+        # `sources` maps the row of each child to the row to copy. If the parent was itself forked
+        # in this plan, copy the row that the parent is copied from: the program reads all rows
+        # before it writes any.
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)

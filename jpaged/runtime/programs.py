@@ -78,8 +78,8 @@ class SplitModel:
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """Return `step` as a function of one device's shard of the parameters and the step's other
-        arguments. Keyword arguments in `static` are fixed."""
+        """Return a function that takes one device's shard of each parameter in place of the model,
+        and calls `step`. The keyword arguments `static` are passed in each call."""
 
         # `run` must not refer to `self`, because it would then keep `self.leaves` in memory.
         definition, treedef = self.definition, self.treedef
@@ -219,7 +219,7 @@ def num_scored_rows(config: RuntimeConfig, num_tokens: int) -> int:
 
 
 def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels of verify steps to compile."""
+    """Return the sampling levels for which to compile verify steps."""
     if config.few_programs:
         return VERIFY_LEVELS[0], VERIFY_LEVELS[-1]
     return VERIFY_LEVELS

@@ -142,7 +142,8 @@ work for random sampling."""
 
 
 def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
-    """Unpack rows from `pack_params`, on the device. `position` is described in `SamplingRows`."""
+    """Unpack rows that `pack_params` packed, on the device. `position` is described in
+    `SamplingRows`."""
     floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOAT_COLUMNS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOAT_COLUMNS)},
@@ -252,7 +253,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
     owners, tokens, kinds = marks[2 * ROWS_PER_LOAD :].reshape(3, TOKENS_PER_LOAD)
     owners = jnp.where(tokens < V, owners, 0)
     token_state = sampling.token_state.at[rows].set(0)
-    # A scatter drops index V, which is out of bounds. -1 would wrap around to the last token.
+    # Replace the tokens to leave out by index V: it is out of bounds, so the scatter drops it. An
+    # index of -1 would mean the last token.
     prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
     others = jnp.where(kinds == IN_PROMPT, V, tokens)
     token_state = token_state.at[owners, prompt].set(IN_PROMPT, mode="drop")

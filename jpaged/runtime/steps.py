@@ -253,7 +253,7 @@ def decode_burst_step(
 ) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState, RowTokens | None]:
     """Compute several decode steps in one launch, and sample after each step.
 
-    `packed` has one batch per step, in order. Each step reads the tokens that the step before
+    `packed` has one batch per step, in order. Each step reads the tokens that the previous step
     sampled.
 
     Returns:
@@ -365,7 +365,8 @@ def _compute_drafts(
 ) -> tuple[Float[Array, "Q B D"], KVState]:
     """Compute the last token and the drafts of each row.
 
-    Tokens without a slot are written to the null block. Their hidden states are meaningless.
+    The keys and values of tokens without a slot are written to the null block. The hidden states of
+    these tokens are meaningless.
     """
     batch, (indices, block_ids) = unpack_decode(packed), unpack_block_updates(packed)
     batch_size, num_drafts = drafts.shape
@@ -796,7 +797,8 @@ def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, 
 def _verify_keys(
     config: RuntimeConfig, shapes: DeviceShapes
 ) -> list[tuple[int, int, SamplerLevel, Drafter]]:
-    """Return the keys of verify steps for all batch sizes, and of bursts for small batches."""
+    """Return the keys of all programs that verify drafts: one step for every batch size, and bursts
+    for small batch sizes."""
     if config.speculation is None:
         return []
     drafter, keys = make_drafter(config.speculation), []

@@ -79,7 +79,8 @@ def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
 
 
 def pool_block_bytes(pool: Any) -> int:
-    """Return the size in bytes of one block in all arrays of the pool, on each device."""
+    """Return the number of bytes that one block takes on each device, in all arrays of the pool
+    together."""
     return per_device_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
 
 

@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
-    """Compare with the keys and values of `transformers` for the same sequences."""
+    """The expected scales come from the keys and values that `transformers` computes for the same
+    sequences."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(

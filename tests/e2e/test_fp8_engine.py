@@ -30,7 +30,7 @@ def test_embedded_model_answers_right_with_fp8_weights(engines: Engines, loop: s
 
 
 def test_fp8_weights_take_a_quarter_of_the_memory(engines: Engines):
-    """Embeddings and norms stay in float32."""
+    """Only projections have FP8 weights: embeddings and norms stay in float32."""
     wide, narrow = engines().memory_account.weights, engines(quantization="fp8").memory_account
     assert 0.25 * wide < narrow.weights < 0.3 * wide
 

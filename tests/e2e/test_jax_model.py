@@ -101,7 +101,8 @@ def user_settings() -> ExitStack:
 
 
 def tiny_forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
-    """Compute two layers with other heads, windows, scales and soft caps, and no rotation."""
+    """Compute two layers with different heads, windows, scales and soft caps. Queries and keys are
+    not rotated."""
     x = params["embed"][tokens] + params["positions"][positions]
     q, k, v = (jnp.einsum("td,dnh->tnh", x, it) for it in params["first"])
     x += step.attend(0, q, k, v, window=9, soft_cap=2.0).reshape(len(x), -1) @ params["out"]
@@ -322,7 +323,7 @@ def test_engine_uses_the_arrays_of_a_one_device_mesh_without_a_copy(expected: li
     params = jax.device_put(jax.tree.map(jnp.copy, tiny_params()), sharding)
     engine = make_engine(params=params)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    params["embed"].delete()  # as a function that donates the array does
+    params["embed"].delete()  # like a function that donates the array
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         engine.generate(PROMPTS, GREEDY)
 
@@ -405,7 +406,7 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     engine = make_engine(params=params)
     engine.generate(PROMPTS[:1], GREEDY)
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # as a function that donates the array does
+        leaf.delete()  # like a function that donates the array
     engine.update_weights(tiny_params())
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 

@@ -106,7 +106,7 @@ def test_best_of_returns_the_highest_cumulative_logprobs(engine: Engine):
     assert [o.logprobs for o in silent] == [None, None]
     check_same(silent, ranked[:2])
     everyone = outputs_of(engine, PROMPT, replace(params, n=6))
-    check_same(everyone, samples)  # without ranking, since all samples are returned
+    check_same(everyone, samples)  # not ranked, because all samples are returned
 
 
 def test_samples_end_independently(engine: Engine):

@@ -320,7 +320,7 @@ def test_grammar_that_fails_during_an_answer_ends_its_request_only(engine: Engin
 
 
 @pytest.mark.parametrize("where", ["with the mask", "with a received token"])
-def test_error_of_the_mask_worker_ends_one_request(
+def test_error_of_the_mask_worker_ends_only_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     expected = generate_text(engine, JSON_PARAMS)
@@ -431,7 +431,7 @@ def test_most_rows_of_a_step_can_skip_the_step(engines: Engines, monkeypatch: py
     expected = answers(engine.generate([QUESTION] * 5, params))
     counts = delay_masks(monkeypatch, chance=0.6, heavy=True)
     assert answers(engine.generate([QUESTION] * 5, params)) == expected
-    assert max(counts) > 1  # more than a quarter of the rows
+    assert max(counts) > 1  # 2 of 5 rows are more than a quarter
 
 
 @pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
@@ -442,7 +442,7 @@ def test_answer_ends_correctly_if_the_mask_worker_matches_its_last_token_late(
     date = {"structured_outputs": DATE, "seed": 1}
     params = [
         SamplingParams(max_tokens=30, n=2, **date),
-        SamplingParams(max_tokens=10, **date),  # as many tokens as a date has
+        SamplingParams(max_tokens=10, **date),  # the number of tokens of a date
         SamplingParams(max_tokens=30, stop="no such", logprobs=1, **date),
         SamplingParams(max_tokens=30, seed=2, structured_outputs=SPECS["choice"]),
         SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0),
@@ -528,7 +528,7 @@ def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
 
     def timed(self: MaskWorkerClient, *args: Any) -> Any:
         found = gather_masks(self, *args)
-        waits.append(self.seconds_waited)  # one check counts as at most 10 ms
+        waits.append(self.seconds_waited)  # a check adds at most 10 ms
         return found
 
     monkeypatch.setattr(MaskWorkerClient, "gather_masks", timed)
@@ -591,7 +591,7 @@ def delay_masks(
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 @pytest.mark.parametrize("after", range(1, 9, 2))
-def test_ctrl_c_between_layers_and_sampling_loses_nothing(
+def test_ctrl_c_between_layers_and_sampling_loses_no_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int
 ):
     expected = generate_text(engine, JSON_PARAMS)

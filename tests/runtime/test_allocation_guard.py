@@ -100,7 +100,8 @@ class Steps:
         return StepAddresses(logits, (in_forward, in_sampling), row_params, positions)
 
     def copies_end(self) -> None:
-        """Release some uploads at random, and every upload within two steps."""
+        """Free some uploads at random. An upload is freed at most two steps after it was
+        allocated."""
         while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
             self.memory.release(self.uploads.pop(0))
 

@@ -4,7 +4,7 @@ from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
-def test_decode_buckets_pad_by_half_at_most_above_eight_rows():
+def test_at_most_half_of_a_decode_batch_of_nine_or_more_is_padding():
     buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
@@ -56,7 +56,7 @@ def test_large_bursts_need_the_throughput_goal_and_a_batch_without_padding():
     assert not make_buckets(256, 8192).has_burst(1, SchedulingGoal.THROUGHPUT)
 
 
-def test_token_buckets_pad_by_half_at_most():
+def test_at_most_half_of_a_prefill_step_above_64_tokens_is_padding():
     assert make_buckets(16, 512).prefill_token_sizes == (64, 128, 256, 384, 512)
     assert make_buckets(8, 300).prefill_token_sizes == (64, 128, 256, 384)
     tokens = make_buckets(256, 8192).prefill_token_sizes
@@ -91,7 +91,9 @@ def test_token_buckets_between_powers_of_two_have_many_sequences():
         (8192, 256, (8192, 256)),
     ],
 )
-def test_smallest_fitting_bucket_is_chosen(num_tokens: int, num_seqs: int, shape: tuple[int, int]):
+def test_prefill_step_gets_the_smallest_bucket_that_fits(
+    num_tokens: int, num_seqs: int, shape: tuple[int, int]
+):
     assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 

@@ -42,7 +42,7 @@ def ngram_reference(tokens: list[int], drafter: NgramDrafter) -> list[int]:
     ],
     ids=str,
 )
-def test_ngram_drafter_equals_its_reference(drafter: NgramDrafter):
+def test_ngram_drafter_equals_a_plain_python_reference(drafter: NgramDrafter):
     rng = np.random.default_rng(0)
     lengths = np.array([0, 1, 2, 3, 5, *rng.integers(2, 41, 60)], np.int32)
     vocabulary = rng.integers(1, 5, len(lengths))[:, None]
@@ -55,7 +55,7 @@ def test_ngram_drafter_equals_its_reference(drafter: NgramDrafter):
     assert (np.array(expected) >= 0).any()
 
 
-def test_latest_match_wins_and_its_continuation_repeats():
+def test_ngram_drafter_takes_the_latest_match_and_repeats_its_continuation():
     history = jnp.asarray(
         [[1, 2, 9, 1, 2, 8, 1, 2, 0, 0], [5, 6, 5, 6, 5, 6, 0, 0, 0, 0]], jnp.int32
     )

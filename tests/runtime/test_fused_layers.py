@@ -56,7 +56,7 @@ def make_pool(config, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_fused_layers_equal_single_layers(family, monkeypatch):
+def test_fused_layers_give_the_results_of_separate_layers(family, monkeypatch):
     definition, state, config = make_model(family)
     pool, calls = make_pool(config), []
     want, want_pool = jax.jit(partial(step, definition))(state, pool)

@@ -389,7 +389,7 @@ def test_every_step_can_be_stored():
     assert all(stored(recipe).platforms == ("cuda",) for recipe in kinds.values())
 
 
-def test_no_sampler_sorts():
+def test_no_sampling_program_sorts_logits():
     made = all_recipes("qwen3-0.6b", 1)
     names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
     names.append(next(name for name in made if name[0] == "prompt_logprobs"))
@@ -424,7 +424,9 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 
-def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_prefill_programs_with_equal_numbers_of_tokens_share_the_hopper_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+):
     seen, attend = [], prefill_hopper._attend
 
     @wraps(attend)
@@ -475,11 +477,11 @@ def test_programs_without_pool_are_assigned_to_the_same_workers():
         assert select_worker_recipes(made, worker, 8)[: len(alone)] == alone
 
 
-def test_number_of_programs_is_as_recorded():
+def test_engine_has_no_more_programs_than_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= 91
 
 
-def test_each_worker_starts_with_a_program_and_at_most_one_burst():
+def test_expensive_programs_are_spread_over_all_workers():
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [select_worker_recipes(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
@@ -490,7 +492,7 @@ def test_each_worker_starts_with_a_program_and_at_most_one_burst():
 
 
 def test_steps_with_fused_layers_are_compiled_first():
-    """XLA compiles nothing else at the same time as a fused layer's kernel."""
+    """XLA compiles the kernel of a fused layer only while it compiles nothing else."""
     first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
     assert first == ("decode", 8)
     assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

@@ -214,7 +214,9 @@ def test_results_have_the_order_of_the_plan(driver: Driver):
 @pytest.mark.parametrize(
     ("seed", "options"), [(2**64 - 1, {}), (-1, {"presence_penalty": 1.5, "logit_bias": {3: 4.0}})]
 )
-def test_sample_equals_a_request_with_its_seed(driver: Driver, seed: int, options: dict):
+def test_second_sample_equals_a_single_request_with_the_next_seed(
+    driver: Driver, seed: int, options: dict
+):
     options = options | {"temperature": 0.9, "logprobs": 0}
     params = SamplingParams(seed=seed, **options)
     first, second = driver.request(params, PROMPT, 2).sequences
@@ -385,7 +387,7 @@ def test_error_in_sampling_setup_fails_only_that_request(
     assert isinstance(error, KeyError)
 
 
-def test_inconsistent_rows_raise_instead_of_failing_one_request(
+def test_error_in_row_assignment_is_raised_instead_of_failing_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_: object) -> int:

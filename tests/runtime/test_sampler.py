@@ -181,7 +181,7 @@ def test_sampling_level_with_more_features_changes_no_token():
         assert set(covering) == {by_level[needed][index]}
 
 
-def test_token_depends_only_on_its_row():
+def test_sampled_token_depends_only_on_its_row():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
     state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
@@ -227,7 +227,7 @@ def test_numpy_numbers_are_packed_like_python_numbers():
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6])
-def test_a_tiny_temperature_is_greedy_and_finite(temperature):
+def test_tiny_temperature_gives_the_greedy_token(temperature):
     logits = _logits(1, seed=8)[0]
     logits[[0, 5]] = -np.inf
     params = SamplingParams(temperature=temperature, top_p=0.9, top_k=9, min_p=0.01)
@@ -263,7 +263,7 @@ def _softmax(x):
     return weight / weight.sum()
 
 
-# Quantiles of chi-square at 0.999 for the degrees of freedom used below.
+# The 0.999 quantile of the chi-square distribution, by the number of degrees of freedom.
 _LIMIT = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.4}
 
 
@@ -420,7 +420,7 @@ def test_logit_adjustments_equal_a_plain_python_computation():
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_only_counted_tokens_are_recorded():
+def test_only_output_tokens_are_counted():
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     is_counted = jnp.asarray([True, False])
     counts = _counts(_record(init_sampling_state(3, V), row_ids, tokens, is_counted))
@@ -451,7 +451,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
 
-def test_unadjusted_row_ignores_old_state():
+def test_row_without_adjustments_ignores_old_state():
     logits = _logits(8)
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
