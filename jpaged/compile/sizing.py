@@ -192,7 +192,7 @@ class Sizing:
                 runs. If no worker runs, the builder compiles the programs that do not depend on the
                 pool.
         """
-        if self._device_limit is None:  # a CPU: the memory for the workspace is not limited
+        if self._device_limit is None:  # on a CPU, the workspace is not limited
             return 0
         recipes = Recipes(self._split, self._minimal_pool_shapes, self._limits, shared_calls)
 

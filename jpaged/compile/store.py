@@ -160,7 +160,7 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def traced_modules() -> list[str]:
-    """Return the sorted names of the imported modules whose code steps contain."""
+    """Return the sorted names of the imported modules whose code the steps contain."""
     roots = tuple(f"{root}." for root in _TRACED_MODULES)
     return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
 
@@ -211,8 +211,8 @@ def _describe_environment(device: Any) -> str:
 
 
 def _code_digest() -> bytes:
-    """Return a digest of the modules whose code steps contain. The digest covers the files of the
-    modules, and their functions and constants in memory, which may have been patched."""
+    """Return a digest of the modules whose code the steps contain. The digest covers the files of
+    the modules, and their functions and constants in memory, which may have been patched."""
     modules = [sys.modules[name] for name in traced_modules()]
     tables = sorted((Path(sys.modules["pallas_kernels"].__path__[0]) / "tuned").glob("*.json"))
     files = [Path(module.__file__) for module in modules if module.__file__] + tables
@@ -261,7 +261,7 @@ def _value_part(value: object) -> bytes:
     if isinstance(function, FunctionType):
         return marshal.dumps(
             function.__code__, 2
-        )  # marshal formats after 2 have back references, which vary
+        )  # format 2: later formats have back references, which vary between runs
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
 

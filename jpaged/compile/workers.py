@@ -64,7 +64,7 @@ class CompileJob:
         dtype: Dtype of the weights.
         jax_settings: JAX's settings in the thread that creates the engine.
         client_options: Options of JAX's device client in the engine's process.
-        modules: Names of the modules whose code steps contain.
+        modules: Names of the modules whose code the steps contain.
         dependency_digest: `ProgramStore.dependency_digest` in the engine's process.
         tie_word_embeddings: Whether the output head has the weights of the embedding; None to read
             it from config.json.

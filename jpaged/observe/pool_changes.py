@@ -281,7 +281,7 @@ class PoolWatch:
         self, block: KVBlock, table_position: tuple[Sequence, int] | None
     ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.cache_entry is not None:  # key: 8-byte id of the parent, then token ids
+        if block.cache_entry is not None:  # key: 8-byte id of the parent block, then token ids
             return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
         if table_position is None:
             return []

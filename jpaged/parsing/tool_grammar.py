@@ -218,7 +218,7 @@ class CallGrammar:
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
 
     def _check_sizes(self, schemas: Sequence[tuple[str, Any]]) -> None:
-        """Raise ValueError if a schema is certainly too large, or if all schemas together are."""
+        """Raise ValueError if one schema, or the sum of all schemas, is certainly too large."""
         total = 0
         for path, schema in schemas:
             try:
@@ -261,11 +261,11 @@ def _check_parameters(path: str, schema: Any) -> None:
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, changed to forbid arguments that it does not
-    name.
+    """Return the schema of a function's arguments, changed so that unnamed arguments are forbidden.
 
     `additionalProperties: false` is added under three conditions: `properties` names at least one
-    argument, it names all required arguments, and no keyword could allow other names.
+    argument, `properties` names all required arguments, and no other keyword could allow unnamed
+    arguments.
     """
     schema = {"type": "object", **tool_parameters(function)}
     named = schema.get("properties")

@@ -136,7 +136,8 @@ class PeerMemory:
         if lost:
             raise RuntimeError(
                 f"{lost[0].device} received no data from another tensor-parallel device: one of "
-                "the devices has failed or is seconds late; create a new engine in a new process"
+                "the devices has failed or is several seconds late; create a new engine in a new "
+                "process"
             )
 
 

@@ -91,7 +91,8 @@ class TargetLogprobs:
     """Log-probabilities of C prompt tokens, without ranks and without most probable tokens.
 
     Attributes:
-        packed: float32 [C, 2], from `score_targets_step`.
+        packed: float32 [C, 2], the result of `score_targets_step`: log-probabilities, and 1 where
+            no token is more probable.
     """
 
     packed: np.ndarray

@@ -46,7 +46,7 @@ class RuntimeConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Width of a block table (M)."""
+        """Number of entries in a block table (M)."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property

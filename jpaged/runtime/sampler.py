@@ -54,7 +54,8 @@ ROWS_PER_LOAD, TOKENS_PER_LOAD = 64, 5376
 """Number of rows (N) and number of tokens (E) per launch of `load_rows`. With these numbers, the
 packed input is at most 64 KiB, the size of the largest fragment of `allocation_guard`."""
 
-# Within these bounds, a divisor in float32 is never 0, inf or subnormal.
+# Bounds for temperatures and other divisors. Within them, a float32 is never 0, infinite or
+# subnormal.
 _MIN_DIVISOR, _MAX_DIVISOR = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 

@@ -147,11 +147,11 @@ def test_pool_is_sized_while_the_model_loads(
 
     def load(*_: Any, **__: Any) -> None:
         assert begun.wait(60)
-        raise error("while it is read")
+        raise error("cannot read the weights")
 
     monkeypatch.setattr(Sizing, "workspace", workspace)
     monkeypatch.setattr(ModelPlan, "load", load)
-    with pytest.raises(error, match="while it is read"):
+    with pytest.raises(error, match="cannot read the weights"):
         startup.build_parts(EngineConfig(compilation_cache_dir=None))
     assert threading.active_count() == before
 

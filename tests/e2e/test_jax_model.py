@@ -323,7 +323,7 @@ def test_engine_uses_the_arrays_of_a_one_device_mesh_without_a_copy(expected: li
     params = jax.device_put(jax.tree.map(jnp.copy, tiny_params()), sharding)
     engine = make_engine(params=params)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    params["embed"].delete()  # like a function that donates the array
+    params["embed"].delete()  # simulates a function that donates the array
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         engine.generate(PROMPTS, GREEDY)
 
@@ -342,7 +342,7 @@ def test_engine_and_params_are_freed_with_the_last_reference():
 
 def test_size_of_the_pool_is_given_in_bytes():
     engine = make_engine(num_blocks=None, kv_cache_memory_bytes=2**20)
-    block = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, slots, heads, head size, float32
+    block = 2 * 2 * 16 * 2 * 16 * 4  # factors: K and V, layers, slots, heads, head size, 4 bytes
     assert engine.memory_account.kv_cache <= 2**20 < engine.memory_account.kv_cache + 64 * block
 
 
@@ -395,7 +395,7 @@ def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loo
     gc.collect()
     assert old_embed() is None
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
-    assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
+    assert engine.stats().num_cached_tokens == num_cached  # no old prefix was reused
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
     assert engine.stats().num_cached_tokens > num_cached
     engine.check_integrity()
@@ -406,7 +406,7 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     engine = make_engine(params=params)
     engine.generate(PROMPTS[:1], GREEDY)
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # like a function that donates the array
+        leaf.delete()  # simulates a function that donates the array
     engine.update_weights(tiny_params())
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 

@@ -332,7 +332,7 @@ def test_error_of_the_mask_worker_ends_only_one_request(
     victim, error = list[Any](), ValueError("too complex")
 
     def gather_but_one(self: MaskWorkerClient, items: Any, *args: Any) -> Any:
-        # Structured-output rows belong to the first two requests.
+        # `items` has the rows of the first two requests, which have grammars.
         victim.append(items[0][0])
         masks, failed, late = gather_masks(self, items, *args)
         if where == "with the mask":
