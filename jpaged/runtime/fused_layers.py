@@ -34,7 +34,7 @@ def run_layers_fused(
     If the layers cannot be fused, `jpaged.models.decoder.run_layers` runs them. Arguments and
     result are the same as for `run_layers`.
     """
-    exchange = _make_exchange(layers, hidden, attention.backend)
+    exchange = _make_exchange_memory(layers, hidden, attention.backend)
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
@@ -55,7 +55,7 @@ def run_layers_fused(
     return hidden, update, tuple(new_pool)
 
 
-def _make_exchange(
+def _make_exchange_memory(
     layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], backend: Backend
 ) -> Int32[Array, "W"] | None:
     """Return the memory through which thread blocks of a fused layer exchange data; None if the

@@ -194,7 +194,7 @@ class ModelRunner:
                 the request's sequences.
         """
         if plan.num_drafts:
-            incoming_chunks = self._launch_moves(plan, sampling)
+            incoming_chunks = self._launch_before_step(plan, sampling)
             [handle] = self._launch_verification([plan], [self._rows.rows(plan.scheduled)])
             if incoming_chunks is not None:
                 self._swap_entries.finish_swap_ins(self._launch, incoming_chunks)
@@ -207,7 +207,7 @@ class ModelRunner:
         Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
         steps may be read.
         """
-        incoming_chunks = self._launch_moves(plan, sampling)
+        incoming_chunks = self._launch_before_step(plan, sampling)
         if not plan.scheduled:
             return UnsampledStep(
                 plan, (), 0, _NO_ROW_INDICES, SamplerLevel.GREEDY, incoming_chunks=incoming_chunks
@@ -234,7 +234,7 @@ class ModelRunner:
             num_rows = num_scored_rows(self._config, hidden.shape[0])
             wait = self._wait if self._handle_options["is_tensor_parallel"] else None
             prompt_scores = score_prompts(
-                scheduled, sampling, partial(self._score, hidden), num_rows, wait
+                scheduled, sampling, partial(self._launch_scoring, hidden), num_rows, wait
             )
         return UnsampledStep(
             plan,
@@ -248,7 +248,7 @@ class ModelRunner:
             incoming_chunks,
         )
 
-    def _score(
+    def _launch_scoring(
         self, hidden: jax.Array, program: str, indices: np.ndarray, targets: np.ndarray
     ) -> jax.Array:
         """Launch the step `program`, which scores the prompt tokens `targets` from the hidden
@@ -256,7 +256,7 @@ class ModelRunner:
         found = self._launch("gather_hidden", hidden.shape[0], hidden=hidden, indices=indices)
         return self._launch(program, len(targets), **found, targets=targets)["scores"]
 
-    def _launch_moves(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
+    def _launch_before_step(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
         """Launch the updates, copies and swap-outs of a plan, which come before its step.
 
         Returns:

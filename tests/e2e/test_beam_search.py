@@ -54,7 +54,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @functools.cache
-def oracle(name: str) -> Any:
+def reference_model(name: str) -> Any:
     """Return a random `transformers` model that often generates the end token before
     `MAX_TOKENS`."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def save(name: str) -> Path:
         folder = tmp_path_factory.getbasetemp() / f"beams-{name}"
         if not folder.exists():
-            oracle(name).save_pretrained(folder)
+            reference_model(name).save_pretrained(folder)
         return folder
 
     return functools.cache(save)
@@ -94,7 +94,7 @@ def expected(
     """Return the `width` best answers of beam search by `transformers`, without padding, and their
     scores."""
     with torch.no_grad():
-        found = oracle(name).generate(
+        found = reference_model(name).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,

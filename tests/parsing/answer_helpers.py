@@ -16,7 +16,7 @@ from jpaged.parsing.stream import (
 ParsedParts = list[tuple[str, ...]]
 
 
-def parse_pieces(pieces: Iterable[str], **options: Any) -> ParsedParts:
+def parse_chunks(pieces: Iterable[str], **options: Any) -> ParsedParts:
     """Parse the chunks `pieces` of an answer. Return the parts of the answer, with adjacent events
     of a part joined."""
     parser = AnswerParser(**options)
@@ -57,16 +57,16 @@ def join_events(events: list[ParserEvent]) -> ParsedParts:
     return parts
 
 
-def check_every_cut(text: str, expected: ParsedParts, **options: Any) -> None:
+def check_any_two_chunks(text: str, expected: ParsedParts, **options: Any) -> None:
     """Check that a text parses to `expected` as one chunk, one character per chunk, and as any two
     chunks."""
-    assert parse_pieces([text], **options) == expected
-    assert parse_pieces(text, **options) == expected
+    assert parse_chunks([text], **options) == expected
+    assert parse_chunks(text, **options) == expected
     for i in range(1, len(text)):
-        assert parse_pieces([text[:i], text[i:]], **options) == expected, text[:i]
+        assert parse_chunks([text[:i], text[i:]], **options) == expected, text[:i]
 
 
-def check_every_two_cuts(text: str, expected: ParsedParts, **options: Any) -> None:
+def check_any_three_chunks(text: str, expected: ParsedParts, **options: Any) -> None:
     for i in range(len(text)):
         for j in range(i, len(text)):
-            assert parse_pieces([text[:i], text[i:j], text[j:]], **options) == expected
+            assert parse_chunks([text[:i], text[i:j], text[j:]], **options) == expected

@@ -1,7 +1,7 @@
 """Test that reasoning is separated from content, however the answer is split into chunks."""
 
 import pytest
-from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
+from answer_helpers import ParsedParts, check_any_three_chunks, check_any_two_chunks, parse_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,13 +52,13 @@ TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
 def test_reasoning_transcripts_parse_the_same_in_any_two_chunks(
     family: str, prompt_end: str, text: str, expected: ParsedParts
 ):
-    check_every_cut(text, expected, reasoning=family, prompt_end=prompt_end)
+    check_any_two_chunks(text, expected, reasoning=family, prompt_end=prompt_end)
 
 
 def test_short_reasoning_answer_parses_the_same_in_any_three_chunks():
     text = "<think>\na </b \n</think>\n\n b \n"
     expected: ParsedParts = [("reasoning", "a </b"), ("content", " b \n")]
-    check_every_two_cuts(text, expected, reasoning="qwen3")
+    check_any_three_chunks(text, expected, reasoning="qwen3")
 
 
 def test_tool_calls_inside_closed_reasoning_stay_reasoning():
@@ -69,14 +69,14 @@ def test_tool_calls_inside_closed_reasoning_stay_reasoning():
         ("content", "Well."),
         ("call", "f", "{}"),
     ]
-    check_every_cut(text, expected, reasoning="qwen3", tool_calls="hermes")
+    check_any_two_chunks(text, expected, reasoning="qwen3", tool_calls="hermes")
 
 
 def test_qwen3_tool_call_ends_unclosed_reasoning():
     text = "I could <tool_call> now.\n<tool_call>\n<function=f>\n</function>\n</tool_call>"
     expected = [("reasoning", "I could <tool_call> now."), ("call", "f", "{}")]
     options = {"reasoning": "qwen3", "tool_calls": "qwen3_xml", "prompt_end": OPENED}
-    check_every_cut(text, expected, **options)
+    check_any_two_chunks(text, expected, **options)
 
 
 def test_reasoning_and_content_are_emitted_as_they_arrive():
@@ -101,9 +101,9 @@ def test_random_reasoning_parses_the_same_in_any_chunks_and_loses_only_tags(
     family: str, prompt_end: str, text: str, size: int
 ):
     options = {"reasoning": family, "prompt_end": prompt_end}
-    whole = parse_pieces([text], **options)
-    assert parse_pieces(text, **options) == whole
-    assert parse_pieces([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
+    whole = parse_chunks([text], **options)
+    assert parse_chunks(text, **options) == whole
+    assert parse_chunks([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
     kept = "".join(part[1] for part in whole)
     own = text.lstrip().removeprefix("<think>")
     lefts = [it.replace("</think>", "", i) for it in (text, own) for i in (0, 1)]

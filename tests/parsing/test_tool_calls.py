@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
+from answer_helpers import ParsedParts, check_any_three_chunks, check_any_two_chunks, parse_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,7 +194,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
 def test_tool_call_transcripts_parse_the_same_in_any_two_chunks(
     family: str, text: str, expected: ParsedParts
 ):
-    check_every_cut(text, expected, tool_calls=family, tools=TOOLS)
+    check_any_two_chunks(text, expected, tool_calls=family, tools=TOOLS)
 
 
 SHORT: dict[str, tuple[str, ParsedParts]] = {
@@ -220,7 +220,7 @@ SHORT: dict[str, tuple[str, ParsedParts]] = {
 @pytest.mark.parametrize("family", SHORT)
 def test_short_tool_calls_parse_the_same_in_any_three_chunks(family: str):
     text, expected = SHORT[family]
-    check_every_two_cuts(text, expected, tool_calls=family)
+    check_any_three_chunks(text, expected, tool_calls=family)
 
 
 TEXTS = [
@@ -250,7 +250,7 @@ TEXTS = [
 def test_text_that_resembles_a_call_is_content(family: str):
     for text in TEXTS:
         expected: ParsedParts = [("content", text)] if text else []
-        check_every_cut(text, expected, tool_calls=family)
+        check_any_two_chunks(text, expected, tool_calls=family)
 
 
 # Random texts, split into random chunks
@@ -279,12 +279,12 @@ ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 @given(text=ANSWERS, data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_random_texts_parse_the_same_in_any_chunks(family: str, text: str, data: st.DataObject):
-    whole = parse_pieces([text], tool_calls=family, tools=TOOLS)
-    assert parse_pieces(text, tool_calls=family, tools=TOOLS) == whole
+    whole = parse_chunks([text], tool_calls=family, tools=TOOLS)
+    assert parse_chunks(text, tool_calls=family, tools=TOOLS) == whole
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
     cuts = [0, *places, len(text)]
     pieces = [text[i:j] for i, j in itertools.pairwise(cuts)]
-    assert parse_pieces(pieces, tool_calls=family, tools=TOOLS) == whole
+    assert parse_chunks(pieces, tool_calls=family, tools=TOOLS) == whole
     if all(part[0] == "content" for part in whole):
         assert "".join(part[1] for part in whole) == text
 
@@ -329,7 +329,7 @@ def test_json_arguments_are_emitted_unchanged(
     texts = [(name, json.dumps(own, ensure_ascii=ascii_only)) for name, own in calls]
     text = WRITTEN[family](texts)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert parse_pieces(pieces, tool_calls=family) == [("call", *each) for each in texts]
+    assert parse_chunks(pieces, tool_calls=family) == [("call", *each) for each in texts]
 
 
 @given(value=st.text(st.characters(codec="utf-8"), max_size=30), size=st.integers(1, 9))
@@ -337,7 +337,7 @@ def test_json_arguments_are_emitted_unchanged(
 def test_unquoted_values_become_json_strings(value: str, size: int):
     text = f"<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    ((_, name, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+    ((_, name, arguments),) = parse_chunks(pieces, tool_calls="qwen3_xml", tools=TOOLS)
     assert (name, json.loads(arguments)) == ("write", {"text": value})
 
 
@@ -383,7 +383,7 @@ def test_unquoted_values_become_json_of_the_parameter_type(parameter: str, text:
     if parameter in ("days", "city"):
         answer = answer.replace("write", "get_weather")
     for pieces in ([answer], [answer[:40], answer[40:]]):
-        ((_, _, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+        ((_, _, arguments),) = parse_chunks(pieces, tool_calls="qwen3_xml", tools=TOOLS)
         assert json.loads(arguments) == {parameter: value}
 
 
@@ -437,10 +437,10 @@ def test_buffer_limit_does_not_depend_on_the_chunks():
     most = MAX_BUFFERED_CHARACTERS - len(start)
     for size in (most - 50, most - 1, most, most + 100):
         text = start + "x" * size + call
-        whole = parse_pieces([text], tool_calls="hermes")
+        whole = parse_chunks([text], tool_calls="hermes")
         for piece in (1, 7, 64, 1000):
             pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
-            assert parse_pieces(pieces, tool_calls="hermes") == whole
+            assert parse_chunks(pieces, tool_calls="hermes") == whole
         kinds = [part[0] for part in whole]
         assert kinds == (["content"] if size < most else ["content", "call"])
 
@@ -448,7 +448,7 @@ def test_buffer_limit_does_not_depend_on_the_chunks():
 def test_only_the_first_call_is_parsed_without_parallel_calls():
     text = TRANSCRIPTS[1][1] + "and text"
     expected = [WEATHER, ("content", "\nand text")]
-    check_every_cut(text, expected, tool_calls="hermes", parallel=False)
+    check_any_two_chunks(text, expected, tool_calls="hermes", parallel=False)
 
 
 def test_call_ids_match_the_chat_templates_of_the_family():
@@ -473,7 +473,7 @@ def test_json_depth_of_arguments_is_bounded():
     deeper = deep.replace("[]", "[[]]")
     for arguments, expected in ((deep, deep), (deeper, deeper + "}")):
         text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-        assert parse_pieces([text], tool_calls="hermes") == [("call", "f", expected)]
+        assert parse_chunks([text], tool_calls="hermes") == [("call", "f", expected)]
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
@@ -484,7 +484,7 @@ def test_parsing_time_is_linear_in_the_text_length(family: str, fragment: str):
     def seconds(num_characters: int) -> float:
         text = (fragment * num_characters)[:num_characters]
         begin = time.process_time()
-        parse_pieces((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
+        parse_chunks((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
         return time.process_time() - begin
 
     quarter = min(seconds(2000) for _ in range(3))
@@ -498,7 +498,7 @@ def test_random_punctuation_is_emitted_completely():
     for family in TOOL_CALL_FAMILIES:
         for _ in range(300):
             text = "".join(rng.choice('<>{}[]":,;\\ tfnau=/|') for _ in range(40))
-            parts = parse_pieces([text], tool_calls=family)
+            parts = parse_chunks([text], tool_calls=family)
             assert "".join(part[1] for part in parts) == text
 
 

@@ -55,7 +55,7 @@ class Memory:
         return places
 
 
-def with_holes(rng: random.Random) -> Memory:
+def memory_with_holes(rng: random.Random) -> Memory:
     """Return memory as after the start of an engine: weights with free holes of all sizes between
     them."""
     memory = Memory(TOTAL)
@@ -84,11 +84,11 @@ class Steps:
     def run(self) -> StepAddresses:
         allocate, release, rows = self.memory.allocate, self.memory.release, self.num_rows
         self.uploads.append(allocate(rows * (6 + ROW_WIDTH) * 4))
-        self.copies_end()
+        self.free_uploads()
         outputs = [allocate(n * rows) for n in (VOCAB * 4, 4, 1, ROW_WIDTH * 4, 4)]
         in_forward = allocate(30_000 * rows)
         release(in_forward)
-        self.copies_end()
+        self.free_uploads()
         self.tokens.append(allocate(4 * rows))
         in_sampling = allocate(VOCAB * 4 * rows + 1000)
         release(in_sampling)
@@ -99,7 +99,7 @@ class Steps:
         logits, row_params, _, _, positions = outputs
         return StepAddresses(logits, (in_forward, in_sampling), row_params, positions)
 
-    def copies_end(self) -> None:
+    def free_uploads(self) -> None:
         """Free some uploads at random. An upload is freed at most two steps after it was
         allocated."""
         while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
@@ -118,7 +118,7 @@ def test_large_buffers_move_without_the_guard(num_rows: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_guard_keeps_large_buffers_in_place(num_rows: int, seed: int):
     rng = random.Random(seed)
-    memory = with_holes(rng) if seed else Memory(TOTAL)
+    memory = memory_with_holes(rng) if seed else Memory(TOTAL)
     memory.reserve()
     steps = Steps(memory, num_rows, rng)
     assert len({steps.run() for _ in range(NUM_STEPS)}) == 1
@@ -126,7 +126,7 @@ def test_guard_keeps_large_buffers_in_place(num_rows: int, seed: int):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_guard_reserves_fragments_of_every_size(seed: int):
-    memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
+    memory = memory_with_holes(random.Random(seed)) if seed else Memory(TOTAL)
     places = memory.reserve()
     for size in FRAGMENT_SIZES:
         assert sum(own == size for _, own in places) >= 8

@@ -140,7 +140,9 @@ def check_same(seen, expected) -> None:
     np.testing.assert_allclose(np.reshape(seen, (-1, 2)), np.reshape(expected, (-1, 2)), atol=1e-5)
 
 
-def copy_of(parent: Sequence, child: Sequence, last_block: int) -> tuple[tuple[int, int], ...]:
+def share_all_but_last_block(
+    parent: Sequence, child: Sequence, last_block: int
+) -> tuple[tuple[int, int], ...]:
     """Give the child the blocks of the parent, with `last_block` instead of the parent's last
     block. Return the pair of blocks to copy."""
     child.token_ids = list(parent.token_ids)
@@ -168,7 +170,10 @@ def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_sep
     """The source of the second fork is the child of the first fork."""
     a, b, c = driver.request(GREEDY, PROMPT, 3).sequences
     driver.prefill(a, [1, 2])
-    forks = {"block_copies": copy_of(a, b, 9) + copy_of(a, c, 10), "row_forks": ((a, b), (b, c))}
+    forks = {
+        "block_copies": share_all_but_last_block(a, b, 9) + share_all_but_last_block(a, c, 10),
+        "row_forks": ((a, b), (b, c)),
+    }
     if is_separate_plan:
         driver.run(**forks)
         forks = {}
@@ -333,7 +338,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
         assert len(compiled) == 1  # the listener is called
         parent, child = driver.request(GREEDY, PROMPT, 2).sequences
         driver.prefill(parent, [1, 2])
-        copies = copy_of(parent, child, 9)
+        copies = share_all_but_last_block(parent, child, 9)
         driver.run(row_forks=((parent, child),), block_copies=copies)
         for size in (1, 8, 9, 39):
             blocks = tuple(range(1, size + 1))

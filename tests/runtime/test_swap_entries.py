@@ -100,7 +100,7 @@ def swap_in(entries: SwapEntries, pool: Pool, *orders: SwapIn) -> None:
     entries.finish_swap_ins(pool.launch, entries.start_swap_ins(orders))
 
 
-def check_moved(before: list[np.ndarray], pool: Pool, source, target) -> None:
+def check_copied(before: list[np.ndarray], pool: Pool, source, target) -> None:
     """Check that the blocks `target` now equal the blocks `source` of `before`, and that no other
     block changed."""
     for was, now in zip(before, contents(pool.state), strict=True):
@@ -121,7 +121,7 @@ def test_swapped_blocks_return_to_other_block_ids(
     pool.state = pool.state._replace(pool=overwritten)
     target = np.roll(source, 1)
     swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
-    check_moved(before, pool, source, target)
+    check_copied(before, pool, source, target)
     assert len(entries) == 0
 
 
@@ -145,7 +145,7 @@ def test_unneeded_blocks_of_a_swap_entry_are_not_copied(entries: SwapEntries, po
     swap_out(entries, pool, 1, range(1, 31))
     # The wanted blocks are in two chunks, and not in ascending order.
     swap_in(entries, pool, SwapIn(1, ((29, 50), (2, 51), (17, 52))))
-    check_moved(before, pool, source=[30, 3, 18], target=[50, 51, 52])
+    check_copied(before, pool, source=[30, 3, 18], target=[50, 51, 52])
 
 
 def test_swap_entry_without_needed_blocks_is_only_dropped(entries: SwapEntries, pool: Pool):
@@ -161,7 +161,7 @@ def test_several_swap_entries_return_in_one_plan(entries: SwapEntries, pool: Poo
         swap_out(entries, pool, i, [i])
     swap_in(entries, pool, *(SwapIn(i, ((0, 40 + i),)) for i in ids))
     entries.wait()
-    check_moved(before, pool, source=list(ids), target=[40 + i for i in ids])
+    check_copied(before, pool, source=list(ids), target=[40 + i for i in ids])
 
 
 def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
@@ -221,7 +221,7 @@ def test_swap_entries_are_in_pinned_host_memory(entries: SwapEntries, pool: Pool
 def test_swap_warm_up_does_not_change_the_pool(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     entries.warm_up(pool.launch)
-    check_moved(before, pool, [], [])
+    check_copied(before, pool, [], [])
     assert len(entries) == 0
 
 
@@ -275,7 +275,7 @@ def test_float8_blocks_are_swapped_exactly():
     swap_out(entries, pool, 5, source)
     target = np.roll(source, 9)
     swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
-    check_moved([array, array], pool, source, target)
+    check_copied([array, array], pool, source, target)
     assert all(now.dtype == FP8_PAIR_DTYPE for now in contents(pool.state))
 
 
