@@ -1,13 +1,14 @@
 """Test that a row of a batch-invariant op has the same bits among any other rows."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
-from kernel_cases import BF16, F32, H200, lower
+from kernel_cases import BF16, F32, H200, TRITON_ON_GPU, lower
 
 from pallas_kernels import (
     Backend,
@@ -15,9 +16,12 @@ from pallas_kernels import (
     batch_invariant_gated_gemm,
     batch_invariant_gemm,
     batch_invariant_transposed_gemm,
+    expert_down_gemm,
+    expert_gated_gemm,
     map_row_tiles,
     paged_prefill_attention,
     rms_norm,
+    route,
 )
 from pallas_kernels.gemm import tuning
 from pallas_kernels.gemm.tuning import GemmProblem
@@ -74,6 +78,34 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
         )
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     np.testing.assert_allclose(np.asarray(whole, np.float64), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
+)
+def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
+    """The numbers of tokens give tiles of 8 to 128 rows."""
+    rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
+    x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
+    logits = jnp.asarray(rng.standard_normal((MOST_ROWS, num_experts)), F32)
+    shapes = (num_experts, width, 2 * inner), (num_experts, inner, width)
+    gate_up, down = (
+        jnp.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, BF16) for shape in shapes
+    )
+
+    @jax.jit
+    def run(x, logits):
+        options: dict[str, Any] = {"backend": backend, "batch_invariant": True}
+        routing = route(logits, 3, normalize=True, **options)
+        rows = expert_gated_gemm(x, gate_up, routing, **options)
+        return routing.weights, expert_down_gemm(rows, down, routing, **options)
+
+    whole = run(x, logits)
+    for count in NUM_ROWS:
+        for first in (0, MOST_ROWS - count):
+            part = slice(first, first + count)
+            for found, each in zip(run(x[part], logits[part]), whole, strict=True):
+                np.testing.assert_array_equal(_bits(found), _bits(each[part]))
 
 
 @pytest.mark.parametrize(
