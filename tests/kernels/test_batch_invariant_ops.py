@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice
-from kernel_cases import BF16, F32, H200, TRITON_ON_GPU, lower
+from kernel_cases import A100, BF16, F32, H200, TRITON_ON_GPU, lower
 
 from pallas_kernels import (
     Backend,
@@ -205,6 +204,22 @@ def test_gpu_without_a_kernel_raises_an_error():
     with pytest.raises(ValueError, match=message):
         lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, weight, device=H200)
     square = jax.ShapeDtypeStruct((128, 128), BF16)
-    ampere = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
     with pytest.raises(ValueError, match="on NVIDIA A100: use a Hopper GPU"):
-        lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, square, device=ampere)
+        lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, square, device=A100)
+
+
+@pytest.mark.parametrize(
+    ("device", "inner", "message"),
+    [
+        (H200, 96, "multiplies bfloat16 by experts of 128 x 96 on NVIDIA H200"),
+        (A100, 64, "on NVIDIA A100: use a Hopper GPU"),
+    ],
+)
+def test_gpu_without_a_kernel_of_experts_raises_an_error(device, inner, message):
+    def run(x, logits, weight):
+        options: dict[str, Any] = {"backend": Backend.TRITON, "batch_invariant": True}
+        return expert_gated_gemm(x, weight, route(logits, 2, **options), **options)
+
+    x, weight = (jax.ShapeDtypeStruct(s, BF16) for s in ((8, 128), (4, 128, 2 * inner)))
+    with pytest.raises(ValueError, match=message):
+        lower(run, x, jax.ShapeDtypeStruct((8, 4), F32), weight, device=device)

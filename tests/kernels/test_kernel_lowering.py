@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice
-from kernel_cases import BF16, F8, F16, F32, H200, KERNEL_CALL, lower
+from kernel_cases import A100, BF16, F8, F16, F32, H200, KERNEL_CALL, lower
 
 from pallas_kernels import (
     Adjustments,
@@ -41,7 +41,6 @@ from tests.covering import covering
 
 # Without the number of cores, GEMMs of few rows use XLA.
 H200_OF_UNKNOWN_CORES = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-A100 = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
 B, M, T, P, S, N, K = 144, 8, 96, 32, 16, 6, 2
 
 
