@@ -131,7 +131,7 @@ def test_check_model_downloads_only_the_config_once(tmp_path, monkeypatch):
 
 
 def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monkeypatch):
-    """Without a network, huggingface_hub returns the folder, which may hold only a config."""
+    """Without a network, huggingface_hub returns its cached folder, which may lack the weights."""
 
     def fail(repo_id):
         raise ConnectionError(111, "refused")
@@ -142,7 +142,7 @@ def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"could not reach the model hub: Conn.*refused"):
         resolve_checkpoint("owner/model")
     monkeypatch.setattr(huggingface_hub, "model_info", lambda repo_id: None)
-    assert resolve_checkpoint("owner/model") == tmp_path  # the hub has no weights either
+    assert resolve_checkpoint("owner/model") == tmp_path  # the hub answers
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "model_info", fail)
     assert resolve_checkpoint("owner/model") == tmp_path
@@ -158,7 +158,7 @@ def test_check_model_refuses_a_folder_without_a_valid_config(tmp_path):
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "../x", "spa ce"])
 @pytest.mark.usefixtures("no_download")
-def test_a_path_that_is_no_hub_id_is_refused_without_the_network(model):
+def test_missing_path_that_is_not_a_hub_id_is_refused_offline(model):
     with pytest.raises(CheckpointError, match=re.escape(repr(model))):
         resolve_checkpoint(model)
 

@@ -96,7 +96,7 @@ def expected_parameters(tensors, dtype=np.float32):
 
 
 def save(folder, tensors, num_files=1):
-    for i in range(num_files):  # tensors of one fused parameter are in different files
+    for i in range(num_files):  # The parts of a fused parameter get into different files.
         names = list(tensors)[i::num_files]
         part = {name: np.ascontiguousarray(tensors[name]) for name in names}
         save_file(part, folder / f"part-{i}.safetensors")
