@@ -60,7 +60,8 @@ _SUFFIX_ALIASES = (
     (".self_attn.v_scale", ".self_attn.attn.v_scale"),
     (".self_attn.kv_scale", ".self_attn.attn.kv_scale"),
 )
-"""Pairs (suffix in weight rules, alias): FP8 checkpoints use aliases for the same tensor."""
+"""Pairs of tensor-name suffixes: the suffix in weight rules, and a suffix that some FP8 checkpoints
+use instead."""
 
 
 class CheckpointError(ValueError):
@@ -129,7 +130,7 @@ class WeightRule:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Index at which the piece begins, by axis of the parameter; other axes begin at 0."""
+        """Index at which the piece begins, for each axis of the parameter where it is not 0."""
         offsets = {self.axis: self.start}
         return offsets if self.expert is None else offsets | {0: self.expert}
 
@@ -449,8 +450,9 @@ def _read_header(file: Path) -> list[TensorInfo]:
 def _read_byte_offsets(file: Path) -> dict[str, int]:
     """Return the offset of each tensor's first byte from the beginning of a safetensors file.
 
-    The safetensors package must have checked the header before. The package keeps the last of two
-    entries that have the same name and the same bytes. This function refuses both.
+    The safetensors package must have checked the header before. If two entries of a header have the
+    same name and the same byte range, the package keeps the last entry. This function raises an
+    error instead.
 
     Raises:
         CheckpointError: Two entries of the header have the same name.

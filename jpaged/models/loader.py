@@ -59,7 +59,8 @@ SUPPORTED_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
 COMPARE_CHUNK_BYTES = 4 << 20
-"""Maximum bytes of a tensor that are compared at once. Larger chunks are slower to allocate."""
+"""Maximum bytes of a chunk when two tensors are compared in chunks. Larger chunks are slower to
+allocate."""
 
 _DUMMY_STD = 0.02
 
@@ -274,7 +275,7 @@ class DeviceShard:
                 )
 
     def fill_missing(self) -> None:
-        """Fill the parameters that the checkpoint lacks with ones."""
+        """Set the parameters that no slab was written to, such as KV-cache scales, to ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
@@ -567,7 +568,7 @@ def _check_coverage(
 
 
 def _join_sources(sources: Sequence[str]) -> str:
-    """Join the names of tensors by "and"; of many names, only the first are listed."""
+    """Return the names of tensors in one text; list at most `_MAX_LISTED_SOURCES` names."""
     more = len(sources) - _MAX_LISTED_SOURCES
     if more <= 0:
         return " and ".join(sources)
@@ -670,7 +671,13 @@ def _slab_scales(
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
 def _max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """Return the maximum absolute value of each output of a slab."""
+    """Return the maximum absolute value of each output of a slab; outputs are the first axes.
+
+    Args:
+        slab: Values with the axes of the file.
+        axis_order: Parameter axis of each axis of the slab.
+        count: Number of parameter axes that are outputs.
+    """
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
     outputs = [axis for axis in axis_order if axis < count]

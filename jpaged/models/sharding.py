@@ -123,9 +123,10 @@ def all_gather(x: jax.Array, axis: int) -> jax.Array:
 
 
 def split_rows(x: jax.Array) -> jax.Array:
-    """Exchange shards of columns [T, C] for whole rows [T / devices, C * devices].
+    """Convert this device's shard of columns [T, C] to a shard of rows [T / devices, C * devices].
 
-    T is a multiple of the number of devices, and the first device gets the first rows.
+    The devices exchange their parts with an all-to-all. T must be a multiple of the number of
+    devices. The first device gets the first rows.
     """
     return lax.all_to_all(x, MESH_AXIS, split_axis=0, concat_axis=1, tiled=True)
 
