@@ -1,4 +1,4 @@
-"""Test the block manager by literal block ids."""
+"""Test which block ids the block manager assigns, copies and frees."""
 
 import pytest
 from core_plans import queue_of
@@ -40,7 +40,7 @@ def test_append_without_enough_free_blocks_changes_nothing():
     manager.check_integrity([sequence])
 
 
-def test_free_queues_the_tail_before_the_head():
+def test_free_queues_the_last_block_of_a_sequence_first():
     manager, sequence, other = BlockManager(6, 4), make(0), make(1)
     grow(manager, sequence, 12)
     grow(manager, other, 1)
@@ -102,7 +102,7 @@ def test_check_integrity_finds_wrong_tables(table: list[int]):
 def test_check_integrity_finds_a_wrong_reference_count():
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 5)
-    with pytest.raises(IntegrityError, match="is not their number of holders"):
+    with pytest.raises(IntegrityError, match="differs from their number of holders"):
         manager.check_integrity([])
 
 

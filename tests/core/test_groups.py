@@ -1,4 +1,4 @@
-"""Test parallel sampling by literal plans."""
+"""Test the plans of requests with several samples."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_scheduler
@@ -92,7 +92,7 @@ def test_sample_that_ends_early_frees_its_block_and_row():
     assert [s.finish_reason for s in samples(driver, "1")] == [FinishReason.STOP, "abort"]
 
 
-def test_ending_a_sample_twice_changes_its_reason_only():
+def test_ending_a_sample_twice_changes_only_its_finish_reason():
     driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=2), block_size=4)
     driver.step()
     driver.step()
@@ -107,7 +107,7 @@ def test_ending_a_sample_twice_changes_its_reason_only():
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, FinishReason.ERROR), (2, FinishReason.STOP)])
-def test_late_reason_of_a_sample_becomes_the_reason_of_a_request_with_one_sample(
+def test_new_finish_reason_of_an_only_sample_becomes_that_of_the_request(
     n: int, expected: FinishReason
 ):
     driver = driver_of(make_request("1", 3, max_tokens=4, seq_id=10, n=n))
@@ -171,7 +171,7 @@ def test_preempted_group_recomputes_its_common_prefix_and_forks():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_first_sample_that_ends_in_the_common_prefix_is_replaced(lag: int):
+def test_next_sample_computes_the_common_prefix_if_the_first_sample_ends(lag: int):
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=3), lag)
     driver.add(make_request("1", 8, max_tokens=3, seq_id=10, n=3))
     driver.step()
@@ -206,7 +206,7 @@ def test_forks_wait_for_blocks(ended: int | None, expected: list[tuple[int, int]
     driver.run()
 
 
-def test_children_join_alone_if_the_parent_ends_before_the_fork():
+def test_samples_join_without_row_forks_if_the_parent_ends_before_the_fork():
     driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
@@ -252,7 +252,7 @@ def test_refused_group_joins_after_one_of_its_samples_ends():
     driver.run()
 
 
-def test_no_request_joins_while_a_running_one_waits_for_blocks():
+def test_no_request_joins_while_a_running_request_waits_for_blocks():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
     driver.add(make_request("2", 5, seq_id=20))

@@ -1,4 +1,4 @@
-"""Test that exactly the requests that can never run are refused."""
+"""Test that a request is refused if it can never run, and accepted otherwise."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request
@@ -100,7 +100,7 @@ def test_the_largest_group_that_fits_runs_to_its_end(
 def group_request(
     name: str, prompt: int | list[int], max_tokens: int, group: int | BeamSearch, **options
 ) -> Request:
-    """Return a request of `group` samples or of a beam search."""
+    """Return a request with `group` samples, or with a beam search of the same width as `group`."""
     if isinstance(group, int):
         return make_request(name, prompt, max_tokens, n=group, seq_id=10, **options)
     search = BeamSearch(group.width)
@@ -122,7 +122,7 @@ def driver_with_pins(num_blocks: int) -> Driver:
     [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],  # the samples share two pinned blocks
     ids=str,
 )
-def test_pinned_prefix_saves_a_group_its_shared_blocks_only(
+def test_pinned_prefix_reduces_the_needed_blocks_by_the_shared_blocks(
     group: int | BeamSearch, prompt: int, max_tokens: int, needed: int
 ):
     request = group_request("2", [0] * prompt, max_tokens, group)
@@ -134,7 +134,7 @@ def test_pinned_prefix_saves_a_group_its_shared_blocks_only(
     driver.run()
 
 
-def test_partly_computed_swapped_prompt_counts_only_computed_pinned_blocks():
+def test_swapped_out_sequence_counts_pinned_blocks_of_computed_tokens_only():
     manager = driver_with_pins(7).scheduler.block_manager
     waiting = Sequence(98, [0] * 13, 13)
     assert manager.num_pinned_prefix_blocks(waiting) == 3
@@ -142,7 +142,7 @@ def test_partly_computed_swapped_prompt_counts_only_computed_pinned_blocks():
     assert manager.num_pinned_prefix_blocks(swapped) == 2
 
 
-def test_a_pin_must_leave_room_for_a_group():
+def test_pin_that_leaves_too_few_blocks_for_a_request_is_refused():
     request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)  # one block, and two per sample
     driver = driver_of(request, num_blocks=8, digest="xxh3")
     manager = driver.scheduler.block_manager
@@ -152,7 +152,7 @@ def test_a_pin_must_leave_room_for_a_group():
     driver.run()
 
 
-def test_pinning_blocks_of_one_sample_saves_the_group_nothing():
+def test_pinned_block_of_one_sample_does_not_reduce_the_blocks_of_its_group():
     request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # one block, and two per sample
     driver = driver_of(request, num_blocks=10, digest="xxh3")
     while len(driver.streams["1"]) < 4:

@@ -1,4 +1,4 @@
-"""Test the prefix cache of a block manager by literal block ids."""
+"""Test which block ids a block manager finds in its prefix cache."""
 
 import pytest
 from core_driver import DIGESTS
@@ -26,7 +26,7 @@ def join(
 ) -> Sequence:
     """Admit a sequence with its cached prefix, and compute the other tokens.
 
-    With `is_read`, also add the full blocks of the sequence to the prefix cache.
+    If `is_read` is true, also add the full blocks of the sequence to the prefix cache.
     """
     sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
     prefix = manager.find_prefix(sequence)
@@ -116,7 +116,7 @@ def test_blocks_after_an_evicted_parent_are_not_found():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
-def test_hit_returns_the_oldest_block_and_after_its_eviction_the_next():
+def test_hit_returns_the_oldest_block_with_the_tokens():
     manager = make_manager(6)
     first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
     for sequence in (first, second):
@@ -129,7 +129,7 @@ def test_hit_returns_the_oldest_block_and_after_its_eviction_the_next():
     manager.check_integrity([second, taken])
 
 
-def test_only_computed_and_known_tokens_are_registered():
+def test_tokens_that_the_host_has_not_read_are_not_cached():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
@@ -142,7 +142,7 @@ def test_only_computed_and_known_tokens_are_registered():
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
-def test_reset_clears_the_cache_and_running_sequences_add_no_blocks_to_it():
+def test_running_sequences_add_no_blocks_after_a_cache_reset():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     running = join(manager, LETTERS[50:58], seq_id=1)

@@ -73,7 +73,7 @@ def test_no_request_is_preempted_if_the_urgent_one_fits():
 
 
 @pytest.mark.parametrize(("by_priority", "priorities"), [(True, (1, 2)), (False, (0, 0))])
-def test_request_that_is_not_more_urgent_preempts_none(
+def test_request_of_equal_or_lower_priority_preempts_none(
     by_priority: bool, priorities: tuple[int, int]
 ):
     first = make_request("1", 8, priority=priorities[0])
@@ -132,7 +132,7 @@ def test_queue_stays_sorted(has_fast_front: bool):
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
-def test_queue_check_finds_disorder(ranks: list[tuple[int, int]]):
+def test_queue_integrity_check_finds_wrong_order(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival_index = rank
@@ -176,7 +176,7 @@ def test_blocks_shared_with_victims_are_counted_once():
     driver.run()
 
 
-def test_urgent_request_preempts_none_if_the_rest_could_not_continue():
+def test_urgent_request_preempts_none_if_other_requests_would_lack_blocks():
     driver = make_driver(num_blocks=14, max_num_batched_tokens=128, max_model_len=48)
     driver.add(make_request("1", [3] * 8, max_tokens=12))
     driver.add(make_request("2", [4] * 8, max_tokens=12))

@@ -176,7 +176,7 @@ class Work:
         )
 
     def prefer_rare(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Usually return only preempted requests and requests with a common prefix, if any."""
+        """Return all requests, or usually only those that are preempted or have a common prefix."""
         rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 

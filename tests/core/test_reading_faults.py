@@ -1,4 +1,4 @@
-"""Test that a fault while a step is read ends one request only."""
+"""Test that an error while the scheduler reads a step ends only one request."""
 
 import random
 from collections import Counter
@@ -34,7 +34,7 @@ SITES = [
 
 
 class FaultyDriver(Driver):
-    """Injects faults while it reads a step, and drops some tokens."""
+    """A driver that injects faults while it reads a step, and drops some sampled tokens."""
 
     injector = Injector(Counter())
     num_lost = 0
@@ -164,7 +164,7 @@ def test_beam_without_a_token_ends_its_search():
     assert driver.requests["2"].finish_reason is FinishReason.LENGTH
 
 
-def test_blocks_of_a_prompt_without_token_are_not_cached():
+def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN

@@ -1,4 +1,4 @@
-"""Test plans by literal values: chunks, mixed steps, admission and preemption."""
+"""Test plans of the scheduler: prompt chunks, mixed steps, admission and preemption."""
 
 import random
 from typing import Any
@@ -72,7 +72,7 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
-    # A block that a later step writes again is not registered yet.
+    # The full block of `first` is not registered yet, because its postponed row is computed again.
     assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
     assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
@@ -118,7 +118,7 @@ def test_last_prompt_token_is_not_a_decode_step(prompt: int, is_decode: list[boo
     assert [the(driver.step()).is_decode for _ in is_decode] == is_decode
 
 
-def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
+def test_requests_beyond_max_num_seqs_wait_in_order():
     driver = Driver(make_scheduler(max_num_seqs=2))
     for name in "123":
         driver.add(make_request(name, 2, max_tokens=2))
@@ -246,7 +246,7 @@ def test_preempted_request_waits_until_its_pending_token_is_read():
 def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
-    """Compare the plans of random requests with samples, beams, cached prefixes and preemptions."""
+    """Compare both paths on random requests with samples, beams, prefix hits and preemptions."""
     schedule_decode = Scheduler._schedule_decode
     taken: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Test the scheduler with a prefix cache."""
+"""Test plans of the scheduler with a prefix cache."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
@@ -83,7 +83,7 @@ def test_generated_tokens_are_cached_for_the_next_chat_turn(lag: int):
     driver.run()
 
 
-def test_step_after_a_stop_registers_only_known_tokens():
+def test_step_in_flight_after_a_stop_token_caches_only_read_tokens():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT[:7], max_tokens=9, stop_token_ids=frozenset(range(11))))
     driver.run()
@@ -118,7 +118,7 @@ def test_preempted_request_resumes_after_its_cached_blocks():
     driver.run()
 
 
-def test_request_that_ignores_the_cache_registers_its_blocks():
+def test_request_that_reads_no_cached_blocks_adds_its_own_blocks():
     driver = make_driver()
     for name in "12":
         driver.add(make_request(name, PROMPT, max_tokens=2, scored_from=1))
@@ -143,7 +143,7 @@ def test_scored_request_takes_only_blocks_before_its_first_score(scored_from: in
     driver.run()
 
 
-def test_shared_prefix_lets_a_waiting_request_fit():
+def test_waiting_request_fits_when_a_prefix_that_it_shares_is_cached():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))

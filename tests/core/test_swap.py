@@ -1,4 +1,4 @@
-"""Test preemption by swapping with literal block ids."""
+"""Test which block ids preemption by swapping copies and frees."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_requests, make_scheduler
@@ -93,7 +93,7 @@ def test_swap_entry_of_an_ended_group_is_dropped(sample_by_sample: bool):
     driver.run()
 
 
-def test_swap_entry_dropped_before_the_next_plan_is_never_created():
+def test_swap_entry_of_a_request_that_ends_before_the_next_plan_is_not_created():
     scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2, pressure=SWAP)
     driver = Driver(scheduler, lag=2)
     driver.add(make_request("1", 7, max_tokens=3))
@@ -234,7 +234,7 @@ def test_swap_in_leaves_a_spare_block_for_running_requests():
     assert alone.find_fit(request) == ([[]], 2)
     request.live_sequences.append(sample := Sequence(99, [1], 1, host_block_table=[2]))
     assert alone.find_fit(request) is None
-    request.live_sequences.remove(sample)  # the group has changed, so the check is repeated
+    request.live_sequences.remove(sample)  # a changed group is checked again
     assert alone.find_fit(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
     assert shared.find_fit(request) == ([[]], 2)

@@ -1,4 +1,4 @@
-"""Compare a replica of the pool, built from the changes of a watch, with the pool."""
+"""Rebuild the state of the pool from the changes that a watch reports, and compare both."""
 
 from weakref import WeakSet
 
@@ -147,7 +147,7 @@ def test_watch_is_registered_until_it_is_closed_or_deleted():
 
 
 def test_watch_reports_a_pinned_block_with_new_content():
-    """Unpin, evict and pin again between two updates, so that the number of pins is equal."""
+    """Unpin, evict and pin again between two updates, so that only the content has changed."""
     driver = driver_of(make_request("1", 5, max_tokens=1), num_blocks=3, digest="xxh3")
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.run()
@@ -199,7 +199,7 @@ def test_watch_reports_swap_entries():
 
 
 class WatchedMachine(SchedulerMachine):
-    """Updates one replica after each step of the random work, and another after every third."""
+    """Update one replica after each step of random work, and another after every third step."""
 
     replicas: tuple[Replica, ...] = ()
     num_steps = 0
