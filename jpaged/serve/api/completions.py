@@ -34,7 +34,8 @@ class CompletionsGeneration(ChoicesGeneration):
         num_prompt_logprobs = (
             api_request.prompt_logprobs if num_prompt_logprobs is None else num_prompt_logprobs
         )
-        # The engine scores a prompt only if it also generates a token: do so for max_tokens=0.
+        # The engine scores a prompt only if it also generates a token. So generate one token even
+        # if max_tokens is 0.
         params = api_request.sampling_params(
             max(api_request.max_tokens, 1),
             logprobs=api_request.logprobs,

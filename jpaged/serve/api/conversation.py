@@ -60,14 +60,14 @@ class ChatTool(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The tool as chat templates take it. Fields that are None are left out."""
+        """The tool as a dict for chat templates. Fields that are None are left out."""
         own = self.function
         kept = {"name": own.name, "description": own.description, "parameters": own.parameters}
         return {"type": "function", "function": {k: v for k, v in kept.items() if v is not None}}
 
     @property
     def grammar_dict(self) -> dict[str, Any]:
-        """The tool as `call_grammar` takes it."""
+        """The tool as a dict for `jpaged.parsing.tool_grammar.call_grammar`."""
         own = self.function
         kept = {"name": own.name, "parameters": own.parameters, "strict": own.strict}
         return {"type": "function", "function": kept}

@@ -56,7 +56,10 @@ _SAMPLING_OPTIONS = options.declared_options(SamplingParams)
 
 
 def _bounds(parameter: str, description: str | None = None) -> Meta:
-    """Return the bounds of a `SamplingParams` parameter, or the server's if none are declared."""
+    """Return the bounds of a request field that becomes a `SamplingParams` parameter.
+
+    If the parameter has no bound, the server's bound applies.
+    """
     own: Any = _SAMPLING_OPTIONS[parameter][1]
     if own.value_type is bool:
         return Meta(description=description)
@@ -71,7 +74,7 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
 
 
 _MODEL_DESCRIPTION = "a name from /v1/models; default: the first"
-_BEAM_SEARCH_DESCRIPTION = "beam search with beam_width beams, else best_of, else n"
+_BEAM_SEARCH_DESCRIPTION = "search for the best answers; beams: beam_width, else best_of, else n"
 _CACHE_SALT_DESCRIPTION = "prompts share cached prefixes only if their salts are equal"
 _TRUNCATION_DESCRIPTION = "keep only this many tokens at the end; -1: as many as fit the model"
 
@@ -515,7 +518,7 @@ def _ignored_fields(body: type[Body]) -> frozenset[str]:
 def _truncate_strings(item: Any) -> Any:
     """Shorten a string, or the strings of a list, for a field that has a few allowed values.
 
-    In an error, msgspec would quote the whole string, and hold the GIL for as long.
+    msgspec would quote the whole string in its error, and would hold the GIL all that time.
     """
     if isinstance(item, list):
         return [_truncate_strings(it) for it in item[:_MAX_QUOTED_CHARACTERS]]

@@ -239,7 +239,10 @@ class ChoicesGeneration(Generation):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether many log-probabilities arrived, as they do if the client reads slowly."""
+        """Return whether a thread should encode the updates, because of many log-probabilities.
+
+        Many arrive at the same time if the client reads slowly.
+        """
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
 

@@ -167,7 +167,8 @@ class Broadcast:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_retrieve_exception)
-        task = self._task  # keep it: after a failure, a later viewer starts another task
+        # Keep this task in a variable: if it fails, a later viewer replaces `self._task`.
+        task = self._task
         try:
             while not task.done():
                 viewer.has_unread.clear()

@@ -49,7 +49,7 @@ _NUM_PROMPT_END_TOKENS = 32
 """Number of tokens that `text_end` decodes. In some vocabularies a token is a single byte."""
 
 _MAX_TRIES = 4
-"""Maximum number of attempts at a job whose fork had ended before the job."""
+"""Maximum number of attempts to run a job, if forks end before the job starts."""
 
 MAX_TRIAL_RESULTS = 1024
 """Maximum number of remembered trial results, of accepted and of refused specs."""
@@ -432,7 +432,8 @@ class TokenizingWorkers:
                     _worker_error(f"ended {queued_job.num_tries} times")
                 )
         elif isinstance(error, TimeoutError) and queued_job.is_trial:
-            # Trials have a limit of CPU time, so the machine may have been too busy.
+            # The CPU time of a trial is limited separately. If the wall time runs out first, the
+            # machine was probably too busy, so the client should retry.
             words = f"checking the output schema took longer than {self._timeout:g} seconds: retry"
             queued_job.future.set_exception(unavailable_error(words, 1))
         elif isinstance(error, TimeoutError):

@@ -153,7 +153,7 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            while chunks and not chunks[0].prompt_logprobs:  # deltas without them are short
+            while chunks and not chunks[0].prompt_logprobs:  # such deltas are small
                 to_send.append(chunks.popleft())
             if chunks:  # move this request to the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks

@@ -333,7 +333,7 @@ class _EngineCollector(Collector):
         yield self._step_metric(self.stats)
 
     def _waiting_metric(self, stats: EngineStats) -> Metric:
-        """Return the number of waiting requests by vLLM's reasons; none is ever deferred here."""
+        """Return the metric of waiting requests by reason. The reason "deferred" is always 0."""
         documentation = "Number of waiting requests by reason; the sum is num_requests_waiting."
         labels = [*self._labels, "reason"]
         family = GaugeMetricFamily(
