@@ -160,7 +160,8 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                self._memory = LexerMemory()  # starts after the vocabulary, which is no lexer
+                # Create this object now, so that it does not count the vocabulary's memory.
+                self._memory = LexerMemory()
 
     def submit(
         self, spec: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
@@ -258,7 +259,8 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                lexer.initial_matcher.deep_copy().compute_bitmask()  # any mask refuels the lexer
+                # Computing any mask resets the lexer's fuel.
+                lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]
                 ):

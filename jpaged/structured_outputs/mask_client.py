@@ -182,7 +182,8 @@ class MaskWorkerClient:
         # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
         # indices in that range.
         self._num_used_indices, self._free_indices = 1, list[int]()
-        # Memory indices of answers that are over: before and after the worker was informed.
+        # Memory indices of answers that are over: those that the worker does not know yet, and
+        # those that were sent to the worker.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
@@ -264,7 +265,8 @@ class MaskWorkerClient:
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        # Drop the references: the worker learns of an answer's end when the answer is collected.
+        # Drop the references to the answers: when an answer is garbage-collected, its end is
+        # reported to the worker.
         (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
@@ -457,7 +459,7 @@ class MaskWorkerClient:
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
         """Wait until `is_done()` or `give_up()`. No answer is pending once the worker has ended."""
-        if self._is_stalled:  # the loop may end without looking for reports, so look here
+        if self._is_stalled:  # the loop below may end before it reads the worker's reports
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
