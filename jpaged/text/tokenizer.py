@@ -477,7 +477,10 @@ The pre-tokenizers of GPT-2, Llama 3, Qwen and DeepSeek always split at these po
 """
 
 _ACROSS_WORDS = re.compile(r"[A-Za-z][ Ġ▁]|[\nĊ][^\sĠĉĊč▁]")
-"""Characters in a vocabulary token that contains a position of `_BETWEEN_WORDS`."""
+"""Matches inside a vocabulary token if the token contains a boundary between two words.
+
+Vocabularies write a space as " ", "Ġ" or "▁", and a line break as a line break or "Ċ".
+"""
 
 _MAX_UNSURE_TOKENS = 1024
 """Number of first tokens that may differ if a text is cut between arbitrary characters.
