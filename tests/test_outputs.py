@@ -7,7 +7,7 @@ from jpaged.observe.statistics import EngineStats, RequestMetrics
 from jpaged.outputs import Logprob, TextDelta
 
 
-def test_delta_prints_as_its_text_and_says_if_it_is_the_last():
+def test_delta_prints_as_its_text_and_knows_whether_it_is_the_last():
     delta = TextDelta("héllo", token_ids=(1, 2), request_id="r")
     assert f"{delta}" == str(delta) == "héllo"
     assert not delta.finished
