@@ -1,4 +1,4 @@
-"""The check of the `Host` header, which stops DNS rebinding."""
+"""Test the check of the `Host` header, which prevents DNS rebinding."""
 
 from collections.abc import Callable
 
