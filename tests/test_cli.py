@@ -248,7 +248,8 @@ def test_flags_set_engine_and_sampling_options():
 def test_every_option_of_the_engine_is_a_flag():
     words = build_parser().format_help().split()
     for option in fields(EngineConfig):
-        if option.name not in ("verbose", "skip_tokenizer_init"):  # have no flag of this name
+        # These options have no flag of their name.
+        if option.name not in ("verbose", "skip_tokenizer_init"):
             flag = f"--{option.name.replace('_', '-')}"
             assert {flag, f"{flag},"} & {*words}, option.name
 

@@ -88,7 +88,7 @@ def test_killing_a_child_twice_kills_its_process_group_once(child: Child):
     assert child.kill()
     assert child.process.returncode == -signal.SIGKILL
     until = time.monotonic() + 20
-    while Path(f"/proc/{other}").exists():  # or until the process is a zombie
+    while Path(f"/proc/{other}").exists():  # the other process may also become a zombie
         if ") Z" in Path(f"/proc/{other}/stat").read_text(encoding="ascii"):
             break
         assert time.monotonic() < until
@@ -98,7 +98,7 @@ def test_killing_a_child_twice_kills_its_process_group_once(child: Child):
 def test_kill_and_close_in_a_fork_of_the_parent_keeps_the_child_running(child: Child):
     receive(child.sock)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning about forking with threads
+        warnings.simplefilter("ignore")  # Python warns about a fork with threads
         fork = os.fork()
     if fork == 0:
         child.kill_and_close()

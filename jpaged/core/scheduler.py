@@ -89,7 +89,8 @@ class Scheduler:
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
         self._preempted: list[str] = []  # ids of requests preempted since the last plan
-        self._failed: list[tuple[Request, Exception]] = []  # failed since the last plan or update
+        # Requests that failed since the last plan or update.
+        self._failed: list[tuple[Request, Exception]] = []
 
     @property
     def num_swapped(self) -> int:

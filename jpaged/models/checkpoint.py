@@ -297,7 +297,7 @@ def _hub_error_text(error: Exception) -> str:
 
     if isinstance(
         error, errors.LocalEntryNotFoundError
-    ):  # the request failed and nothing is cached
+    ):  # the network failed, and no file of the model is cached
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError) or status == 403:
@@ -480,7 +480,7 @@ def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
         with open_safetensors(tensor.file) as opened:
             return opened.get_tensor(tensor.name)
     if tensor.dtype != FP8_FILE_DTYPE:
-        with open_safetensors(tensor.file) as opened:  # closing unmaps the pages just read
+        with open_safetensors(tensor.file) as opened:  # closing the file unmaps its pages
             return opened.get_slice(tensor.name)[rows]
     # The safetensors package cannot return FP8 tensors as numpy arrays.
     row = math.prod(tensor.shape[1:])

@@ -424,7 +424,7 @@ def field_error(field: str, value: object, supported: object) -> ValueError:
 
 
 def head_size_error(value: int, supported: str) -> ValueError:
-    """Return the error for an unsupported head size, which is a config field or derived."""
+    """Return the error for an unsupported head size (`head_dim`, or derived from other fields)."""
     derived = "if head_dim is missing, it is hidden_size / num_attention_heads"
     return field_error("head_dim", value, f"{supported} ({derived})")
 

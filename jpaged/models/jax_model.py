@@ -586,7 +586,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
         with jax.checking_leaks():
             return jax.eval_shape(traced, *arguments)
     except Exception as error:
-        # JAX raises a TypeError for a result without arrays, and other types for a kept array.
+        # JAX raises TypeError if the function returns something other than arrays. Another error
+        # after the function has returned means that the function kept an array of its trace.
         if has_returned and not isinstance(error, TypeError):
             raise ValueError(
                 f"{name} keeps an array between calls, for example in functools.cache: compute it "

@@ -115,7 +115,10 @@ class Linear(nnx.Module):
     def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        """Add the bias, and reshape the outputs to [parts, T, *outputs]."""
+        """Add the bias if there is one, and reshape the split-K partials to [parts, T, *outputs].
+
+        With a bias, the result has a single partial.
+        """
         if self.bias is not None:
             # Reshape the bias to one row, so that XLA fuses the addition into its product.
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]

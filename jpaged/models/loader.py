@@ -524,7 +524,7 @@ def plan_weights(
         if rule.target in rules_by_path:
             rules_by_path[rule.target].append(rule)
     for path in {rule.scale_path for rule in rules.rules if rule.scale_path is not None}:
-        del rules_by_path[path]  # computed while loading, not read from the checkpoint
+        del rules_by_path[path]  # the loader computes these scales
     scales = {path: rules_by_path.pop(path) for path in specs if _KV_SCALE_PATH.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
     _check_coverage(rules_by_path, names, specs, problems)
@@ -543,7 +543,7 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Record parameters that the checkpoint's tensors do not fill exactly once."""
+    """Add an entry to `problems` for each parameter that is not filled exactly once."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
         found = [rule for rule in path_rules if rule in names]
@@ -580,7 +580,10 @@ def _check_kv_scales(
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
-    """Record layers with only one of the two KV-cache scales, and scales filled twice."""
+    """Add an entry to `problems` for each layer that has only one of its two KV-cache scales.
+
+    Also add an entry for each scale that two tensors fill.
+    """
     sources_by_path = {
         path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
     }
@@ -598,7 +601,10 @@ def _check_kv_scales(
 def _place_tensor(
     tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
 ) -> TensorPlacement:
-    """Return the tensor's place in its parameter; record a wrong dtype or shape."""
+    """Return where the tensor belongs in its parameter.
+
+    Add an entry to `problems` if the tensor's dtype or shape is wrong.
+    """
     param_shape, num_output_axes = (
         specs[path].shape,
         len(specs[rule.scale_path].shape) if rule.scale_path else 0,
@@ -761,7 +767,8 @@ def _dummy_array(
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    if len(spec.shape) == 1 and not path.endswith("bias"):  # a norm's weight or a KV-cache scale
+    # This is a norm's weight or a KV-cache scale.
+    if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
     strides = [math.prod(unsharded_shape[axis + 1 :]) for axis in range(len(unsharded_shape))]

@@ -24,7 +24,7 @@ from jpaged.core.swap import PreemptionPolicy
 
 DIGESTS: dict[str, HashFunction] = {
     "xxh3": seeded_hash_function(0),
-    # Most keys have the same hash as other keys.
+    # With four hash values, most keys have the same hash as other keys.
     "two bits": lambda key: seeded_hash_function(0)(key) % 4,
     "constant": lambda key: 7,
 }

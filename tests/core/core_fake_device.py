@@ -80,12 +80,12 @@ class FakeDevice:
         self.slots: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}  # by seq_id
         self.last_tokens: dict[int, int] = {}
-        self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
+        self.history: dict[int, list[int]] = {}  # all tokens of every sequence, by seq_id
 
     def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
         """Run a step, and return the sampled tokens (garbage in rows that do not sample)."""
         for seq_id in plan.released_seq_ids:
-            del self.tables[seq_id]  # raises KeyError for a sequence without a row
+            del self.tables[seq_id]  # this raises KeyError for a sequence without a row
             self.last_tokens.pop(seq_id, None)
         for parent, child in plan.row_forks:
             assert child.seq_id not in self.tables, "a child has a row already"

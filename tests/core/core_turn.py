@@ -35,7 +35,7 @@ class Turn:
         """Return whether the step's token budget is spent on prompts of other requests only."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        # The first row may recompute tokens after its prompt.
+        # Ignore the first row: it may recompute tokens that follow its prompt.
         new = plan.scheduled[1:]
         no_row_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
         is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT

@@ -59,12 +59,12 @@ def test_memory_report_of_one_sequence():
 
 
 def test_memory_report_counts_slots_after_the_last_token_as_fragmented():
-    # The last of two output tokens needs no slot.
+    # The second of two output tokens is never an input of the model, so it needs no slot.
     driver = driver_of(make_request("1", 6, max_tokens=2), num_blocks=5, lag=1)
     driver.step()
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 1, 1, 0, 8), 2)
-    driver.scheduler.abort("1")  # the step is still in flight
+    driver.scheduler.abort("1")  # the step of request 1 is still in flight
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 0, 2, 0, 8), 2)
     assert block_map(driver.scheduler)[2].request_ids == ("1",)

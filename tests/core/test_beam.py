@@ -111,7 +111,7 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
 
 
 def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
-    # The worst answer scores -5. The beam scores -4.5 now, and -9 at 4 tokens.
+    # The worst complete answer scores -5. The beam scores -4.5 at its length, and -9 at 4 tokens.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 

@@ -53,7 +53,8 @@ def test_search_forks_copies_and_prunes_beams():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 6, True)]  # one beam computes the whole prompt
+    # Only one beam exists, and it computes the whole prompt.
+    assert shape(plan) == [(10, 0, 6, True)]
     assert beams(driver) == [(1,), (2,)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
 
@@ -70,7 +71,7 @@ def test_search_forks_copies_and_prunes_beams():
     assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
     assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
-    assert num_free(driver) == 8  # block 3 was freed with the pruned beam
+    assert num_free(driver) == 8  # dropping the beam (1, 4) has freed block 3
 
     plan = the(driver.step())
     assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])

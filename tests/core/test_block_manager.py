@@ -71,7 +71,7 @@ def test_append_to_a_shared_partly_filled_block_copies_it_on_write():
     assert manager.num_new_blocks(child, 1) == 1
     assert grow(manager, child, 1) == BlockChanges(((1, 3),), ((2, 3),))
     assert (parent.block_table, child.block_table) == ([1, 2], [1, 3])
-    # The parent holds block 2 alone again and writes in place.
+    # Now only the parent holds block 2, so the parent writes to the block without copying it.
     assert grow(manager, parent, 1) is NO_CHANGES
     manager.check_integrity([parent, child])
 
@@ -115,7 +115,7 @@ def test_longer_prefix_is_looked_up_after_partial_eviction():
     assert not manager.can_extend_prefix(contents, sequence, 6)
     manager.free(sequence)
     sequence.num_computed_tokens = 0
-    taken = manager.pool.allocate(6)  # all but the first block are overwritten
+    taken = manager.pool.allocate(6)  # this overwrites all cached blocks except the first
     assert not manager.can_extend_prefix(contents, sequence, 6)
     assert len(contents) == 1
     manager.pool.free(taken)

@@ -71,7 +71,7 @@ def test_cached_prefix_ends_where_the_tokens_differ():
     free(manager, join(manager, LETTERS[:12]))
     assert hits(manager, [*LETTERS[:8], 99, 99, 99, 99, 12]) == [1, 2]
     assert hits(manager, [*LETTERS[:3], 99, *LETTERS[4:12]]) == []
-    assert hits(manager, LETTERS[4:12]) == []  # the same tokens at other positions
+    assert hits(manager, LETTERS[4:12]) == []  # the same tokens at other positions are no hit
 
 
 def test_different_salts_share_no_blocks():
@@ -88,7 +88,7 @@ def test_different_salts_share_no_blocks():
 def test_hash_collision_is_a_miss():
     manager = make_manager(digest="constant")
     first = join(manager, LETTERS[:8])
-    # The second block has the hash of the first.
+    # The second block has the same hash as the first block, so it cannot be registered.
     assert first.num_registered_blocks == REGISTRATION_ENDED
     other = join(manager, LETTERS[50:58], seq_id=1)
     assert other.block_table == [3, 4]
@@ -102,7 +102,8 @@ def test_hash_collision_is_a_miss():
 def test_blocks_after_an_evicted_parent_are_not_found():
     manager = make_manager(4)
     child = join(manager, LETTERS[:8])
-    manager.pool.free([1])  # a sequence would free block 2 first
+    # A sequence frees its last block first, but this test frees block 1 before block 2.
+    manager.pool.free([1])
     child.block_table = [2]
     manager.pool.free_block_queue.move_to_end(1)
     other = Sequence(1, LETTERS[50:58], 8)
@@ -134,7 +135,7 @@ def test_tokens_that_the_host_has_not_read_are_not_cached():
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
     assert hits(manager, LETTERS[:13]) == [1]
-    del sequence.token_ids[10:]  # two tokens are still on the device
+    del sequence.token_ids[10:]  # the host has not read the last two tokens yet
     manager.register_full_blocks(sequence, 12)
     assert hits(manager, LETTERS[:13]) == [1, 2]
     manager.free(sequence)

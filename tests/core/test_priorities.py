@@ -239,6 +239,7 @@ def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Admission, "measure_fit", record_request)
     for _ in range(4):  # request 2 allocates one block in these steps
         assert the(driver.step()).preempted_request_ids == ()
-    assert measured == ["3", "3"]  # without and with preempting request 2
+    # Request 3 was measured twice: without, and with preempting request 2.
+    assert measured == ["3", "3"]
     monkeypatch.undo()
     driver.run()

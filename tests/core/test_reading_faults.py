@@ -168,7 +168,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # launches another step, then reads the step without tokens
+    driver.step()  # this launches another step, then reads the step that sampled no token
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()

@@ -30,7 +30,8 @@ def limits(draw: Callable) -> dict:
     """Draw random arguments of `make_scheduler`. The pool may be as small as one block."""
     max_model_len = draw(st.integers(2, 24))
     block_size = draw(st.integers(1, 5))
-    most = 2 + 3 * max_model_len // (2 * block_size)  # 1.5 times the blocks of one sequence
+    # A pool has at most 1.5 times the blocks of one sequence.
+    most = 2 + 3 * max_model_len // (2 * block_size)
     return {
         "num_blocks": draw(st.integers(max(2, most // 2), most)),
         "block_size": block_size,
@@ -66,10 +67,10 @@ pressures = st.none() | st.builds(
     st.integers(0, 12),
     st.just(COSTS),
 )
-# One sequence, several samples, or a beam search.
+# A request has one sequence, several samples, or a beam search.
 groups = st.just(1) | st.integers(2, 4) | searches()
 
-# Random prompts, and prefixes of two texts that differ in one token.
+# Prompts are random, or prefixes of two texts that differ in one token.
 prompts = st.lists(st.integers(0, 10), max_size=9) | st.builds(
     lambda length, odd: ([1, 2, 3] * 6 + [odd] + [4, 5] * 3)[:length],
     st.integers(1, 20),
@@ -147,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, rows_per_free_row: int
     ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
-        # With the default, requests never wait for free rows in batches this small.
+        # With the default of ROWS_PER_FREE_ROW, requests never wait for free rows in small batches.
         self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", rows_per_free_row)
         self.patch.start()
         self.turn = Turn(self.driver)

@@ -133,7 +133,8 @@ def test_requests_beyond_max_num_seqs_wait_in_order():
 
 def test_no_request_overtakes_the_first_waiting_request():
     driver = driver_of(make_request("1", 8, max_tokens=3), num_blocks=6, block_size=4)
-    driver.add(make_request("2", 12, max_tokens=3))  # needs three blocks and a spare
+    # Request 2 needs three blocks, and one more must stay free.
+    driver.add(make_request("2", 12, max_tokens=3))
     driver.add(make_request("3", 1, max_tokens=3))
     assert shape(driver.step()) == [(1, 0, 8, True)]
     assert [r.request_id for r in driver.scheduler.waiting] == ["2", "3"]
@@ -148,14 +149,14 @@ def test_last_arrived_request_is_preempted_and_recomputed():
     for _ in range(5):
         driver.step()
     assert tables(driver) == [[1, 2, 4], [3, 5]]
-    plan = the(driver.step())  # request 1 needs a fourth block
+    plan = the(driver.step())  # request 1 needs a fourth block, so request 2 is preempted
     assert shape(plan) == [(1, 12, 1, True)]
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.scheduled[0].block_updates == ((3, 5),)  # freed by request 2
     second = driver.requests["2"]
     assert second.status is RequestStatus.PREEMPTED
     assert (second.sequences[0].num_computed_tokens, second.sequences[0].block_table) == (0, [])
-    # Request 2 needs two blocks and a spare, which are free once request 1 has finished.
+    # Request 2 joins when three blocks are free: it needs two, and one more must stay free.
     assert shape(driver.step()) == [(1, 13, 1, True)]
     plan = the(driver.step())
     assert shape(plan) == [(2, 0, 7, True)]
@@ -196,7 +197,7 @@ def test_request_waits_for_draining_blocks_instead_of_preempting():
     driver.add(make_request("2", 2, max_tokens=7))
     for _ in range(3):
         driver.step()
-    # Request 1 has stopped, and a step in flight still holds its blocks.
+    # Request 1 has finished, but its blocks are not free until the step in flight is read.
     assert driver.requests["1"].is_finished
     assert tables(driver) == [[3]]
     assert driver.scheduler.block_manager.num_free_blocks == 0

@@ -80,7 +80,7 @@ def test_latency_goal_or_priorities_decode_all_rows_in_each_step(
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),
-        # 3 blocks are used, 5 are needed, and 2 are spares for running requests.
+        # The pool has 10 blocks: 3 are used, the new prompts need 5, and 2 must stay free.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],

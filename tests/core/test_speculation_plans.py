@@ -47,7 +47,7 @@ def test_verify_step_reserves_slots_for_all_drafts():
     assert (plan.num_drafts, plan.limits, updates(plan)) == (3, (8,), [((1, 2),)])
     [sequence] = scheduler.running["1"].sequences
     assert sequence.block_table == [1, 2]
-    # The next step may write as many tokens after all that this step may return.
+    # The next step may write three drafts after the four tokens that this step may return.
     plan = the(scheduler.schedule())
     assert (shape(plan), plan.limits, updates(plan)) == ([(1, 4, 1, True)], (12,), [((2, 3),)])
 
@@ -131,13 +131,14 @@ def test_waiting_request_takes_reserved_blocks_first():
     scheduler = speculative_scheduler(num_blocks=7, max_model_len=20)
     first = decoding(scheduler, length=8, max_tokens=8)
     assert (updates(first), queue_of(scheduler.block_manager)) == ([((2, 3),)], [4, 5, 6])
-    second = the(scheduler.schedule())  # the drafts of both steps may fill a fourth block
+    # This step may write to a fourth block if all drafts of the first step are accepted.
+    second = the(scheduler.schedule())
     assert (updates(second), queue_of(scheduler.block_manager)) == ([((3, 4),)], [5, 6])
     read(scheduler, first, [1, REJECTED, REJECTED, REJECTED])
     read(scheduler, second, [1, REJECTED, REJECTED, REJECTED])
     scheduler.add(make_request("2", 12, max_tokens=2))
     plan = the(scheduler.schedule())
-    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 is empty.
+    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 was only reserved.
     assert shape(plan)[0] == (1, 10, 1, True)
     assert scheduler.running["1"].sequences[0].block_table == [1, 2, 3]
     assert not scheduler.waiting or queue_of(scheduler.block_manager)[0] == 4
@@ -245,6 +246,7 @@ def test_verification_continues_while_accepted_drafts_outweigh_its_cost():
     for _ in range(100):
         assert policy.choose_num_drafts(8) == 3
         verify(policy, 1)
-    assert policy.choose_num_drafts(9) == 0  # 2 tokens per row cost more than 2 plain steps
+    # A verify step returns 2 tokens per row here, and costs more than 2 plain steps.
+    assert policy.choose_num_drafts(9) == 0
     assert policy.choose_num_drafts(65) == 0
     assert (policy.num_draft_tokens, policy.num_accepted_tokens) == (1200, 400)

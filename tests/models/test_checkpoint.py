@@ -212,7 +212,7 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_fifo_and_device_files_are_refused(tmp_path, name, make):
-    make(tmp_path / "cache.sock")  # not a file of a checkpoint, so ignored
+    make(tmp_path / "cache.sock")  # sockets without a name of a checkpoint's files are ignored
     assert resolve_checkpoint(tmp_path) == tmp_path
     make(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
@@ -328,7 +328,7 @@ def test_error_for_a_broken_file_names_the_file_and_the_reason(tmp_path, content
 
 
 def test_duplicate_tensor_name_in_a_header_is_refused(tmp_path):
-    """safetensors itself would keep the last entry, here of another dtype."""
+    """The safetensors package would accept the header, and keep the last of the two entries."""
     twice = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").encode()
     (tmp_path / "model.safetensors").write_bytes(header(twice) + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has several .* one name: a;"):

@@ -97,7 +97,8 @@ def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch
 
 
 def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "SLAB_BYTES", 100)  # less than one output channel of GPT-2
+    # A slab is smaller than one output channel of GPT-2.
+    monkeypatch.setattr(loader, "SLAB_BYTES", 100)
     model = reference("gpt2")
     model.save_pretrained(tmp_path)
     got = model_parameters(load(tmp_path, "fp8"))
@@ -144,7 +145,7 @@ def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, k
 @pytest.mark.parametrize(
     ("count", "field"), [(2, "intermediate_size=384"), (8, "num_attention_heads=8")]
 )
-def test_split_scale_blocks_are_refused(tmp_path, count, field):
+def test_devices_cannot_split_a_block_of_weights_that_shares_a_scale(tmp_path, count, field):
     sizes = WIDE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     made.compressed(random_model(**sizes), tmp_path, "block", "group")
     with pytest.raises(ValueError, match=f"size={count} .*{field}, whose .*; use 1$"):
@@ -354,7 +355,7 @@ def test_kv_scales_without_a_config_entry_are_refused(tmp_path):
 )
 def test_invalid_kv_scales_are_refused(tmp_path, scales, complaint):
     with_kv_scales(tmp_path, scales)
-    load(tmp_path)  # reads no scales, because the KV cache is not FP8
+    load(tmp_path)  # the scales are not read, because the KV cache is not FP8
     with pytest.raises(CheckpointError, match=complaint):
         load_kv_scales(tmp_path)
 

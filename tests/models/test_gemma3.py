@@ -74,7 +74,7 @@ def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
     assert isinstance(norm, RMSNorm)
     for got in (norm(hidden), norm.add_norm(hidden, jnp.zeros_like(hidden)[None], Backend.XLA)[0]):
         differing = np.asarray(got, np.float32) != normed
-        assert differing.mean() < 0.01  # the order of float32 sums differs
+        assert differing.mean() < 0.01  # transformers adds float32 numbers in another order
     plain = RMSNorm(48, 1e-6, dtype=jnp.bfloat16)
     plain.weight = nnx.Param(norm.scale.astype(jnp.bfloat16))
     assert (np.asarray(plain(hidden), np.float32) != normed).mean() > 0.1

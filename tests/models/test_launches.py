@@ -20,7 +20,7 @@ KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
 # Operations that launch no kernel: they move no data, or XLA fuses them into the next operation.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
-WIDE = 8704  # a feed-forward width at which XLA computes the activation
+WIDE = 8704  # with this feed-forward width, XLA computes the activation in a separate kernel
 ONCE_A_STEP = {"decode_plan"}
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -89,7 +89,7 @@ def test_layer_launches_the_expected_kernels(case):
         kernels = {
             name.removeprefix("kernel "): n for name, n in counts.items() if "kernel" in name
         }
-        # XLA computes the first layer's first norm, before which nothing is added.
+        # XLA computes the first norm of the first layer, because no residual sum comes before it.
         assert kernels == ours | {"add_rms_norm": 2 if index else 1}
         assert counts["dot_general"] == 4
         if index:

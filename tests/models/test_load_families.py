@@ -68,7 +68,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
         chunk = values[start : start + parameter.numel()]
         parameter.data = chunk.reshape(parameter.shape).clone()
         if config.model_type == "gemma3_text" and parameter.ndim == 1:
-            parameter.data -= 1  # Gemma stores a norm's scale minus 1
+            parameter.data -= 1  # Gemma's checkpoints store a norm's scale minus 1
         start += parameter.numel()
     model.tie_weights()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -155,7 +155,7 @@ def test_untied_checkpoint_must_contain_the_head(tmp_path):
         load(tmp_path)
 
 
-def test_a_config_of_another_shape_is_refused(tmp_path):
+def test_config_whose_sizes_differ_from_the_tensors_is_refused(tmp_path):
     make_checkpoint(tmp_path, LLAMA)
     config = read_config(tmp_path) | {"intermediate_size": 20}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -96,7 +96,7 @@ def expected_parameters(tensors, dtype=np.float32):
 
 
 def save(folder, tensors, num_files=1):
-    for i in range(num_files):  # The parts of a fused parameter get into different files.
+    for i in range(num_files):  # Each part of a fused parameter is in another file.
         names = list(tensors)[i::num_files]
         part = {name: np.ascontiguousarray(tensors[name]) for name in names}
         save_file(part, folder / f"part-{i}.safetensors")
@@ -239,7 +239,7 @@ def test_second_tensor_for_a_parameter_is_refused(tmp_path, name):
         load(tmp_path)
 
 
-def test_dummy_weights_need_no_folder_and_depend_on_the_seed_alone():
+def test_dummy_weights_need_no_folder_and_depend_only_on_the_seed():
     def dummy(seed):
         return load("/nowhere", jnp.bfloat16, load_format="dummy", seed=seed)
 

@@ -62,7 +62,7 @@ class ServerProcess:
         """Stop the server if it runs."""
         self.process.kill()
         self.process.wait(10)
-        self._reader.join(10)  # the engine process also holds the pipe open
+        self._reader.join(10)  # the engine process may keep the pipe open for a moment
         self._close()
 
     def _close(self) -> None:

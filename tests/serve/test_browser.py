@@ -138,7 +138,7 @@ def test_page_shows_a_request_from_its_first_block_until_its_blocks_are_free(pag
         used.append(sum(count > 0 for count in counts(page)))
         page.keyboard.press("n")
         said.add(re.sub(r"\d+", "N", page.inner_text("#said")))
-    assert max(used) == 4  # 18 prompt tokens and 40 generated ones
+    assert max(used) == 4  # 58 tokens (18 of the prompt and 40 generated) fill 4 blocks
     assert set(used) == {0, 2, 3, 4}
     assert used[-1] == 0
     assert any("used, held by cmpl-" in text and "of N slots filled" in text for text in said)
@@ -208,7 +208,7 @@ def test_step_summary_counts_block_events(pages: Pages):
     assert count("taken") >= 2
     assert count("given back") == count("taken") + count("copied") + count("found in the cache")
     assert count("shared") >= 1
-    page.emulate_media(color_scheme="dark")  # repaints the page without a new step
+    page.emulate_media(color_scheme="dark")  # this repaints the page without a new step
     page.wait_for_timeout(400)
     assert page.inner_text("#happened") == told[-1]
 
@@ -356,7 +356,7 @@ def test_page_reconnects_to_a_restarted_server(pages: Pages, compilation_cache: 
 
 def test_keyboard_moves_the_block_selection(pages: Pages):
     page = open_live(pages)
-    page.keyboard.press("Tab")  # focuses the link that skips navigation
+    page.keyboard.press("Tab")  # the first Tab focuses the link that skips navigation
     page.keyboard.press("Enter")
     page.focus("#grid")
     where = lambda: page.evaluate("jpaged.grid.selected")  # noqa: E731
@@ -472,7 +472,7 @@ def test_screen_reader_announces_selection_but_not_later_steps(pages: Pages):
     page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
     show_first_used_step(page)
-    until(page, "!jpaged.state.panels")  # the step's summary is drawn after the step
+    until(page, "!jpaged.state.panels")  # the page draws the step's summary a moment after the step
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.get_attribute("#said", "aria-live") == "polite"
@@ -522,7 +522,7 @@ def test_page_draws_a_hundred_thousand_blocks_quickly(pages: Pages, record_prope
     print(times)
     for name, milliseconds in times.items():
         record_property(name, milliseconds)
-    assert times["whole"] < 1500  # allows for two slow cores without a GPU
+    assert times["whole"] < 1500  # this limit suits two slow processors without a GPU
     assert times["change"] < 100
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 

@@ -64,7 +64,7 @@ def url(server: ServerProcess) -> Iterator[str]:
     body = {"model": "jpaged-tiny", "prompt": QUESTION, "max_tokens": 64, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == ANSWER
-    for _ in range(100):  # blocks are freed after the last delta is sent
+    for _ in range(100):  # the engine frees blocks after it sends the last delta
         metrics = httpx.get(f"{server.url}/metrics").text
         (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
         if float(used) == 0:

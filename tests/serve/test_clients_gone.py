@@ -251,9 +251,10 @@ def test_aborted_unread_stream_keeps_each_answers_finish_reason(
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await wait_until(lambda: 1 in sizes)  # until an update has deltas of one answer only
+        await wait_until(lambda: 1 in sizes)  # wait for an update with deltas of one answer only
         (run,) = set(server.serving.engine.runs.values())
-        monkeypatch.setattr(run, "max_separate_updates", 0)  # merge the abort with unread deltas
+        # From now on, merge unread updates, here with the update of the abort.
+        monkeypatch.setattr(run, "max_separate_updates", 0)
         run.abort()
         reader.reading.set()
         await reader.task

@@ -123,7 +123,7 @@ def test_surplus_connections_get_503_except_for_health_routes():
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # connections within the limit are served
+            for reader, writer in early:  # the server answers on connections within the limit
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -213,7 +213,7 @@ def test_new_connections_wait_while_file_descriptors_run_out(
             await serving.wait_closed()
 
     asyncio.run(scenario())
-    assert 1 <= len(attempts) <= 3  # at most one attempt per second
+    assert 1 <= len(attempts) <= 3  # asyncio tries to accept at most once per second
     assert "Traceback" not in caplog.text
     assert capsys.readouterr().err.count("Too many open files") == 1
 
@@ -449,7 +449,8 @@ END = REQUEST + b"Connection: close\r\n\r\n"
 def test_invalid_http_gets_an_error_in_openai_format(asked: bytes, status: int, words: str):
     async def scenario() -> None:
         async with server(echo) as port:
-            for before in (b"", REQUEST + b"\r\n"):  # alone, and after another request in one write
+            # Send the request alone, and in one write after another request.
+            for before in (b"", REQUEST + b"\r\n"):
                 answer = await answer_to(port, before + asked)
                 if before:
                     assert answer.count(b"200 OK") == 1
@@ -537,7 +538,8 @@ def test_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
                 assert answer.startswith(b"HTTP/1.1 200")
                 assert answer.endswith(b"yes")
             assert (await half_closed(port, asked * 3)).count(b"200 OK") == 3
-            assert await half_closed(port, DRIPPING) == b""  # an incomplete request gets no answer
+            # The server does not answer an incomplete request.
+            assert await half_closed(port, DRIPPING) == b""
             monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.05)
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")

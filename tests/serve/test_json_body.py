@@ -129,7 +129,7 @@ def test_each_json_value_has_its_expected_weight():
         (b"-17", 1),
         (b"1.5", 4),
         (b"1e5", 1),
-        (b"[]", 5),  # counted like a list of one value
+        (b"[]", 5),  # an empty list counts like a list of one value
     ):
         parse_json(content, weight)
         assert "JSON values" in refusal_message(content, weight - 1)

@@ -138,7 +138,7 @@ def test_sigterm_stops_the_server_with_a_closed_stderr_pipe(compilation_cache: P
                     break
             process.stderr.close()
             process.terminate()
-            assert process.wait(30) in (0, 120)  # 120: Python could not flush its own stderr
+            assert process.wait(30) in (0, 120)  # Python exits with 120 if it cannot flush stderr
         finally:
             process.kill()
 
@@ -186,7 +186,7 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
     time.sleep(1000)"""
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    limit = ("--start-timeout", "8")  # long enough for the stub engine to start
+    limit = ("--start-timeout", "8")  # the stub engine starts within this time
     server = ServerProcess(compilation_cache, *limit, wait=False, environment=around)
     try:
         assert server.wait(60) == 1

@@ -70,7 +70,8 @@ def test_concurrent_streams_are_complete_while_other_clients_disconnect(serve: R
     async def scenario(server: Server) -> None:
         found = await asyncio.gather(*(one(server, number) for number in range(150)))
         check_streams([each for each in found if each is not None])
-        assert 10 <= sum(each is None for each in found) <= 50  # some of 50 disconnect too late
+        # 50 clients disconnect, but some streams have already ended.
+        assert 10 <= sum(each is None for each in found) <= 50
 
     serve(scenario)
 

@@ -61,7 +61,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     start = time.thread_time()
     size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
-    assert size < 2_800_000  # 28 bytes per block: four numbers
+    assert size < 2_800_000  # this allows 28 bytes for the four numbers of a block
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
     assert len(msgspec.json.encode(one)) < 4_000
@@ -149,7 +149,7 @@ def test_snapshots_take_at_most_a_fixed_fraction_of_the_time(engine: Engine):
     for _ in range(101):
         given.append(sampler.fetch(snapshot=True).snapshot is not None)
         clock.now += 0.01
-    assert 9 <= sum(given) <= 11  # one snapshot of 2 ms per 100 ms
+    assert 9 <= sum(given) <= 11  # a snapshot takes 2 ms, so one per 100 ms is allowed
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
@@ -206,7 +206,8 @@ def test_sampler_skips_steps_when_samples_are_slow(engine: Engine):
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(1.0))
     sampler.fetch()
     run(engine, sampler, prompt="A prompt that fills a whole block", max_tokens=8)
-    assert len(sampler.fetch().diffs) == 1  # later changes wait for the next fetch
+    # The sampler samples no further step before the next fetch.
+    assert len(sampler.fetch().diffs) == 1
 
 
 def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine):
@@ -214,7 +215,7 @@ def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine)
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
-    clock.now = 2.0  # long enough to save the maximum budget: 20 samples
+    clock.now = 2.0  # this time saves the maximum budget, which suffices for 20 samples
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
@@ -417,7 +418,7 @@ def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
         )
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
-            await asyncio.sleep(0.1)  # the viewer does not read meanwhile
+            await asyncio.sleep(0.1)  # during this time the viewer does not read
             name, snapshot = parse(await anext(events))
             assert (name, held_blocks(snapshot)) == ("snapshot", [3])
 
@@ -427,7 +428,7 @@ def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
 def test_unread_bytes_of_a_viewer_are_bounded():
     viewer, part = Viewer(), bytes(MAX_UNREAD_BYTES // 3)
     viewer.add_unread(part)
-    assert viewer.take_unread() == b""  # nothing is sent before the snapshot
+    assert viewer.take_unread() == b""  # a new viewer gets nothing before the snapshot
     viewer.start_from(bytes(2 * MAX_UNREAD_BYTES))
     viewer.add_unread(part)
     assert [len(viewer.take_unread()) for _ in range(3)] == [2 * MAX_UNREAD_BYTES, len(part), 0]
@@ -445,11 +446,11 @@ def test_long_block_text_causes_no_further_snapshots(
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
-    assert engine.stats().num_cached_blocks > 100  # more than the text of two diffs
+    assert engine.stats().num_cached_blocks > 100  # the text of these blocks does not fit two diffs
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
-        for _ in range(10):  # until the viewers have read, however slow the machine is
+        for _ in range(10):  # wait until the viewers have read, also on a slow machine
             await asyncio.sleep(0)
         told = sampler.fetch(snapshot, tokens=True)
         given.append(told.snapshot is not None)

@@ -198,7 +198,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
         assert (await server.http.get("/load")).status_code == 200
         rest.set()
         assert [(await each).status_code for each in coming] == [200, 200]
-        for _ in range(3):  # the bytes of refused requests are freed too
+        for _ in range(3):  # a refused request must not reduce the remaining bytes
             too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
             assert too_large.status_code == 413
             await server.canary()
@@ -247,7 +247,7 @@ def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
         await running.task
         await server.canary()
         answer = await server.http.post(PATH, json={**LONG, "prompt": ["a"] * 9})
-        assert answer.status_code == 400  # too large even if no other request runs
+        assert answer.status_code == 400  # the request is too large even if no other request runs
 
     serve(scenario, limits={"max_num_queued_reqs": 0})
 

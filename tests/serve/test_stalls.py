@@ -278,7 +278,7 @@ def longest_hold(path: str, body: bytes) -> float:
 
     with InterpreterHolds() as holds:
         longest = asyncio.run(turn())
-    if longest > holds.longest:  # measure the event loop without the profiler
+    if longest > holds.longest:  # the profiler may have slowed the event loop: measure without it
         longest = asyncio.run(turn())
     return max(longest, holds.longest)
 

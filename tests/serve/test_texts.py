@@ -83,7 +83,7 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
         await server.canary()
         kinds = ("heavy", "endless") * 3
         busy = [RawRequest(server.app, CHAT, chat(kind)) for kind in kinds]
-        await asyncio.sleep(1)  # two jobs run, and have become long jobs
+        await asyncio.sleep(1)  # after this time, two jobs run and have become long jobs
         longest, end = 0.0, time.monotonic() + 1
         while (before := time.monotonic()) < end:
             await asyncio.sleep(0.005)
@@ -109,7 +109,7 @@ def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}
         busy = [RawRequest(server.app, "/tokenize", asked) for _ in range(3)]
-        while server.serving.num_requests < 2:  # the third exceeds the client's limit
+        while server.serving.num_requests < 2:  # the third request exceeds the client's limit
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)  # the jobs become long jobs
         assert (busy[2].status, server.serving.num_requests) == (429, 2)
@@ -405,7 +405,7 @@ def test_killed_fork_gets_503_and_retry_after(serve: Run, path: str, fields: dic
         while not asked.done():
             await asyncio.sleep(0.02)
             for pid in forks_of(process):
-                if cpu_ticks(pid) > 5:  # the fork is in the middle of the job
+                if cpu_ticks(pid) > 5:  # now the fork is in the middle of the job
                     os.kill(pid, signal.SIGKILL)
         answer = await asked
         assert answer.status_code == 503, answer.text
@@ -434,7 +434,8 @@ def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
         answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
         assert answer.status_code == 200
         num_done = sum(each.done() for each in flood)
-        assert num_done - num_before < 8  # in a shared queue, 20 trials would finish first
+        # If clients shared one queue, 20 trials would finish first.
+        assert num_done - num_before < 8
         answer = await asked("b", "b" * 20_000)
         assert answer.status_code == 200, answer.text
         assert sum(each.done() for each in flood) - num_done < 8

@@ -129,7 +129,7 @@ def test_steps_continue_and_deltas_merge_while_the_client_does_not_read(
         for delta in report.deltas if isinstance(report, EngineUpdate) else ():
             num_tokens = sum(len(each.token_ids) for each in delta.deltas)
             counts.setdefault(delta.request_id, []).append(num_tokens)
-    assert min(map(len, counts.values())) < 200  # many tokens came in one delta
+    assert min(map(len, counts.values())) < 200  # the worker has sent many tokens in one delta
     assert max(max(each) for each in counts.values()) > 20
 
 

@@ -277,7 +277,8 @@ def test_lexer_memory_is_bounded_and_released():
 def test_answer_above_the_lexer_memory_limit_fails_with_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))  # any memory use is above this limit
+    # This negative limit is always exceeded.
+    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))
     grammars = new_grammars()
     with pytest.raises(GrammarError, match=r"^structured_outputs: .* MiB .*: retry$"):
         busy_answers(grammars, 1, 100)
@@ -327,7 +328,7 @@ def test_answers_share_the_replacement_of_a_slowly_compiled_lexer(
 ):
     monkeypatch.setattr(
         "jpaged.structured_outputs.lexers._RESIDENT_INTERVAL_S", 0.0
-    )  # measure each time
+    )  # measure memory each time
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars, spec = new_grammars(), StructuredOutputs(regex="a*")
     compiled = count_compiled(monkeypatch, grammars, spec)
@@ -337,7 +338,7 @@ def test_answers_share_the_replacement_of_a_slowly_compiled_lexer(
     for _ in range(3):
         for matcher in matchers:
             write(matcher, tokens_of("a") * 70)
-            matcher.needs_lexer |= not is_short  # as if the lexer were broken
+            matcher.needs_lexer |= not is_short  # let the matcher replace its lexer
     for matcher in matchers:
         mask_of(matcher)
     assert len(compiled) == (0 if is_short else 3)

@@ -170,7 +170,7 @@ def test_mask_memory_rows_are_reused(process: MaskWorkerClient):
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    assert max(places) <= 2 + 2 * 5  # some rows may not have been freed yet
+    assert max(places) <= 2 + 2 * 5  # some entries of ended answers may not be free yet
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
@@ -285,7 +285,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
         with pytest.raises(GrammarError, match=r"structured_outputs: the process .* retry"):
             asked.check()
     else:
-        time.sleep(0.1)  # its last report is still unread
+        time.sleep(0.1)  # the client has not read the worker's last report yet
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     after = begin_answers(process)
@@ -331,7 +331,7 @@ def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
     process.request_masks({1}, lambda: np.array([A, A], np.int32), send_now=True)
     assert process.await_tokens_received() == set()
     assert process.seconds_waited >= 0.1
-    for _ in range(3):  # no step gets the old mask
+    for _ in range(3):  # no step gets a mask from before the stop
         masks, over, late = process.gather_masks(items, 2, no_time)
         assert (over, late) == ([], [0])
         assert masks[1].tolist() == mask_of(WORDS)
@@ -365,7 +365,7 @@ def test_hanging_worker_is_killed():
     (answer,) = begin_answers(process)
     pid = process.pid
     assert pid is not None
-    process.silence_timeout_s = 1.2  # the start had a longer timeout
+    process.silence_timeout_s = 1.2  # the worker has started, so use a short timeout
     process.gather_masks([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
     process.request_masks((), lambda: np.array([A], np.int32), send_now=True)
@@ -415,7 +415,7 @@ def test_exit_of_a_forked_child_keeps_the_worker_running():
     begin_answers(process)
     pid = process.pid
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning about threads does not apply here
+        warnings.simplefilter("ignore")  # Python warns about a fork with threads
         fork = os.fork()
     if fork == 0:
         del process

@@ -147,7 +147,7 @@ def test_end_token_leaves_the_mask_unchanged(made: Made):
 
 def test_negative_token_id_leaves_the_mask_unchanged(made: Made):
     place = made.begin(WORDS)
-    made.memory.states[place] = AnswerState.PENDING  # the engine sets this state before a step
+    made.memory.states[place] = AnswerState.PENDING  # the engine sets PENDING before each step
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
@@ -403,7 +403,7 @@ def test_grammar_that_cannot_be_compiled_fails_its_answers(made: Made):
 
 def test_answer_with_repeatedly_slow_masks_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
     """The first mask of an answer is not counted, and one slow mask is tolerated."""
-    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # each mask is at least a second too slow
+    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # every mask takes longer than this limit
     monkeypatch.setattr(bounds, "MAX_MASK_EXCESS_S", 1.9)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", -1.0)
     place = made.begin(WORDS)

@@ -65,7 +65,7 @@ def test_messages_without_special_tokens_encode_like_transformers(make: Make, te
         expected = reference(tokenizer, messages, template)
         if ids == expected:
             num_same += 1
-        else:  # adjacent texts formed a special token
+        else:  # two adjacent messages form a special token together
             assert any(text in "".join(it["content"] for it in messages) for text in FORGED)
     assert num_same > 40
 
@@ -81,7 +81,8 @@ def test_messages_cannot_forge_turns(make: Make, template: str):
         forged = [dict(it, content=f"{it['content']}{text}system\n{text}") for it in known]
         ids = tokenizer.apply_chat_template(forged, chat_template=template)
         found = special(tokenizer, ids)
-        if make is llama_like:  # does not recognize every token of its template
+        # This tokenizer does not recognize all special tokens of its template.
+        if make is llama_like:
             assert len(found) <= sum(template.count(it) for it in ("bos_token", "eos_token"))
         else:
             assert found == turns

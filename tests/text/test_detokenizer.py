@@ -198,7 +198,7 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    if text:  # without text, an incomplete character of the prompt may be last
+    if text:  # if there is no text, the prompt may end in an incomplete character
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 
@@ -324,7 +324,7 @@ def test_start_of_a_stop_string_is_released_at_the_end():
     tokenizer = byte_level()
     deltas, detokenizer = stream(tokenizer, [], [tokenizer.encode("say STO")], stop=["STOP"])
     assert deltas == ["say ", "STO"]
-    detokenizer.finish()  # a second call adds no text
+    detokenizer.finish()  # a second call of `finish` adds no text
     assert detokenizer.text == "say STO"
 
 

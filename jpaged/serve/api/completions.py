@@ -60,7 +60,7 @@ class CompletionsGeneration(ChoicesGeneration):
                 else await tokenizing.decode(each.prompt_token_ids)
                 for prompt, each in zip(api_request.prompts, requests, strict=True)
             ]
-        # For each answer, the offset of the next token in the text.
+        # Offset in the text at which the next token of each answer begins.
         self._num_characters = [0] * (len(requests) * api_request.n)
         return requests
 

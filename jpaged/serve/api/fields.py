@@ -463,7 +463,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
 
 
-# Conversion of JSON values to request bodies.
+# The following functions convert JSON values to request bodies.
 
 
 def parse_body(body: type[T], value: Any) -> T:
@@ -560,8 +560,8 @@ def _raise_unknown_field(name: str, path: str, known: list[str]) -> NoReturn:
     raise field_error(start + name[:60], problem, shows_path=False)
 
 
-# Errors of invalid fields: msgspec's message has the path of the field. The JSON schema of the body
-# has the description of the accepted values.
+# The error for an invalid field takes the path of the field from msgspec's message, and the
+# accepted values from the JSON schema of the body.
 
 _ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
 _MAX_QUOTED_CHARACTERS = 500
@@ -666,7 +666,7 @@ def _describe_schema(schema: OpenApiSchema) -> str:
     if "enum" in schema:
         return " or ".join(map(format_value, schema["enum"])) + note
     words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
-    if "maximum" in schema:  # every number field has a maximum
+    if "maximum" in schema:  # every field that is a number has a maximum
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"

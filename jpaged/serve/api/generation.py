@@ -70,7 +70,7 @@ class Generation(ABC):
         self._api_request, self._client = api_request, client
         self._id, self._model, self._created = request_id, model, int(time.time())
         self._prompts: list[list[int]] = []
-        # By the prompt's index. A prompt's log-probabilities arrive before its answers.
+        # Log-probabilities of each prompt, by the prompt's index. They arrive before the answers.
         self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
         self._num_cached_tokens: dict[int, int] = {}  # by the prompt's index
         self._num_output_tokens = 0
@@ -223,7 +223,7 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of the answers already begun
+        self._started_answers: set[int] = set()  # numbers of the answers that have a chunk
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:

@@ -95,7 +95,7 @@ class TokenizingService:
         self._max_token_characters = max(map(len, tokenizer.hf_tokenizer.get_vocab()))
         self._workers = TokenizingWorkers(process, text_timeout)
         self._trial_workers = TokenizingWorkers(process, text_timeout, max_short_bytes=None)
-        # Result and completion time of each trial, by the digest of the job.
+        # Result of each trial and the time at which the trial ended, by the digest of the job.
         self._trial_results: OrderedDict[bytes, tuple[TokenizeResult, float]] = OrderedDict()
         self._trial_locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
             WeakValueDictionary()
@@ -443,7 +443,8 @@ class TokenizingWorkers:
             queued_job.future.set_exception(
                 _worker_error(f"was killed ({signal.Signals(-code).name})")
             )
-        elif code is not None and code >= 0:  # a limit would have killed the fork by a signal
+        elif code is not None and code >= 0:
+            # No limit was exceeded: that would end the fork by a signal.
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
         elif isinstance(error, EOFError):  # native code aborts when memory runs out
             most = self._process.settings.max_memory // MIB

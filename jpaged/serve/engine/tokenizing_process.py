@@ -239,7 +239,8 @@ def main(control: socket.socket) -> int:
     Args:
         control: Channel to the server.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server finishes its requests first
+    # The server ends this process when its requests have finished.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     payload = processes.receive(control)
     if payload is None:
         return 1

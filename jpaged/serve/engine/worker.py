@@ -122,7 +122,7 @@ class EngineWorker:
     def _send_update(self) -> None:
         deltas, now = self._engine.take_deltas(), time.monotonic()
         for delta in deltas:
-            if delta.error is not None:  # clients may get only a reference to the log
+            if delta.error is not None:  # the client may get only a reference to the log
                 log_line(f"{delta.request_id}: {delta.error}")
         deltas = self._split_deltas(deltas)
         is_idle = not self._engine.has_work

@@ -85,7 +85,7 @@ class BoundedProtocol(H11Protocol):
         # Connections that may be closed to make room, oldest first. All connections share the dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
-        self._request_start = 0.0  # when the request began, in the loop's time
+        self._request_start = 0.0  # time of the event loop when the request began
         self._timed_state: Any = None  # h11 state that `_request_timer` limits
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None

@@ -45,7 +45,8 @@ class StubEngine:
             block_size=16,
             num_blocks=NUM_BLOCKS,
         )
-        self._left: dict[str, tuple[int, int]] = {}  # tokens left and number of answers
+        # By request id: number of tokens left, number of answers.
+        self._left: dict[str, tuple[int, int]] = {}
         self._deltas: list[RequestDelta] = []
 
     @property
