@@ -198,7 +198,7 @@ def test_jpaged_alone_prints_five_lines_of_help(
 
 
 @pytest.mark.parametrize(("word", "command"), [("serv", "serve"), ("docter", "doctor")])
-def test_mistyped_command_gets_one_line_with_the_right_word(
+def test_error_for_a_mistyped_command_suggests_the_command(
     word: str, command: str, capsys: pytest.CaptureFixture[str]
 ):
     assert exit_code(word, "--port", "1") == 2

@@ -377,7 +377,8 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
-_DEFAULT_MAX_VALUE = 2**30  # positions and token ids are 32-bit integers
+# The default limit is lower than 2**31, because positions and token ids are 32-bit integers.
+_DEFAULT_MAX_VALUE = 2**30
 
 # Fields that change the computation of some models, with the values that do not change it.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

@@ -179,7 +179,7 @@ class ModelPlan:
     def _shard_slices(
         self, path: str, shard_shape: tuple[int, ...], device_index: int
     ) -> list[ShardSlice]:
-        """Return the boxes of the unsharded parameter that a device holds."""
+        """Return the parts of the unsharded parameter that are in a device's shard."""
         count = 1 if self.mesh is None else self.mesh.size
         unsharded_shape, parts = self._unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")

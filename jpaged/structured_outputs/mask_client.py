@@ -178,7 +178,8 @@ class MaskWorkerClient:
         self.seconds_waited = 0.0
         self._is_stalled = False  # the worker let a step time out and is silent since then
         self._memory: Any = None  # a MaskMemory; None before the first grammar
-        self._worker: Any = None  # a _WorkerProcess, or None while no worker runs
+        # A _WorkerProcess, or None while no worker runs.
+        self._worker: Any = None
         # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
         # indices in that range.
         self._num_used_indices, self._free_indices = 1, list[int]()
@@ -190,7 +191,8 @@ class MaskWorkerClient:
         self._pending_answers: Sequence[Answer] = ()
         self._pending_indices: Any = None  # int32 [n]: memory indices of `_pending_answers`
         self._unsent_message: Callable[[], bytes] | None = None
-        self._num_steps_sent = 0  # number of steps whose tokens were sent
+        # Number of steps whose tokens were sent to the worker.
+        self._num_steps_sent = 0
         # Seconds without a report while an answer was pending, and the time of the last check.
         self._silent_s = self._polled_at = 0.0
         self._buffer = np.zeros((0, 0), np.int32)
@@ -564,8 +566,9 @@ def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None
         while (message := queue.get()) is not None:
             try:
                 sock.sendall(message())
-            except OSError:  # the worker has ended: `_read_notifications` notices it
-                # A message may be incomplete, so nothing may follow it.
+            except OSError:
+                # The worker has ended, which `_read_notifications` notices. The last message may be
+                # incomplete, so no other message may follow it.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             message = None  # release the step's arrays while the thread waits

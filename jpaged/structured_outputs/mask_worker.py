@@ -123,10 +123,13 @@ class MaskJob(msgspec.Struct, frozen=True):
 class MaskMessageKind(IntEnum):
     """Kind of a message to the mask worker."""
 
-    BEGIN = 0  # a `MaskJob` in JSON; in the first message, the `MaskWorkerSettings`
-    # int32: memory indices of answers, their rows in a step, the tokens of all rows (-1 for none).
+    # The content is a `MaskJob` in JSON, or `MaskWorkerSettings` in the first message.
+    BEGIN = 0
+    # The content is int32: memory indices of answers, their rows in a step, and the tokens of all
+    # rows (-1 for no token).
     TOKENS = 1
-    END = 2  # int32: memory indices of answers that are over
+    # The content is int32: memory indices of answers that are over.
+    END = 2
 
 
 class AnswerState(IntEnum):
@@ -620,7 +623,7 @@ def main(sock: socket.socket, fd: str) -> None:
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine handles it, and may drain first
-    exit_with_parent(sock)  # watches from a thread, because libraries may block this one
+    exit_with_parent(sock)  # uses a thread, because libraries may block this one
     sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
     with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")

@@ -156,7 +156,8 @@ class Matcher:
         self.mask_timing = grammar.mask_timing
         self.needs_lexer = False
         self._consumed: list[int] = []
-        self._num_lexers = 0  # lexers that the answer has used so far
+        # Number of lexers that the answer has used so far.
+        self._num_lexers = 0
         # `len(_consumed)` when the matcher got its private lexer; None with a shared lexer.
         self._private_since: int | None = None
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))

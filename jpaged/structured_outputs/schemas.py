@@ -345,7 +345,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Schemas that apply to one value together
+# The following functions check schemas that apply to one value together.
 
 
 def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
@@ -457,7 +457,7 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
     yield from schema.get(keyword, ())
 
 
-# Schemas that no finite value matches
+# The following code finds schemas that no finite value matches.
 
 
 DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})

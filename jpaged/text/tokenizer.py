@@ -313,7 +313,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _has_start_marker(self) -> bool:
-        """Whether the tokens of a text at the start of a prompt differ from those elsewhere."""
+        """Whether a text has other tokens at the start of a prompt than inside a prompt."""
         token_text = self.hf_tokenizer.convert_ids_to_tokens
         prefixed = [self._encode(f"{token_text(i)}a", False) for i in sorted(self._control_ids)[:1]]
         return any(ids[1:] != self._encode("a", False) for ids in prefixed)

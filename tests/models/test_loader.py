@@ -216,7 +216,9 @@ def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypat
         ("embed", r"missing parameters \(1\): embedding \(comes from a tensor that no rule"),
     ],
 )
-def test_rules_that_miss_a_parameter_are_refused(tmp_path, monkeypatch, source, complaint):
+def test_weight_rules_that_leave_a_parameter_unfilled_are_refused(
+    tmp_path, monkeypatch, source, complaint
+):
     use_rules(monkeypatch, [rule for rule in model_rules().rules if rule.source != source])
     save(tmp_path, without(source))
     with pytest.raises(CheckpointError, match=complaint):

@@ -86,7 +86,7 @@ class Server:
 
 
 class Servers:
-    """Servers that `start` starts in the running event loop, and `end` ends."""
+    """Start servers in the running event loop with `start`, and stop all of them with `end`."""
 
     def __init__(self) -> None:
         self.started: list[Server] = []

@@ -125,7 +125,7 @@ def test_sigterm_during_startup_exits_cleanly(tmp_path: Path):
 
 
 def test_sigterm_stops_the_server_with_a_closed_stderr_pipe(compilation_cache: Path):
-    """`python -m jpaged.serve 2>&1 | head` closes the pipe in this way."""
+    """In `python -m jpaged.serve 2>&1 | head`, `head` closes the server's stderr."""
     command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
     command += ["--compilation-cache-dir", str(compilation_cache)]
     with subprocess.Popen(

@@ -323,7 +323,7 @@ def count_compiled(
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_answers_share_the_replacement_of_a_slowly_compiled_lexer(
+def test_answers_share_one_new_lexer_if_the_grammar_compiles_slowly(
     monkeypatch: pytest.MonkeyPatch, is_short: bool
 ):
     monkeypatch.setattr(

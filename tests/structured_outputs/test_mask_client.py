@@ -163,7 +163,7 @@ def test_client_releases_the_arrays_of_a_step(process: MaskWorkerClient):
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_mask_memory_rows_are_reused(process: MaskWorkerClient):
+def test_entries_of_the_mask_memory_are_reused(process: MaskWorkerClient):
     kept = begin_answers(process, WORDS, 2)
     for _ in range(20):
         answers = begin_answers(process, WORDS, 5)
@@ -209,7 +209,7 @@ def test_every_spec_kind_reaches_the_worker_unchanged(process: MaskWorkerClient)
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process has ended, including a zombie."""
+    """Return whether a process has ended. A zombie process counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -301,7 +301,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
     assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
-def test_rows_released_while_the_worker_was_stopped_are_reused():
+def test_entries_freed_while_the_worker_was_stopped_are_reused():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     answers = begin_answers(process, WORDS, 3)
     pid = process.pid

@@ -123,7 +123,7 @@ def test_schema_reached_by_exponentially_many_references_compiles():
     assert not accepts(spec, "null")
 
 
-def test_one_of_behind_a_long_reference_chain_is_rejected_with_a_message():
+def test_one_of_after_a_long_chain_of_references_is_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
     schema = {
         "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],

@@ -237,7 +237,7 @@ def test_enforceable_schema_is_accepted(schema: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_too_expensive_spec_is_rejected_by_a_bound(name: str):
+def test_too_expensive_spec_is_rejected_by_a_limit(name: str):
     spec, _, message = HOSTILE[name]
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}"):
         StructuredOutputs(**spec)

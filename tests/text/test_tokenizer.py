@@ -222,7 +222,7 @@ def test_tokenizer_without_a_chat_template_is_rejected():
         metaspace().apply_chat_template([USER])
 
 
-def test_failing_chat_template_is_a_value_error():
+def test_failing_chat_template_raises_value_error():
     with pytest.raises(ValueError, match="template refused the messages: no such role"):
         byte_level().apply_chat_template([{"role": "forbidden", "content": "x"}])
     with pytest.raises(ValueError, match="template refused the messages"):
@@ -251,7 +251,7 @@ def test_malformed_messages_are_rejected(messages: object, error: type[Exception
         check_messages(messages)
 
 
-def test_a_tool_call_needs_no_content():
+def test_message_with_tool_calls_may_lack_content():
     check_messages([{"role": "assistant", "content": None, "tool_calls": [{}]}])
     check_messages([{"role": "assistant", "tool_calls": [{}]}])
 

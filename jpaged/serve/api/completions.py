@@ -77,7 +77,10 @@ class CompletionsGeneration(ChoicesGeneration):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether many tokens arrived, or the log-probabilities of a long echoed prompt."""
+        """Return whether a thread should encode the updates, because they have many tokens.
+
+        The log-probabilities of a long echoed prompt count too.
+        """
         api_request = self._api_request
         if super()._is_large(updates):
             return True

@@ -229,7 +229,7 @@ class Broadcast:
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Mark the task's exception as retrieved, or asyncio logs it if the task has no viewers."""
+    """Retrieve the task's exception, because asyncio logs an exception that nobody retrieves."""
     if not task.cancelled():
         task.exception()
 

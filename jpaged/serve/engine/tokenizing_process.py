@@ -260,7 +260,7 @@ def main(control: socket.socket) -> int:
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)  # a fork that has ended keeps its exit code
+                    os.kill(pid, signal.SIGKILL)  # no effect on a fork that has ended
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
                     with socket.socket(fileno=file) as reply_socket, suppress(OSError):
