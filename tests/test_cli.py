@@ -299,7 +299,7 @@ def test_stats_option_prints_singular_nouns_after_one(
 
 
 @pytest.mark.parametrize("options", [SamplingParams, EngineConfig, ServeConfig, Limits])
-def test_help_texts_begin_a_sentence(options: type[Options]):
+def test_help_text_of_an_option_does_not_begin_with_a_conjunction(options: type[Options]):
     for name, (_, option) in declared_options(options).items():
         first = option.help.partition(" ")[0]
         continuing = {"or", "and", "of", "to", "for", "until", "that", "without", "taken"}

@@ -69,7 +69,7 @@ def resolved(
         ("swap_space", float("inf"), "swap_space=inf is out of range"),
     ],
 )
-def test_invalid_option_is_refused_by_name(option: str, value: object, message: str):
+def test_error_for_an_invalid_option_names_the_option(option: str, value: object, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
@@ -94,7 +94,7 @@ def test_boolean_option_refuses_a_number(option: str):
         EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]
 
 
-def test_limits_default_to_those_of_the_device():
+def test_default_limits_depend_on_the_device():
     config = resolved()
     assert config.max_num_seqs == CPU_DEFAULTS.max_num_seqs
     assert config.max_num_batched_tokens == CPU_DEFAULTS.max_num_batched_tokens
@@ -159,7 +159,9 @@ def test_default_limits_fit_the_pool_and_the_given_limits():
     ("mode", "space", "expected"),
     [("recompute", 0.25, 0), ("swap", 0.25, 16), ("auto", 0.25, 16), ("swap", 0.5, 19)],
 )
-def test_host_blocks_fit_swap_space_and_pool(mode: str, space: float, expected: int):
+def test_number_of_host_blocks_is_limited_by_swap_space_and_pool(
+    mode: str, space: float, expected: int
+):
     config = EngineConfig(preemption_mode=mode, swap_space=space)
     assert with_swap(resolved(20), config, 16 * 2**20).num_host_blocks == expected
 

@@ -28,7 +28,7 @@ def test_outputs_are_frozen():
         TextDelta("x").text = "y"  # type: ignore[misc]
 
 
-def test_stats_compute_usage_and_waste():
+def test_engine_stats_compute_usage_and_waste_of_the_pool():
     stats = EngineStats(
         block_size=16, num_blocks=10, num_free_blocks=6, peak_used_blocks=5, num_waste_slots=8
     )

@@ -238,7 +238,7 @@ def test_ending_ids_include_the_models_eos_unless_ignored():
     assert ignoring.first_forbidden_ids((2,)) == {5}
 
 
-def test_options_that_forbid_all_given_tokens_are_named():
+def test_names_of_options_that_forbid_all_given_tokens_are_returned():
     params = SamplingParams(min_tokens=3, allowed_token_ids=[1, 2, 3], stop_token_ids=[1])
     assert params.names_that_forbid_all([1, 2], 0, ()) == []
     assert params.names_that_forbid_all([4, 5], 9, ()) == ["allowed_token_ids"]

@@ -86,7 +86,7 @@ def test_large(): pass
 """
 
 
-def test_tiers_select_by_mark(run_pytest):
+def test_default_tier_skips_tests_marked_full(run_pytest):
     assert "1 passed, 1 deselected" in run_pytest(TWO)
     assert "1 passed" in run_pytest(TWO, test="/test_sample.py::test_large")
     assert "2 passed" in run_pytest(TWO, "--tier", "full")

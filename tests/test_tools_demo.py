@@ -249,7 +249,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
     return engines
 
 
-def test_demo_asks_its_questions_or_the_prompt(
+def test_tools_demo_asks_the_example_questions_or_the_prompt(
     made: list[ScriptedEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "stdin", None)

@@ -72,7 +72,7 @@ def test_memory_report_counts_slots_after_the_last_token_as_fragmented():
     assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 0, 16)
 
 
-def test_freed_full_blocks_are_cached():
+def test_block_map_shows_freed_full_blocks_as_cached():
     driver = driver_of(make_request("1", 6, max_tokens=1), num_blocks=5, digest="constant")
     driver.run()
     infos = block_map(driver.scheduler)

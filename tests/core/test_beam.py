@@ -168,7 +168,7 @@ def test_extreme_length_penalty_gives_finite_scores(length_penalty: float):
     assert [answer.output_token_ids[-1] for answer in search.hypotheses] == [5, 6]
 
 
-def test_search_copies_its_arguments():
+def test_beam_search_copies_its_arguments():
     ends = {END}
     options = {"length_penalty": np.float32(0.5), "end_token_ids": ends}
     search = BeamSearch(np.int64(2), **options)  # pyright: ignore[reportArgumentType]
@@ -185,7 +185,7 @@ def test_search_copies_its_arguments():
         ("early_stopping", ["always", "", None, 1, 0.0]),
     ],
 )
-def test_bad_option_is_refused(name: str, values: list):
+def test_invalid_beam_search_option_is_refused(name: str, values: list):
     for value in values:
         with pytest.raises(ValueError, match=rf"{name}={value!r} "):
             BeamSearch(**{"width": 2, name: value})

@@ -49,7 +49,7 @@ def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
 
 
-def test_search_forks_copies_and_prunes_beams():
+def test_search_forks_beams_copies_blocks_and_drops_beams():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
@@ -231,7 +231,7 @@ def test_nan_logits_end_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch
     assert answers(driver) == []
 
 
-def test_update_of_a_search_requires_candidates():
+def test_scheduler_update_of_a_beam_search_requires_candidates():
     driver = Driver(make_scheduler())
     add_search(driver)
     plan = the(driver.scheduler.schedule())

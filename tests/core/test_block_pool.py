@@ -84,7 +84,7 @@ def test_pool_of_only_the_null_block_is_refused():
         "pool.num_cached_blocks += 1",
     ],
 )
-def test_check_integrity_finds_damage(damage: str):
+def test_check_integrity_finds_a_damaged_block_pool(damage: str):
     pool = BlockPool(6)
     pool.allocate(1)
     pool.check_integrity()

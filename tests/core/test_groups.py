@@ -279,5 +279,5 @@ def test_no_request_joins_while_a_running_request_waits_for_blocks():
         ([[5, 1], [4, 1]], 0),
     ],
 )
-def test_common_prefix_length(texts: list[list[int]], expected: int):
+def test_common_prefix_length_of_several_sequences(texts: list[list[int]], expected: int):
     assert common_prefix_length([Sequence(0, text, 1) for text in texts]) == expected

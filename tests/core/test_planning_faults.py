@@ -61,7 +61,7 @@ class FaultyWork(Work):
         self.driver.step()
 
 
-def test_random_faults_in_planning():
+def test_random_faults_in_planning_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         try:

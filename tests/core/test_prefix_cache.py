@@ -222,7 +222,7 @@ def test_check_integrity_names_holders_of_a_wrong_block():
         "manager.pool.num_cached_blocks += 1",
     ],
 )
-def test_check_integrity_finds_damage(damage: str):
+def test_check_integrity_finds_a_damaged_prefix_cache(damage: str):
     manager = make_manager()
     sequence = join(manager, LETTERS[:12])
     manager.check_integrity([sequence])

@@ -188,7 +188,7 @@ def test_urgent_request_preempts_none_if_other_requests_would_lack_blocks():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_refusal_is_checked_again_when_the_cached_prefix_grows(lag: int):
+def test_refused_request_is_checked_again_when_its_cached_prefix_grows(lag: int):
     limits = {"num_blocks": 13, "block_size": 8, "max_num_seqs": 2, "max_model_len": 96}
     driver = make_driver(lag=lag, digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(9)]
@@ -203,7 +203,7 @@ def test_refusal_is_checked_again_when_the_cached_prefix_grows(lag: int):
     driver.run()
 
 
-def test_unpinned_blocks_count_as_free():
+def test_blocks_count_as_free_for_an_urgent_request_after_unpinning():
     limits = {"num_blocks": 21, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(16)]

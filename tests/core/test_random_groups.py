@@ -210,7 +210,7 @@ class Work:
 @pytest.mark.parametrize(
     ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
 )
-def test_random_groups_under_pressure(num_seeds: int, fewest: int):
+def test_random_groups_in_small_pools_get_the_expected_tokens(num_seeds: int, fewest: int):
     tally = Tally()
     for seed in range(num_seeds):
         try:

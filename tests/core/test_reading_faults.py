@@ -81,7 +81,7 @@ class FaultyWork(Work):
         return self.faulty
 
 
-def test_random_faults_in_reading():
+def test_random_faults_in_reading_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     num_lost = 0
     for seed in range(SEEDS):

@@ -190,7 +190,7 @@ def test_last_arrived_request_can_preempt_itself():
     driver.run()
 
 
-def test_request_waits_for_draining_blocks_instead_of_preempting():
+def test_request_waits_for_blocks_of_a_finished_request_instead_of_preempting():
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=1)
     stop = frozenset(range(11))
     driver.add(make_request("1", 7, max_tokens=5, stop_token_ids=stop, min_tokens=2))
@@ -225,7 +225,7 @@ def test_preempted_request_returns_with_all_its_tokens():
     assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
 
 
-def test_preempted_request_waits_until_its_pending_token_is_read():
+def test_preempted_request_waits_until_its_token_in_flight_is_read():
     driver = driver_of(*make_requests((7, 3), (1, 6)), lag=2, num_blocks=5, max_num_seqs=2)
     for _ in range(4):
         driver.step()

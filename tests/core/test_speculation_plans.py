@@ -62,14 +62,14 @@ def test_update_appends_several_tokens():
     assert shape(scheduler.schedule()) == [(1, 6, 1, True)]
 
 
-def test_row_without_token_is_computed_again():
+def test_row_that_returned_no_token_is_computed_again():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert read(scheduler, plan, [NO_DRAFT] * 4) == []
     assert shape(scheduler.schedule()) == [(1, 3, 1, True)]
 
 
-def test_row_without_a_token_after_a_draft_fails_its_request():
+def test_request_fails_if_its_logits_are_not_finite_after_a_draft():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     tokens = np.array([[1, NO_TOKEN, NO_DRAFT, NO_DRAFT]])

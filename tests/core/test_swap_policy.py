@@ -44,7 +44,7 @@ def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expe
     driver.run()
 
 
-def test_auto_preemption_counts_shared_tokens_once():
+def test_auto_preemption_counts_tokens_shared_by_samples_once():
     # The request has five tokens to recompute (three shared, and one per sample), or three blocks
     # to copy.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
@@ -63,13 +63,13 @@ def test_auto_preemption_counts_shared_tokens_once():
         ((PreemptionMode.AUTO, 4), "mode 'auto' needs costs"),
     ],
 )
-def test_bad_policies_are_refused(arguments: tuple, message: str):
+def test_invalid_preemption_policy_is_refused(arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
         PreemptionPolicy(*arguments)
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_complete_request_is_preempted_without_swapping_out(mode: PreemptionMode):
+def test_request_without_tokens_to_compute_is_preempted_without_a_swap(mode: PreemptionMode):
     policy = PreemptionPolicy(mode, num_host_blocks=20)
     requests = make_request("1", 2, max_tokens=6), make_request("2", 2, max_tokens=3)
     driver = driver_of(*requests, lag=1, num_blocks=5, block_size=2, pressure=policy)

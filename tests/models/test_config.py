@@ -89,7 +89,7 @@ def test_sliding_windows_equal_transformers_layer_types(name):
     assert windows_of(OLD_FILES[name]) == expected
 
 
-def test_config_fields_have_the_expected_values():
+def test_attention_sizes_and_norms_are_read_from_config_fields():
     assert windows_of(OLD_FILES["qwen2-window"]) == (None, None, 16)
     assert windows_of(OLD_FILES["mistral"]) == (16, 16, 16)
     llama3 = read_model_config(OLD_FILES["llama3-original"])
@@ -321,7 +321,7 @@ def test_fields_without_effect_are_accepted():
     assert read_model_config(LLAMA | harmless) == read_model_config(LLAMA)
 
 
-def test_registry_has_every_family():
+def test_every_supported_model_family_is_tested():
     tested = {case["model_type"] for case in CASES.values()} | {GEMMA3_IMAGES["model_type"]}
     assert tested == set(SUPPORTED_MODEL_TYPES)
     assert hash(read_model_config(QWEN3)) == hash(read_model_config(QWEN3))

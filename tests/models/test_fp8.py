@@ -152,7 +152,7 @@ def test_devices_cannot_split_a_block_of_weights_that_shares_a_scale(tmp_path, c
         read_model_config(read_config(tmp_path)).shard(count)
 
 
-def test_partial_scale_blocks_load_on_one_device(tmp_path):
+def test_weight_with_a_partial_scale_block_loads_on_one_device(tmp_path):
     made.compressed(random_model(**WIDE), tmp_path, "block", "group")
     config = replace(read_model_config(read_config(tmp_path)), num_heads=9, num_kv_heads=3)
     assert config.shard(1) is config

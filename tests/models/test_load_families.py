@@ -121,7 +121,7 @@ def test_kv_scales_come_from_the_checkpoint_or_are_one(
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_sharded_checkpoint_loads_every_value_once(tmp_path, name):
+def test_checkpoint_in_several_files_loads_every_value_once(tmp_path, name):
     values = make_checkpoint(tmp_path / "one", HF_CONFIGS[name])
     make_checkpoint(tmp_path / "many", HF_CONFIGS[name], max_shard_size="4KB")
     assert (tmp_path / "one/model.safetensors").exists()
@@ -251,7 +251,7 @@ EXPERT_1 = "model.layers.0.mlp.experts.1.up_proj.weight"
          r"parameters filled twice \(1\): layers.0.mlp.down"),
     ],
 )  # fmt: skip
-def test_wrong_experts_are_refused_before_a_weight_is_read(
+def test_wrong_expert_tensors_are_refused_before_weights_are_read(
     tmp_path, monkeypatch, change, complaint
 ):
     make_checkpoint(tmp_path, QWEN3_MOE)

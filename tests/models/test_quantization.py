@@ -90,7 +90,7 @@ def test_unquantized_checkpoint_is_quantized_only_on_request():
     assert set(formats(read(None, "fp8")).values()) == {FP8Format}
 
 
-def test_checkpoint_with_kv_scales_only_is_read():
+def test_quantization_config_with_only_kv_scales_is_read():
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
     for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {FP8Format})):

@@ -71,7 +71,7 @@ def test_shard_slices_split_the_axis_whose_local_size_differs():
     assert sharded_axis((6,), (6,)) is None
 
 
-def test_each_device_has_its_fused_qkv_rows():
+def test_each_device_holds_its_own_query_key_and_value_heads():
     parts = [(4, 2), (2, 1), (2, 1)]
     assert shard_slices((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
         ShardSlice((0, 2, 0), (0, 0, 0), (3, 2, 5)),
@@ -217,7 +217,7 @@ def test_sharded_embedding_clamps_ids_out_of_range():
     assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
 
 
-def test_number_of_experts_must_fit_expert_parallelism():
+def test_number_of_experts_that_devices_cannot_split_is_refused():
     config = read_model_config(LLAMA | MOE | {"num_experts": 6})
     with pytest.raises(ValueError, match="cannot split the model's num_experts=6; use 1 or 2"):
         replace(config, enable_expert_parallel=True).shard(8)

@@ -91,7 +91,7 @@ def run(code: str, url: str, folder: Path) -> str:
         for name in EXAMPLES
     ],
 )
-def test_library_example_and_program_run(library: str, url: str, tmp_path: Path):
+def test_docs_example_and_test_program_of_each_library_run(library: str, url: str, tmp_path: Path):
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         pytest.skip(f"{library} is not installed: it is in the extra `clients`")
     said = run(EXAMPLES[library] + "\n\n" + program_path(library).read_text(), url, tmp_path)

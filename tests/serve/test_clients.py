@@ -92,7 +92,7 @@ def test_openai_stream_helper_assembles_the_final_completion(client: openai.Open
     assert made.choices[0].message.content == "enots"
 
 
-def test_extra_body_fields_reach_the_sampler(client: openai.OpenAI):
+def test_vllm_fields_in_extra_body_reach_the_sampler(client: openai.OpenAI):
     made = client.completions.create(
         model=MODEL,
         prompt=QUESTION,

@@ -194,7 +194,7 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     serve(scenario)
 
 
-def test_logprobs_have_the_kept_mass_and_follow_the_mode(
+def test_logprobs_have_kept_mass_and_depend_on_logprobs_mode(
     serve: Run, engines: Callable[..., Engine]
 ):
     fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}
@@ -226,7 +226,9 @@ def test_logprobs_have_the_kept_mass_and_follow_the_mode(
 
 
 @pytest.mark.full
-def test_logits_are_clamped_and_cannot_rank_answers(serve: Run, engines: Callable[..., Engine]):
+def test_infinite_logits_are_clamped_and_best_of_with_logits_is_refused(
+    serve: Run, engines: Callable[..., Engine]
+):
     async def scenario(server: Server) -> None:
         fields = {"prompt": "ab", "max_tokens": 2, "logprobs": 5, "temperature": 1e-6}
         found = (await server.complete(**fields))["choices"][0]["logprobs"]

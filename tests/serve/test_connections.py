@@ -335,7 +335,7 @@ def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.Mon
     [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
     ids=["a body", "headers and a body"],
 )
-def test_header_and_body_timeouts_bound_a_slow_request(
+def test_slow_request_is_closed_at_the_header_or_body_timeout(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)

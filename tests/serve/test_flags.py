@@ -9,7 +9,7 @@ import pytest
 from jpaged.serve.options import Limits, build_parser, read_flags
 
 
-def test_no_flags_serve_the_embedded_model_on_localhost():
+def test_server_without_flags_serves_the_embedded_model_on_localhost():
     flags = read_flags([])
     assert (flags.serve.host, flags.serve.port) == ("127.0.0.1", 8000)
     assert flags.engine == {"verbose": True}

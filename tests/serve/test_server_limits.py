@@ -208,7 +208,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_body_counts_toward_the_limit_until_its_response_ends(serve: Run):
+def test_body_counts_toward_the_total_size_until_its_response_ends(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await running.read_some()

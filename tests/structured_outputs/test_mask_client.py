@@ -90,7 +90,7 @@ def test_each_row_gets_the_mask_of_its_answer(process: MaskWorkerClient, send_no
     assert masks.tolist() == [mask_of(spec, A, B), mask_of(WORDS, A), mask_of(spec, A, B)]
 
 
-def test_completed_and_failed_answers_are_reported_with_their_token(process: MaskWorkerClient):
+def test_answer_is_reported_as_complete_or_failed_after_its_last_token(process: MaskWorkerClient):
     stopped, failed, other = (
         *begin_answers(process, StructuredOutputs(choice=["a"]), 2),
         *begin_answers(process),

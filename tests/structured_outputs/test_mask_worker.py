@@ -307,7 +307,7 @@ def test_only_answers_of_an_ambiguous_grammar_are_marked_heavy(made: Made):
     assert not any(answers[it].is_heavy for it in others)
 
 
-def test_mask_row_is_freed_when_no_thread_writes_to_it(
+def test_entry_of_an_answer_is_freed_only_when_no_thread_writes_to_it(
     made: Made, held_matchers: tuple[list[Matcher], threading.Event]
 ):
     slow, goes_on = held_matchers
@@ -321,7 +321,7 @@ def test_mask_row_is_freed_when_no_thread_writes_to_it(
     assert made.settled(place) == AnswerState.FREE
 
 
-def test_answer_removed_while_compiling_frees_its_row_afterwards(made: Made):
+def test_answer_removed_during_compilation_frees_its_entry_afterwards(made: Made):
     compiled: Future[list[Matcher]] = Future()
     made.memory.states[7] = AnswerState.PENDING
     made.maker.add_answers([7], compiled)

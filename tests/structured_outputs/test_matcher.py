@@ -165,7 +165,7 @@ def test_masked_answers_match_regex_choice_and_grammar(spec: dict[str, Any], pat
         assert all(re.fullmatch(pattern, text or "") for text in texts)
 
 
-def test_json_object_accepts_any_object_only():
+def test_json_object_accepts_only_json_objects():
     spec = StructuredOutputs(json_object=True)
     assert accepts(spec, '{"a": [1, {"b": null}]}')
     assert not accepts(spec, "[1]")

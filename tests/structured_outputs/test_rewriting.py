@@ -97,12 +97,12 @@ def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
         [record("a", 1) | {"type": ["object", "null"]}, record("a", 2) | {"type": "null"}],
     ],
 )
-def test_overlapping_one_of_cases_are_rejected_with_advice(cases: list[Any]):
+def test_error_for_overlapping_one_of_cases_says_what_to_do(cases: list[Any]):
     with pytest.raises(GrammarError, match=r"two cases of oneOf may allow the same value: use"):
         GRAMMARS.compile(StructuredOutputs(json={"oneOf": cases}))
 
 
-def test_maximum_number_of_choices_works():
+def test_spec_with_the_maximum_number_of_choices_compiles():
     spec = StructuredOutputs(choice=[f"choice {i}" for i in range(1024)])
     assert accepts(spec, "choice 1023")
     assert accepts(spec, "choice 102")

@@ -385,7 +385,7 @@ def test_schemas_and_repetitions_inside_a_grammar_are_checked(grammar: str, mess
         StructuredOutputs(grammar=grammar)
 
 
-def test_spec_compares_by_value_and_survives_encoding():
+def test_spec_is_equal_after_encoding_and_decoding():
     spec = StructuredOutputs(choice=["a", "b", "a"])
     assert spec.choice == ("a", "b")
     assert {spec: 1}[StructuredOutputs(choice=("a", "b"))] == 1
