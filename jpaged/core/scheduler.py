@@ -88,7 +88,8 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._preempted: list[str] = []  # ids of requests preempted since the last plan
+        # Ids of requests that were preempted since the last plan.
+        self._preempted: list[str] = []
         # Requests that failed since the last plan or update.
         self._failed: list[tuple[Request, Exception]] = []
 

@@ -213,8 +213,8 @@ class BatchInvariantFormat(UnquantizedFormat):
 
     @override
     def dense_weight(self) -> None:
-        # The kernel that fuses a whole layer may add products in another order if the number of
-        # rows changes. Returning None disables it.
+        # Return None to disable the kernel that fuses a whole layer. If the number of rows changes,
+        # this kernel may add products in another order.
         return None
 
 

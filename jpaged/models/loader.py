@@ -656,7 +656,7 @@ def _write_to_shards(
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """Return the FP8 scale of each output of a slab.
+    """Return the FP8 scale of each output of a slab, which is a group of rows of a tensor.
 
     If the devices split the inputs, the scale covers the inputs of all devices.
     """

@@ -186,7 +186,7 @@ class LexerPool:
             return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `acquire` must compile a lexer of a grammar that compiles slowly."""
+        """Return whether `acquire` would compile a lexer, which takes long for this grammar."""
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:

@@ -177,7 +177,8 @@ class MaskWorkerClient:
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
         self._is_stalled = False  # the worker let a step time out and is silent since then
-        self._memory: Any = None  # a MaskMemory; None before the first grammar
+        # A MaskMemory, or None before the first grammar.
+        self._memory: Any = None
         # A _WorkerProcess, or None while no worker runs.
         self._worker: Any = None
         # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
@@ -424,7 +425,7 @@ class MaskWorkerClient:
         return worker
 
     def _allocate_indices(self, count: int) -> list[int]:
-        """Return the lowest `count` free memory indices, so that used memory is used again."""
+        """Return the lowest `count` free memory indices, so that few pages of memory are used."""
         ending, self._reported_ends = self._reported_ends, []
         for memory_index in ending:
             if self._memory.states[memory_index] == AnswerState.FREE:

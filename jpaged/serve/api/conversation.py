@@ -99,7 +99,7 @@ class FunctionCall(Body, frozen=True, kw_only=True):
 
 
 class ToolCall(Body, frozen=True, kw_only=True):
-    """A tool call in an assistant message, as an earlier answer contained it."""
+    """A tool call in an assistant message. Clients send back tool calls of earlier answers."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     function: FunctionCall

@@ -225,7 +225,7 @@ class BoundedProtocol(H11Protocol):
         self._raw_transport.abort()
 
     def _limit_stall(self, num_unread_before: float = float("inf")) -> None:
-        """Abort the connection if the client reads nothing of unread data for `--stall-timeout`."""
+        """Abort the connection if the client reads no waiting data for `--stall-timeout`."""
         self._stall_timer = _cancel_timer(self._stall_timer)
         num_unread = self._raw_transport.get_write_buffer_size()
         if num_unread >= num_unread_before:

@@ -122,7 +122,7 @@ class Lifecycle:
         """Start an engine process with `Engine(**options)`, and serve requests with it."""
         try:
             process = self._process = await EngineProcess.start(options)
-            if self._shutdown_task is not None:  # a signal came before the process existed
+            if self._shutdown_task is not None:  # a signal arrived before the process started
                 process.kill()
             await start_with_timeout(self._serving, process)
         except Exception as error:
