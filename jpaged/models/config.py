@@ -511,7 +511,7 @@ class ConfigFields:
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields as read because they do not change the computation."""
+        """Mark fields as read that do not change the computation, so that no error names them."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:

@@ -363,7 +363,7 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None, so that a step computes whole rows: it cannot split `logits`."""
+        """Return None, so that a step calls `logits`, which computes whole rows of logits."""
 
 
 StepModel = Decoder | JaxDecoder

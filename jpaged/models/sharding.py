@@ -217,7 +217,7 @@ def wrap_in_shard_map(
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A box of an unsharded array that one device holds in its shard.
+    """A box (rectangular part) of an unsharded array that is in one device's shard.
 
     Attributes:
         unsharded_start: Index of the box's first element in the unsharded array.
@@ -237,7 +237,7 @@ def shard_slices(
     count: int,
     parts: Sequence[tuple[int, int]] = (),
 ) -> list[ShardSlice]:
-    """Return the boxes of an unsharded array that one device holds.
+    """Return the boxes (rectangular parts) of an unsharded array that are in one device's shard.
 
     Args:
         unsharded_shape: Shape of the array on a single device.

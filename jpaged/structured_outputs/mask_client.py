@@ -110,7 +110,7 @@ class Answer:
 
 
 class Constraint:
-    """The grammar of a request, as the engine sees it.
+    """The grammar of a request, which the mask worker compiles.
 
     Attributes:
         answers: One `Answer` per sample of the request.

@@ -439,7 +439,7 @@ class MaskMaker:
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
     def _make_masks(self, answers: Sequence[_WorkerAnswer]) -> None:
-        """Make masks in one batch, except masks that may be slow: threads make these."""
+        """Make the masks of answers in one batch, but let threads make masks that may be slow."""
         quick = [it for it in answers if not it.needs_mask_thread]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.needs_mask_thread:

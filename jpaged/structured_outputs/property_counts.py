@@ -100,6 +100,6 @@ class PropertyCount:
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema that requires `names` and forbids every other name in `others`."""
+        """Return a schema that requires `names`, and forbids the names that only `others` has."""
         forbidden = {name: False for name in others if name not in names}
         return {"type": "object", "required": list(names), "properties": forbidden}

@@ -447,7 +447,7 @@ def _intersect_counts(
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """Yield the schemas of `allOf` and `$ref`: each value of the schema must match them too."""
+    """Yield the schemas of `allOf` and `$ref`, which every value of the schema must match too."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)

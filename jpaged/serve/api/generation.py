@@ -295,7 +295,7 @@ class ChoicesGeneration(Generation):
         return f"token_id:{token_id}" if as_id else self._tokenizing.token_text(token_id)
 
     def _format_prompt_logprobs(self, index: int) -> list[Any]:
-        """Return vLLM's `prompt_logprobs`: for each token its candidates by id, or None."""
+        """Return vLLM's `prompt_logprobs`: a dict of candidates per prompt token, or None."""
         return [
             candidates
             and {

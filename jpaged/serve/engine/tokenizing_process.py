@@ -141,7 +141,7 @@ class TokenizingProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the tokenizing process; also the group id of the processes it forks."""
+        """Process id of the tokenizing process, which is also the process group id of its forks."""
         return self._child.process.pid
 
     def wait_ready(self) -> None:

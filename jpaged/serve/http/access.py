@@ -151,7 +151,7 @@ def _digest(key: str) -> bytes:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether `name` is a loopback IP address; host names are never one."""
+    """Return whether `name` is a loopback IP address. The result is False for every host name."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
