@@ -164,7 +164,7 @@ class SpeculativeDevice(FakeDevice):
 
 
 class SpeculativeDriver(Driver):
-    """Drives a scheduler with speculation over the fake device."""
+    """A driver that runs a scheduler with speculative decoding on the fake device."""
 
     def __init__(
         self,

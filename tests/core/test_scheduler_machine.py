@@ -233,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data())
     def finish_sample(self, data: st.DataObject):
-        """End one sample, as after a stop string."""
+        """End one sample, as the engine does when a stop string is found."""
         scheduler = self.driver.scheduler
         requests = [r for r in scheduler.unfinished_requests if r.beam is None]
         sequence = data.draw(st.sampled_from([s for r in requests for s in r.live_sequences]))

@@ -208,7 +208,10 @@ def test_decode_rows_take_no_drafts_next_to_a_prompt():
 
 
 def test_watch_reports_a_cached_block_that_a_reservation_evicts():
-    """The trimmed block is first in the free queue, and the watch has never seen its table."""
+    """Reserve a cached block for drafts and free it again between two updates of the watch.
+
+    The block is then empty, although the watch has never seen it in a block table.
+    """
     scheduler = speculative_scheduler(max_model_len=20, digest="xxh3")
     read(scheduler, decoding(scheduler, "1", 7, max_tokens=2), [1, *[NO_DRAFT] * 3])
     plan, manager = decoding(scheduler, "2", 3, max_tokens=9), scheduler.block_manager
