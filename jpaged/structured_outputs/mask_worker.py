@@ -622,7 +622,7 @@ def main(sock: socket.socket, fd: str) -> None:
         fd: File descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine handles it, and may drain first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore SIGTERM, which the engine handles
     exit_with_parent(sock)  # uses a thread, because libraries may block this one
     sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
     with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
