@@ -1,6 +1,6 @@
-"""The sparse feed-forward: a router chooses experts, which compute the tokens that chose them.
+"""The sparse feed-forward: the weighted sum of the experts that a router chooses for each token.
 
-Shazeer et al. 2017, arXiv:1701.06538. Every chosen expert computes its tokens: no token is dropped.
+Shazeer et al. 2017, arXiv:1701.06538. An expert computes every token for which it was chosen.
 """
 
 from typing import NamedTuple, cast

@@ -129,13 +129,13 @@ class JaxModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens in `eos_token_ids`."""
+        """`eos_token_ids` as a tuple, also if the user passed one int or None."""
         eos = self.eos_token_ids
         return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     @property
     def pool_heads(self) -> LayerHeads:
-        """The KV heads of the pool's layers: the maxima of all layers."""
+        """The KV heads of every layer of the pool: the maxima over the model's layers."""
         return LayerHeads(max(_as_tuple(self.num_kv_heads)), max(_as_tuple(self.head_size)))
 
 
@@ -363,7 +363,7 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None, so that a step computes whole rows: it cannot split `logits`."""
+        """Return None, so that a step calls `logits`, which computes whole rows of logits."""
 
 
 StepModel = Decoder | JaxDecoder
@@ -377,7 +377,8 @@ class JaxModelPlan:
     Attributes:
         config: Sizes of the model and of its pool.
         dtype: Dtype of the hidden states.
-        abstract_model: The model. Unlike in a `ModelPlan`, its parameters are arrays: the user's.
+        abstract_model: The model with the user's arrays as parameters. (In a `ModelPlan`, this
+            field has shapes and dtypes instead of arrays.)
     """
 
     config: JaxModelSizes
@@ -585,7 +586,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
         with jax.checking_leaks():
             return jax.eval_shape(traced, *arguments)
     except Exception as error:
-        # JAX raises a TypeError for a result without arrays, and other types for a kept array.
+        # JAX raises TypeError if the function returns something other than arrays. Another error
+        # after the function has returned means that the function kept an array of its trace.
         if has_returned and not isinstance(error, TypeError):
             raise ValueError(
                 f"{name} keeps an array between calls, for example in functools.cache: compute it "
