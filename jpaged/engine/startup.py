@@ -28,6 +28,7 @@ from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
+from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -84,7 +85,7 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
-    jax_parameters: JaxParameters | None = None  # None for a checkpoint
+    parameters: ModelParameters | JaxParameters  # checks and writes new weights
 
 
 @contextmanager
@@ -303,7 +304,9 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
             _make_speculation(runtime),
         ),
         runner=runner,
-        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
+        parameters=plan.parameters
+        if isinstance(plan, JaxModelPlan)
+        else ModelParameters(plan, devices),
     )
 
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 from jpaged.errors import format_count
 from jpaged.models.attention import AttentionInputs, attend_paged
 from jpaged.models.decoder import Decoder
+from jpaged.models.live_weights import WriteFunction, check_all_finite
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, write_kv
 
@@ -424,12 +425,16 @@ class JaxParameters:
     shapes: Any
     device: Any
 
-    def decoder(self, params: Any) -> JaxDecoder:
-        """Check new parameters, and return the model with them.
+    def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
+        """Check new parameters, and return a function that returns them.
+
+        Args:
+            params: The parameters, which the engine uses without a copy.
+            check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
-            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The
-                message names the first such array.
+            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs, or
+                an array is not finite. The message names the first such array.
         """
         wanted, found = (
             {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -457,7 +462,14 @@ class JaxParameters:
                     f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
                     f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
                 )
-        return JaxDecoder(self.model, self.sizes, arrays)
+        named = {
+            f"params{jax.tree_util.keystr(path)}": leaf
+            for path, leaf in jax.tree.leaves_with_path(arrays)
+        }
+        if check_finite:
+            check_all_finite(named)
+        leaves = tuple(jax.tree.leaves(nnx.state(JaxDecoder(self.model, self.sizes, arrays))))
+        return lambda _: leaves
 
 
 def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
