@@ -66,9 +66,9 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of rows up to the last row that is not padding.
+        """Number of token rows, without the padding after the last row of a running sequence.
 
-        Rows of ended sequences before this row count.
+        Rows of finished sequences that come before that last row are counted too.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]
@@ -97,7 +97,8 @@ class AttentionInputs:
         return self
 
 
-# Cosine and sine of the rotation angle of each position and channel pair; half is H / 2.
+# Cosines and sines of the rotation angles: one row per token, and one column per pair of channels,
+# so `half` is H / 2.
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
@@ -118,7 +119,7 @@ def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
 def _mean_square(
     heads: Float32[Array, "T heads H"], *, batch_invariant: bool
 ) -> Float32[Array, "T 1 1"]:
-    """Return the mean square over the heads of each token."""
+    """Return for each token the mean of the squares of all numbers in the token's heads."""
 
     def compute(heads: Float32[Array, "T heads H"]) -> Float32[Array, "T 1 1"]:
         return jnp.mean(heads * heads, axis=(1, 2), keepdims=True)
@@ -370,7 +371,7 @@ class Attention(nnx.Module):
             for it in (q, k)
         ]
         means = jnp.concatenate(squares, axis=1)
-        means = all_mean(means) if self.is_shared else means  # one exchange for both
+        means = all_mean(means) if self.is_shared else means  # one all-reduce for q and k
         scales = [jax.lax.rsqrt(means[:, i : i + 1] + norm.eps) for i, norm in enumerate(norms)]
         q, k = (
             (it.astype(jnp.float32) * scale).astype(dtype) * norm.scale.reshape(1, *it.shape[1:])

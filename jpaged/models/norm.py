@@ -82,7 +82,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return hidden + sum(update), normalized and unnormalized."""
+        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
             options = {"eps": self.eps, "backend": backend}
@@ -128,7 +128,7 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return hidden + sum(update), normalized and unnormalized."""
+        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
         if update is not None:
             hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
@@ -153,7 +153,7 @@ def add_norm(
     update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return hidden + sum(update), normalized and unnormalized.
+    """Return norm(hidden + sum(update)), and hidden + sum(update).
 
     An update of None stands for zeros.
     """
@@ -163,5 +163,5 @@ def add_norm(
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """Return sum(update), normalized, as a single partial; `update` if `norm` is None."""
+    """Return norm(sum(update)) as a single partial [1, T, D]; the update itself if norm is None."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]
