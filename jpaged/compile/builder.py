@@ -228,6 +228,13 @@ def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
     return recipe.lower(exported)
 
 
+def store_program(recipe: Recipe, store: ProgramStore) -> bool:
+    """Store a program unless it is stored already, and return whether the store has it."""
+    if not store.has(recipe.key) and (exported := _export(recipe)) is not None:
+        store.save(recipe.key, exported)
+    return store.has(recipe.key)
+
+
 def _export(recipe: Recipe) -> export.Exported | None:
     """Return the exported program; None if JAX cannot export a user's functions.
 

@@ -70,7 +70,7 @@ class ProgramStore:
 
     def has(self, key: str) -> bool:
         """Return whether the store has a file for `key`, even a damaged one."""
-        return self._path(key).is_file()
+        return self.path(key).is_file()
 
     def load(self, key: str) -> export.Exported | None:
         """Return the program stored under `key`; None if the file is missing or damaged."""
@@ -117,22 +117,27 @@ class ProgramStore:
                 file.unlink(missing_ok=True)
                 excess -= stat.st_size
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """Return the path of the file for `key`, which may not exist."""
         return self._folder / _digest(self._common_digest, key).hex()
 
     def _read(self, key: str) -> bytes | None:
-        path = self._path(key)
-        try:
-            content = path.read_bytes()
-        except OSError:
-            return None
-        with suppress(OSError):  # the folder may be read-only
-            os.utime(path)
-        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        return payload if _digest(payload) == digest else None
+        return read_payload(self.path(key))
 
     def _write(self, key: str, payload: bytes) -> None:
-        write_atomically(self._path(key), _digest(payload) + payload)
+        write_atomically(self.path(key), _digest(payload) + payload)
+
+
+def read_payload(path: Path) -> bytes | None:
+    """Return the content of a store's file without its digest; None if missing or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    with suppress(OSError):  # the folder may be read-only
+        os.utime(path)
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return payload if _digest(payload) == digest else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

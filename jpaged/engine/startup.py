@@ -226,7 +226,6 @@ _JAX_MODEL_REMEDIES = {
     "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
-    "num_compile_workers": "omit it, because another process cannot trace the model",
 }
 """Options that must keep their default values with a `JaxModel`. The text says what to do
 instead."""

@@ -1,5 +1,8 @@
 """The program store knows a user's functions by their traces, and never serves an old program."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -172,3 +175,39 @@ def test_second_start_loads_the_programs_of_the_same_function(
         answers.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))
         assert bool(num_exported) == (len(answers) in (1, 3))
     assert answers[0] == answers[1] == answers[3] != answers[2]
+
+
+WORKERS_START = """
+import json, sys
+from collections import Counter
+import jax
+
+events = Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+from jpaged import Engine, SamplingParams
+from tests.compile.test_jax_model_store import MODEL, params
+
+limits = {"num_blocks": 9, "max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 64}
+arrays = params()
+events.clear()
+cache = {"compilation_cache_dir": sys.argv[1], "num_compile_workers": 2, "verbose": True}
+engine = Engine(MODEL, params=arrays, **limits, **cache)
+hits, misses = events["cache_hits"], events["cache_misses"]
+(output,) = engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
+print(json.dumps([output.outputs[0].token_ids, hits, misses]))
+"""
+
+
+@pytest.mark.full
+def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
+    command = [sys.executable, "-c", WORKERS_START, str(tmp_path)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    first, second = (subprocess.run(command, check=True, **options) for _ in range(2))
+    assert "worker failed" not in first.stderr
+    tokens, hits, misses = json.loads(first.stdout)
+    num_programs = len(recipes(MODEL, 8))
+    assert hits >= num_programs - misses > 0.9 * num_programs, first.stderr
+    assert json.loads(second.stdout)[0] == tokens
+    assert json.loads(second.stdout)[2] == 0

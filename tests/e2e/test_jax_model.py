@@ -355,7 +355,6 @@ OPTIONS = {
     "enable_expert_parallel": (True, "runs on one device"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
-    "num_compile_workers": (1, "another process"),
     "num_blocks": (None, "pass kv_cache_memory_bytes or num_blocks"),
 }
 
