@@ -90,6 +90,7 @@ class LoweredPool:
         self._messages: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
+        self._ended: set[int] = set()  # workers that compile nothing more
 
     def __enter__(self) -> "LoweredPool":
         return self
@@ -128,8 +129,9 @@ class LoweredPool:
         waiting: list[dict[str, Recipe]] = [{} for _ in self.processes]
         new, num_yielded = {recipe.name for recipe in missing}, 0
         for index, recipe in enumerate(needed):
-            worker = index % len(waiting) if waiting else 0
-            if recipe.name not in new or not waiting or not self._assign(recipe, worker):
+            running = [it for it in range(len(waiting)) if it not in self._ended]
+            worker = running[index % len(running)] if running else None
+            if recipe.name not in new or worker is None or not self._assign(recipe, worker):
                 yield recipe
                 num_yielded += 1
             else:
@@ -179,6 +181,7 @@ class LoweredPool:
             while True:
                 worker, message = self._messages.get(block=block)
                 if message is None:
+                    self._ended.add(worker)
                     yield from waiting[worker].values()
                     waiting[worker].clear()
                     return

@@ -1,6 +1,7 @@
 """The program store knows a user's functions by their traces, and never serves an old program."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -14,11 +15,15 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged import Engine, JaxModel, SamplingParams
-from jpaged.compile.builder import lower
+from jpaged.compile import lowered_workers
+from jpaged.compile.builder import lower, store_program
+from jpaged.compile.lowered_workers import LoweredPool
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.store import open_program_store
+from jpaged.compile.workers import EngineSettings
 from jpaged.config import SpeculativeConfig
 from jpaged.models.jax_model import JaxDecoder, plan_jax_model
+from jpaged.processes import Child
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend
@@ -207,7 +212,34 @@ def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
     first, second = (subprocess.run(command, check=True, **options) for _ in range(2))
     assert "worker failed" not in first.stderr
     tokens, hits, misses = json.loads(first.stdout)
-    num_programs = len(recipes(MODEL, 8))
-    assert hits >= num_programs - misses > 0.9 * num_programs, first.stderr
-    assert json.loads(second.stdout)[0] == tokens
-    assert json.loads(second.stdout)[2] == 0
+    (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", first.stderr)}
+    assert hits == total
+    assert json.loads(second.stdout) == [tokens, total + misses, 0]
+
+
+def ignore_progress(*_: int) -> None:
+    pass
+
+
+def test_engine_compiles_the_programs_of_a_killed_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def start_killed(module: str) -> Child:
+        child = Child(module)
+        child.process.kill()
+        return child
+
+    monkeypatch.setattr(lowered_workers, "Child", start_killed)
+    plan = plan_jax_model(MODEL, params(), DEVICE)
+    store = open_program_store(tmp_path, plan.config, plan.abstract_model, DEVICE)
+    found = recipes(MODEL, 8)
+    needed = [found["load_bias", None], found["load_rows", None], found["copy_blocks", None]]
+    runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:
+        yielded = pool.iter_compiled(needed, runtime, ignore_progress)
+        assert {it.name for it in yielded} == {it.name for it in needed}
+        assert len(pool.processes) == 1
+    assert all(store_program(it, store) for it in needed)
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:  # a warm start
+        assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
+        assert not pool.processes

@@ -652,7 +652,6 @@ PARAMS = {
         lambda: jax.device_put(tiny_params()["embed"], jax.local_devices()[1]),
         r"params\['embed'\] is on .*1, but a JaxModel runs on one device.*device_put",
     ),
-    "NaN": (lambda: with_embed(jnp.full((64, 32), jnp.nan)), r"params\['embed'\] has values that"),
     "host memory": (lambda: pinned(tiny_params()["embed"]), "is in pinned_host memory: pass"),
     "several devices": (
         lambda: jax.device_put(

@@ -37,7 +37,8 @@ def test_tokens_are_those_of_the_forward_of_the_package(example: str, tmp_path: 
     install = [inside, "-m", "pip", "install", "--quiet", str(ROOT), package]
     subprocess.run(install, check=True, timeout=900)
     script = [inside, str(Path(__file__).with_name("check_adapter.py")), example]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    # Another jaxlib may not know the flags of these tests.
+    environment = {n: it for n, it in os.environ.items() if not n.startswith(("JAX_", "XLA_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1:] == ["equal"], run.stderr
