@@ -20,7 +20,7 @@ def make_model(config: dict) -> JaxModel:
 
     def rotate(x, positions):  # [T, heads, head_size]
         angles = positions[:, None] / theta ** (jnp.arange(0, head_size, 2) / head_size)
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        cos, sin = (it(angles)[:, None].astype(x.dtype) for it in (jnp.cos, jnp.sin))
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
