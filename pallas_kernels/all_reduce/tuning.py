@@ -1,6 +1,7 @@
 """Launch parameters of the peer-memory all-reduce, and the limits within which it runs.
 
-All functions take static facts only. Times: docs/kernels/all_reduce.md.
+The functions depend only on values that are known when a program is compiled.
+docs/kernels/all_reduce.md lists measured times.
 """
 
 import math
@@ -14,8 +15,8 @@ CHUNK_BYTES = 16  # size of one load of a thread
 MAX_PROGRAMS = 128  # programs must run concurrently, and most GPUs have at least 128 SMs
 MAX_WARP_GROUPS = 4
 MAX_LOADS = 8  # maximum number of loads in flight per thread
-MAX_NORM_ROWS = 128  # one program per row, so this limit equals MAX_PROGRAMS
-MAX_NORM_WIDTH = 8192  # columns; two chunks per thread
+MAX_NORM_ROWS = 128  # `device_sum_norm` has one program per row: the limit equals MAX_PROGRAMS
+MAX_NORM_WIDTH = 8192  # maximum columns of a row of `device_sum_norm`: two chunks per thread
 
 
 @dataclass(frozen=True)
@@ -57,5 +58,5 @@ def norm_warp_groups(width: int) -> int:
 
 
 def can_fuse_norm(*, num_rows: int, width: int) -> bool:
-    """Return whether `device_sum_norm` can run as one launch."""
+    """Return whether `device_sum_norm` can run as one kernel launch for rows of this size."""
     return num_rows <= MAX_NORM_ROWS and width <= MAX_NORM_WIDTH

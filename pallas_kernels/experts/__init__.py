@@ -75,7 +75,7 @@ def route(
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
         backend: The implementation to run.
-        batch_invariant: Whether a token's bits must not depend on the other tokens.
+        batch_invariant: Whether the bits of a token's weights must not depend on the other tokens.
 
     Raises:
         ValueError: A shape or `num_experts_per_token` is wrong, or only one of `first_expert` and
@@ -122,7 +122,7 @@ def expert_gated_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "R F"]:
-    """Return activation(gate) * up of each pair's token, for the pair's expert.
+    """Return activation(gate) * up for each pair: the pair's token through the pair's expert.
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
     dtype.
@@ -166,7 +166,7 @@ def expert_down_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return the sum of each token's experts, multiplied by the routing weights.
+    """Apply the down projections, and return the weighted sum of each token's k experts.
 
     The k rows of a token are summed in float32, in the order of the choices, and rounded once to
     x's dtype. Pairs that hit no expert add nothing, whatever their rows contain.

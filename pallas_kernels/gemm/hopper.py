@@ -47,7 +47,7 @@ CONSUMER_ROWS = 64  # rows per consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
 TILE_COLUMNS = 128  # columns per tile and factor
-SNAKE_TILE_WIDTH = 8  # rows of tiles that programs traverse column by column
+SNAKE_TILE_WIDTH = 8  # rows of tiles per band; programs traverse a band column by column
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):
@@ -62,7 +62,7 @@ def transposed_gemm(x, weight, *, dtype, config: FewRowsConfig):
 
 
 def many_rows_gemm(x, weight, *, config: ManyRowsConfig):
-    """Return x @ weight for many rows, a multiple of 128."""
+    """Return x @ weight for many rows; the number of rows must be a multiple of 128."""
     return _many_rows_gemm(x, weight, gated=False, config=config)
 
 
@@ -72,7 +72,7 @@ def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
 
 
 def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
-    """Run the public op `gated_gemm` in Mosaic GPU for many rows, a multiple of 128."""
+    """Run the public op `gated_gemm` in Mosaic GPU, for a multiple of 128 rows."""
     return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)
 
 
@@ -213,7 +213,8 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
     num_stages, tile_rows, _ = x_smem.shape
-    # The two factors of a tile are the same columns of gate and up, or neighbouring columns.
+    # A tile has two factors. If gated, they are the same columns of gate and of up; otherwise they
+    # are neighbouring columns of the weight.
     tile_columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
     factor_distance = width if gated else TILE_COLUMNS
     num_steps, grid = depth // TILE, (num_rows // tile_rows, width // tile_columns)
@@ -295,15 +296,16 @@ def _many_rows_kernel(
 
 
 def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
-    """Accumulate the products of all steps of the depth on the tensor core.
+    """Add the products of all steps of the depth on the tensor core.
 
-    Each step waits for its stage and releases the stage of the previous step. The caller releases
-    the last stage if the loader reuses it.
+    Each step waits until its pipeline stage is filled, and releases the stage of the previous step.
+    If the loader reuses the last stage, the caller must release that stage.
 
     Args:
         num_steps: Number of steps.
-        stage_index: Function from a step to the index of its stage.
-        operands: Function from a stage to the pair of tiles to multiply for each accumulator.
+        stage_index: Function that takes a step and returns the index of the step's stage.
+        operands: Function that takes a stage, and returns for each accumulator the pair of tiles to
+            multiply.
         full: Barriers on which the loader arrives when a stage is filled.
         empty: Barriers on which the consumers arrive when a stage is read.
         sums: References of the accumulators, which hold the initial values.
@@ -327,10 +329,10 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
 
 
 def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
-    """Raise ValueError unless the sizes are whole tiles and reused stages number at least two.
+    """Raise ValueError unless all sizes are multiples of the tile's, and there are enough stages.
 
-    A consumer releases a stage only after the product of the next stage has started, so a single
-    reused stage would deadlock.
+    If stages are reused, there must be at least two: a consumer releases a stage only after the
+    product of the next stage has started, so a single stage would deadlock.
 
     Args:
         sizes: The number of rows, the depth and the width of the GEMM.
