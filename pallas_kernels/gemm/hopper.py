@@ -342,7 +342,7 @@ def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
     """
     if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
         raise ValueError(
-            f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
+            f"rows, depth and width are {sizes}; they must be multiples of {tile}: call the "
             "public op, which chooses a kernel that fits"
         )
     if num_stages < 2 and reuses_stages:

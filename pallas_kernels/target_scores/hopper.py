@@ -62,7 +62,7 @@ def _scan_tiles(x, table, targets, *, num_programs):
     (rows, depth), tiles = x.shape, pl.cdiv(table.shape[0], TILE_TOKENS)
     if rows % TILE_ROWS or depth % TILE:
         raise ValueError(
-            f"x has shape {x.shape}; it must be whole tiles of {(TILE_ROWS, TILE)}: call the "
+            f"x has shape {x.shape}; its sizes must be multiples of {(TILE_ROWS, TILE)}: call the "
             "public op, which chooses an implementation that fits"
         )
     call = plgpu.kernel(

@@ -40,7 +40,8 @@ def make_rows(num_tokens: int, dtype: Any) -> jax.Array:
 @partial(jax.jit, static_argnames="backend")
 def run_experts(x, gate_up, down, routing, backend):
     inner = expert_gated_gemm(x, gate_up, routing, backend=backend)
-    # Rows that hit no expert are undefined, and must not change the result.
+    # The results of rows that hit no expert are undefined. Set them to NaN, which must not change
+    # the sums.
     is_hit = jnp.arange(len(inner)) < routing.offsets[-1]
     inner = jnp.where(is_hit[:, None], inner, jnp.nan)
     return expert_down_gemm(inner, down, routing, backend=backend)
@@ -87,7 +88,7 @@ def test_routing_weights_follow_the_options(softmax_first, normalize):
 
 
 @pytest.mark.parametrize("backend", XLA_AND_TRITON)
-def test_devices_with_some_experts_sum_to_all_experts(backend):
+def test_outputs_of_devices_with_some_experts_add_up_to_the_whole_output(backend):
     logits, x = make_logits("random", 21), make_rows(21, F32)
     gate_up, down = make_weights(F32)
     whole = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
@@ -149,7 +150,7 @@ def test_no_tokens_give_no_rows():
 
 
 def test_few_tokens_convert_the_weights_of_few_experts():
-    """On a CPU, XLA computes bfloat16 products in float32, and must not convert all experts."""
+    """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
     gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)
