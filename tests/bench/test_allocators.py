@@ -214,7 +214,7 @@ def test_integrity_check_finds_a_block_table_outside_its_range():
 def test_managers_refuse_unsupported_settings_and_requests():
     with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
         make_manager("orca_max", 16, 4, 64, prefix_caching=False)
-    with pytest.raises(ValueError, match="'orca' is unknown: give one of fastertransformer"):
+    with pytest.raises(ValueError, match="'orca' is unknown: pass one of fastertransformer"):
         make_manager("orca", 65, 4, 64, prefix_caching=False)
     for system in SYSTEMS:
         if system != "ours":
@@ -229,4 +229,4 @@ def test_managers_refuse_unsupported_settings_and_requests():
     assert plan is not None
     ((failed, error),) = plan.failed
     assert failed is request
-    assert "make each a request of its own" in str(error)
+    assert "make each sequence a request" in str(error)

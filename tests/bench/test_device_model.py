@@ -175,9 +175,9 @@ def test_opt_shapes_have_the_papers_sizes(shape: str, weights: float, kv_gib: in
 
 
 def test_unknown_shape_gpu_or_gpu_count_is_refused():
-    with pytest.raises(ValueError, match="shape 'opt' is unknown: give one of opt-13b"):
+    with pytest.raises(ValueError, match="shape 'opt' is unknown: pass one of opt-13b"):
         device_model("opt")
-    with pytest.raises(ValueError, match="gpu 'a100' is unknown: give one of h200"):
+    with pytest.raises(ValueError, match="gpu 'a100' is unknown: pass one of h200"):
         device_model("opt-13b", "a100")
     with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
         device_model("opt-13b", num_gpus=0)

@@ -181,9 +181,9 @@ def test_systems_that_reserve_more_run_smaller_batches():
 
 def test_simulator_refuses_unservable_traces_and_options():
     trace = make_trace(1)
-    with pytest.raises(ValueError, match="trace must be in the order of arrival"):
+    with pytest.raises(ValueError, match="trace is not in the order of arrival"):
         simulate(trace[::-1], "ours", DEVICE, num_slots=1024, **SMALL)
-    with pytest.raises(ValueError, match="num_samples=2 with a beam search"):
+    with pytest.raises(ValueError, match="num_samples=2 and beam_width are both set"):
         simulate(trace, "ours", DEVICE, num_slots=1024, num_samples=2, beam_width=2, **SMALL)
     with pytest.raises(ValueError, match="the pool has 4: raise num_blocks"):
         simulate([TraceRequest(0.0, 60, 9)], "ours", DEVICE, num_slots=64, **SMALL)

@@ -93,7 +93,7 @@ def test_context_tokens_are_those_the_timed_steps_read(
 def test_unequal_prefill_steps_are_refused(engine: Engine):
     for _ in range(engine.runtime_config.max_num_seqs + 1):  # one request must wait
         engine.add_request([65] * 60)
-    with pytest.raises(RuntimeError, match="not alike"):
+    with pytest.raises(RuntimeError, match="the steps differ: use smaller sizes"):
         time_prompts(engine, 2, 30, 4)
     assert not engine.has_unfinished_requests
 

@@ -99,14 +99,14 @@ def test_long_requests_of_a_users_file_are_clipped(tmp_path: Path):
     ("line", "named"),
     [
         ("{", "not JSON"),
-        ("[1, 2]", "an object"),
+        ("[1, 2]", "must be a JSON object"),
         ("{}", "neither prompt_len"),
         ('{"prompt_len": 3}', "output_len must be an integer of at least 1, not None"),
         ('{"prompt_len": 0, "output_len": 1}', "prompt_len must be .* not 0"),
         ('{"prompt_len": true, "output_len": 1}', "prompt_len must be .* not True"),
         ('{"prompt_len": 1.5, "output_len": 1}', "prompt_len must be .* not 1.5"),
-        ('{"prompt": "a", "output": " "}', "output must be a text"),
-        ('{"prompt": "a"}', "output must be a text"),
+        ('{"prompt": "a", "output": " "}', "output must be a string"),
+        ('{"prompt": "a"}', "output must be a string"),
     ],
 )
 def test_invalid_line_is_refused_by_file_and_line_number(tmp_path: Path, line: str, named: str):
@@ -133,7 +133,7 @@ def test_rate_must_be_a_positive_number(rate: float):
 
 
 def test_unknown_or_impossible_lengths_are_refused():
-    with pytest.raises(ValueError, match="'wiki' are unknown; give one of sharegpt, alpaca"):
+    with pytest.raises(ValueError, match="'wiki' are unknown: pass one of sharegpt, alpaca"):
         traces.of_dataset("wiki")
     with pytest.raises(ValueError, match="no lengths have a mean of 3000 tokens"):
         traces.solve_scales(3000, 10, MAX_MODEL_LEN)
