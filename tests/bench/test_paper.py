@@ -368,7 +368,7 @@ def test_infinite_and_nan_figures_become_null_in_json(tmp_path: Path):
         (["--figure", "2", "--seeds", "-1"], "--seeds"),
         (["--figure", "12", "--models", "7b"], "--models: invalid choice: '7b'"),
         (["--figure", "12", "--keep", "a"], "--keep a needs rates measured on a device"),
-        (["--figure", "12", "--device", "--keep", "/absent/a"], "no folder /absent; create it first"),
+        (["--figure", "12", "--device", "--keep", "/absent/a"], "folder /absent; create it first"),
         (["--figure", "12", "--tolerance", "1"], "must be less than 1, not '1'"),
         (["--figure", "12", "--models", "66b", "--device"], "--device and --quick need 13b"),
         (["--figure", "2", "--alpaca", "/absent.jsonl"], "cannot read the trace file '/absent"),

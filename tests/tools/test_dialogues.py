@@ -138,7 +138,7 @@ def test_every_row_begins_with_a_new_document():
     rows = pack(next_document, 3, 100)
     assert sizes.count(100) == 3
     assert (rows.segments.max(axis=1) == 1).all()
-    with pytest.raises(ValueError, match="a document has 103 tokens, but a row only 100"):
+    with pytest.raises(ValueError, match="a document has 103 tokens, but a row has only 100"):
         pack(lambda _: raw_document(Example("spell", "a" * 100, "b")), 1, 100)
 
 

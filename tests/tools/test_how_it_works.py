@@ -163,5 +163,5 @@ def test_last_request_is_preempted_and_returns():
 
 
 def test_scene_without_work_raises():
-    with pytest.raises(RuntimeError, match="nothing left to compute"):
+    with pytest.raises(RuntimeError, match="no unfinished request: add one"):
         scenes.Scene([1, 2]).step()

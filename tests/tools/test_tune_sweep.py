@@ -147,7 +147,7 @@ def test_failing_heuristic_raises():
     log: list = []
     op = _op(log)
     broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
-    with pytest.raises(RuntimeError, match="write: the heuristic's own programs fail: wrong"):
+    with pytest.raises(RuntimeError, match="write: the programs of the heuristic fail: wrong"):
         sweep(dataclasses.replace(op, checks=[broken]), _chunks(16), Backend.XLA, Clock(log))
 
 
