@@ -17,7 +17,7 @@ def imports() -> set[house.Import]:
 
 
 def write_package(root: Path, files: dict[str, str]) -> set[house.Import]:
-    """Write the files and return the imports between them."""
+    """Write the files, and return the imports that `house.find_imports` finds between them."""
     for name, code in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def test_type_checking_imports_are_no_cycles(tmp_path: Path):
     assert house.import_cycles(house.file_graph(found)) == []
 
 
-def test_folders_have_few_layers(imports: set[house.Import]):
+def test_longest_import_chain_is_short(imports: set[house.Import]):
     assert house.longest_chain(house.component_graph(imports, typed=True)) <= MAX_CHAIN
 
 
