@@ -16,5 +16,5 @@ def _require_extra() -> None:
         sys.exit(f"error: the benchmarks need {' and '.join(missing)}: {INSTALL}")
 
 
-if sys.argv[0] == "-m":  # `python -m bench.NAME` imports this package before it runs the script
+if sys.argv[0] == "-m":  # `python -m bench.NAME` imports this package before it runs the script.
     _require_extra()

@@ -34,9 +34,10 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 BATCHINGS = ("static", "slabs")
-SMALLEST_BUCKET = 64  # tokens of the smallest prompt bucket; larger buckets are powers of two
-WIDTHS = (256, 512, 1024)  # slab widths that static batches may have, in addition to max_len
-READ_BEHIND = 2  # number of launches whose tokens the host has not read yet
+# The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.
+SMALLEST_BUCKET = 64
+WIDTHS = (256, 512, 1024)  # A slab of a static batch may have one of these widths, or `max_len`.
+READ_BEHIND = 2  # The host reads the tokens of a launch after `READ_BEHIND` further launches.
 
 
 @dataclass(eq=False)
@@ -102,7 +103,8 @@ class Decoder:
         self.running: dict[int, Request] = {}  # keys are batch rows
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
         self._rows = max(num_slots, MIN_ROWS)
-        self._cache, self.width = None, 0  # cache and slab width of the current batch
+        # `_cache` is the cache of the current batch, and `width` the slab width.
+        self._cache, self.width = None, 0
 
     def add(self, request: Request) -> None:
         """Queue a request.

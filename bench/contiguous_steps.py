@@ -100,7 +100,8 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
     return hidden, tuple(layers)
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # jitted, so that JAX traces layers of equal shapes once
+# The jit lets JAX trace layers with equal shapes only once.
+@partial(jax.jit, static_argnums=(0, 2))
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
     """Run one layer; the residual stream before it is `hidden` plus the sum of `update`.
 
@@ -109,7 +110,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
     """
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if "sum" in layer.norm_positions:  # this model normalizes after each residual addition
+    if "sum" in layer.norm_positions:  # Models of this kind normalize after each residual addition.
         update, kv = attend(hidden, kv, backend)
         hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
         update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)

@@ -14,7 +14,7 @@ from bench.records import print_table, record
 from bench.startup import EMBEDDED, PROMPT, Kind, measure
 from jpaged import Engine, SamplingParams
 
-TO_REACH = 200  # target, in output tokens per second
+TO_REACH = 200  # The target is `TO_REACH` output tokens per second.
 
 
 def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:

@@ -51,8 +51,10 @@ from pallas_kernels import (
 )
 
 HEAD_SIZE = 128
-CACHE_BYTES = 256 << 20  # bytes; several times the L2 cache of any GPU
-PROGRAM_BYTES = 1 << 30  # minimum bytes that a program reads, to run longer than its launch takes
+# `CACHE_BYTES` is several times the L2 cache of any GPU.
+CACHE_BYTES = 256 << 20
+# A timed program reads at least `PROGRAM_BYTES` bytes, so that it runs longer than its launch.
+PROGRAM_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +326,8 @@ def measure_fp8(product, backend, repeats):
 
     def op(rows, weight):
         (x, x_scale), (values, scale) = rows, weight
-        return run(x, values, x_scale.T, scale)  # `.T` changes nothing if x_scale has one axis
+        # If x_scale has one axis, the transposition changes nothing.
+        return run(x, values, x_scale.T, scale)
 
     seconds = seconds_per_call(op, *build_fp8(product), repeats)
     num_bytes = product.width * product.depth

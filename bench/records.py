@@ -24,7 +24,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-COMMIT = _commit()  # read at import, because the repository may change during a long run
+# Read the commit at import, because the repository may change during a long run.
+COMMIT = _commit()
 
 
 def record(

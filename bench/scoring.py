@@ -87,7 +87,7 @@ def measure(
         kinds["scored"] = partial(_score, engine=engine, completion_len=None)
         kinds["completions"] = partial(_score, engine=engine, completion_len=completion_len)
     seeds, times = itertools.count(), {kind: list[float]() for kind in kinds}
-    for repeat in range(1 + repeats):  # the first run of each kind warms up
+    for repeat in range(1 + repeats):  # The first run of each kind is a warm-up.
         for kind, run in kinds.items():
             prompts = random_prompts([prompt_len] * num_prompts, engine.vocab_size, next(seeds))
             start = time.perf_counter()

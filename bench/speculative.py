@@ -180,7 +180,8 @@ def measure_chats(num_drafts: int) -> dict:
         "drafts": num_drafts,
         "acceptance": round(num_accepted / num_drafts_seen, 2),
         "decode_steps": num_steps,
-        "tokens_per_step": round(num_tokens / num_steps, 2),  # without the tokens of the prefills
+        # The tokens of the prefills do not count.
+        "tokens_per_step": round(num_tokens / num_steps, 2),
     }
 
 

@@ -35,8 +35,10 @@ from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import round_up
 from pallas_kernels import select_backend
 
-KINDS = ("decode", "prefill", "mixed", "copy", "swap")  # the kinds of steps that need an engine
-WARM_TURNS = 4  # number of untimed loop iterations, after which the host runs one step ahead
+# These kinds of steps need an engine.
+KINDS = ("decode", "prefill", "mixed", "copy", "swap")
+# After `WARM_TURNS` untimed loop iterations, the host runs one step ahead of the device.
+WARM_TURNS = 4
 COPIES_IN_A_ROW = 8
 _SWAP_ENTRY_ID = -1
 

@@ -256,7 +256,7 @@ def _mask_times(
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
-        if ended:  # answers that the mask worker found to be complete only now
+        if ended:  # The mask worker has found only now that these answers are complete.
             over = {i for i, _ in ended}
             rows = [it for it, i in items if i not in over]
             continue
@@ -472,7 +472,7 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     size = size if args.answers is None else size._replace(answers=args.answers)
     if "shares" in args.table:
-        _validators()  # fail early if a package is missing
+        _validators()  # Raise an error before the measurements if a package is missing.
     rows = []
     with _folder(args.shape) as folder:
         engine = Engine(folder, **_options(args.shape, size, args.num_scheduler_steps))
@@ -482,7 +482,8 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    by = ("table", "case", "schemas")  # so that recorded rows of other tables are kept
+    # With these keys, the recorded rows of other tables are kept.
+    by = ("table", "case", "schemas")
     model = args.shape or "embedded"
     print(record("structured", rows, by=by, model=model, size=size._asdict()))
 

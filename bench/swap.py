@@ -108,7 +108,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # the only method whose first transfer compiles nothing
+    if kind is Plain:  # All other methods compile a program in the first transfer.
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -120,7 +120,8 @@ def measure_ways(
 
     If JAX rejects a method, the row has the error.
     """
-    num_blocks = 1 + 2 * max(max(sizes.groups), 8)  # padded chunks have more blocks than the group
+    # Padded chunks may have more blocks than the group.
+    num_blocks = 1 + 2 * max(max(sizes.groups), 8)
     rows = []
     for group in sizes.groups:
         num_bytes = group * pool_block_bytes(make_pool(model, 1, BLOCK_SIZE, dtype))
@@ -139,7 +140,8 @@ def measure_ways(
             except Exception as error:
                 rows.append({**common, "way": kind.name, "error": str(error)[:300]})
             del state
-            print(rows[-1], flush=True)  # a later method may crash the process
+            # Print each row immediately, because a later method may crash the process.
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -211,7 +213,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    for sequence in request.sequences:  # the first step treats the sequences as newly admitted
+    for sequence in request.sequences:  # The first step treats the sequences as newly admitted.
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()
     for sequence in request.sequences:

@@ -72,7 +72,7 @@ class Reused(Way):
         self.spare: dict[int, list[Any]] = {}
 
         def gather(state, ids, spare):
-            del spare  # the argument is only donated, so that XLA reuses its memory
+            del spare  # The argument is donated only so that XLA reuses its memory.
             return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)

@@ -109,7 +109,7 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            running.cancel()  # the application then aborts the request in the engine
+            running.cancel()  # The application then aborts the request in the engine.
 
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and metrics in Prometheus format."""
@@ -388,7 +388,8 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
 
     try:
         serve.run(application(args, flags), name=APP)
-        for number in (signal.SIGTERM, signal.SIGINT):  # replace the signal handlers of Ray
+        # Replace the signal handlers that Ray has installed.
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
@@ -407,7 +408,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = read_command_line(argv)
     host = flags.serve.host
     try:
-        with listen(host, flags.serve.port) as sock:  # if the proxy failed, Ray would retry forever
+        # If the port is in use, Ray's proxy would fail and retry forever, so check the port first.
+        with listen(host, flags.serve.port) as sock:
             address, port = sock.getsockname()[:2]
     except (OSError, ValueError) as error:
         print(f"cannot listen at {host}:{flags.serve.port} ({error}): use another --port or --host")
@@ -440,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve_until_signal(args, flags, host, port)
         return 0
     finally:
-        if not args.ray_address:  # in an existing cluster, other applications may run
+        if not args.ray_address:  # In an existing cluster, other applications may run.
             serve.shutdown()
         ray.shutdown()
 

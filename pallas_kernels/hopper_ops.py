@@ -28,8 +28,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 # are a NaN that arithmetic never produces.
 EMPTY_WORD = -1
 _WARP_SIZE = 32
-_POLLS_PER_STOP_CHECK = 4096  # must be a power of two
-_DYNAMIC_INDEX = -(1 << 31)  # tells LLVM's `getelementptr` that an index is an operand
+_POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
+_DYNAMIC_INDEX = -(1 << 31)  # `_DYNAMIC_INDEX` tells `getelementptr` that an index is an operand.
 
 
 # Tiles of 8 rows of 128 bytes for 2-byte dtypes, as tensor cores and the copy engine need them.
@@ -48,7 +48,8 @@ def load_with_layout(ref, layout, *, optimized=True):
     With `optimized`, Mosaic GPU raises an error if the load needs many instructions.
     """
     options: dict[str, Any] = {"layout": layout, "optimized": optimized}
-    if jax.__version_info__ < (0, 11):  # `load` needs an index before 0.11, and warns from 0.11 on
+    # In JAX before 0.11, `load` needs an index. Later versions warn about an index.
+    if jax.__version_info__ < (0, 11):
         return plgpu.load(ref, (), **options)
     return plgpu.load(ref, **options)
 
@@ -100,7 +101,8 @@ class Value:
     # `==` and `!=` compare the Python objects, so kernels compare numbers by these methods.
     eq = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))
     ne = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
-    maximum = _make_operator(None, arith.maxnumf)  # float32 only; ignores a NaN operand
+    # The operation is for float32 only, and ignores an operand that is NaN.
+    maximum = _make_operator(None, arith.maxnumf)
 
 
 class WordLoad(NamedTuple):

@@ -65,7 +65,7 @@ def pose(page: Any) -> None:
         if not page.evaluate("jpaged.player.waiting.length"):
             sys.exit("no block copy was seen: run the tool again")
         page.keyboard.press(".")
-        page.wait_for_timeout(300)  # milliseconds, until the page has drawn the step
+        page.wait_for_timeout(300)  # In 300 ms, the page draws the step.
     block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
     page.evaluate(f"jpaged.grid.select({block}, true)")
     page.wait_for_timeout(1500)

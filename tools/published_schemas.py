@@ -178,7 +178,8 @@ class _Adapting:
         """Return a reference to the adapted definition; first adapt the definition if necessary."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
-            self.definitions[name] = {}  # ends the recursion if the schema refers to itself
+            # The entry ends the recursion if the schema refers to itself.
+            self.definitions[name] = {}
             found = self._document
             for step in pointer.partition("#")[2].split("/")[1:]:
                 found = found[step.replace("~1", "/").replace("~0", "~")]

@@ -26,7 +26,7 @@ from tools.tune_programs import Override
 from tools.tune_sweep import Outcome, sweep
 
 TABLES = Path(tuning.__file__).parent / "tuned"
-SWEPT = "swept"  # key of the notes about the sweeps; no code reads the notes
+SWEPT = "swept"  # A table has notes about the sweeps under this key. No code reads the notes.
 
 
 def candidates(op: Op) -> list[Override]:
@@ -104,7 +104,8 @@ def main() -> None:
         op = OPS[name](args.head_size, args.dtype)
         outcomes = sweep(op, candidates(op), backend)
         report(op, outcomes)
-        if args.write and outcomes:  # there are none if the op has no parameters on this device
+        # There are no outcomes if the op has no parameters on this device.
+        if args.write and outcomes:
             table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
             write(path, merge(table, op, outcomes, datetime.date.today()))
             print(path)

@@ -14,9 +14,9 @@ from jax.stages import Compiled, Lowered
 from pallas_kernels import Backend, tuning
 from tools.tune_cases import Case, Op
 
-CACHE_BYTES = 256 << 20  # bytes; several times the L2 cache of any GPU
+CACHE_BYTES = 256 << 20  # `CACHE_BYTES` is several times the L2 cache of any GPU.
 MIN_CALLS, MAX_CALLS = 4, 16
-BLOCK_SECONDS = 0.03  # seconds of launches between two synchronizations
+BLOCK_SECONDS = 0.03  # The launches between two synchronizations take `BLOCK_SECONDS` seconds.
 
 Override = Mapping[str, int]
 
@@ -69,7 +69,8 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
     state, arguments = shapes_of(case)
     count = num_calls(case)
 
-    @jax.jit  # so that JAX traces and lowers the function once for all calls; XLA inlines the calls
+    # The jit lets JAX trace and lower the function once for all calls. XLA inlines the calls.
+    @jax.jit
     def run(state, arguments):
         return case.run(state, *arguments, backend=backend)
 
@@ -102,7 +103,8 @@ def compile_all(
     def attempt(one: Lowered) -> Compiled | Exception:
         try:
             return one.compile()
-        except Exception as error:  # such as too much shared memory, or an error in Triton
+        # The program may need too much shared memory, or Triton may fail.
+        except Exception as error:
             return error
 
     with ThreadPoolExecutor(num_threads) as pool:

@@ -187,7 +187,7 @@ class Sweep:
         try:
             with using(self.op, override) as plan:
                 lowered = build(case, self.backend)
-        except Exception as error:  # such as an unsupported tile size
+        except Exception as error:  # The op may not support a tile size of the candidate.
             key = f"{case.name} with {dict(override)}"
             self.faults[key] = _reason(error)
             return key, ()
@@ -213,7 +213,7 @@ class Sweep:
                 seconds = self.clock(self._compiled[key], inputs)
             except Exception as error:
                 self.faults[key] = _reason(error)
-                inputs = Inputs.of(case)  # the failed program consumed the states
+                inputs = Inputs.of(case)  # The failed program has consumed the states.
             else:
                 self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 

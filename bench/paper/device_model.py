@@ -40,15 +40,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares  # scipy is always installed, because JAX depends on it
+from scipy.optimize import least_squares  # JAX depends on scipy, so scipy is always installed.
 from tabulate import tabulate
 
 RECORDED = Path(__file__).parent / "recorded_steps.json"
 RESULTS = Path(__file__).parent.parent / "results"
 MEASURED_SHAPE = "opt-13b"
 FITTED_GPU = "h200"
-BLOCK_SIZE = 16  # block size of the recorded steps, to which the coefficients are fitted
-ITEM_BYTES = 2  # bytes of a weight or of a number in the KV cache: bfloat16 or float16
+BLOCK_SIZE = 16  # The coefficients are fitted to steps with this block size.
+ITEM_BYTES = 2  # Weights and the KV cache are in bfloat16 or float16.
 ALL_REDUCE_SECONDS = 10e-6
 """Assumed time of a small all-reduce between GPUs of one host: a usual latency of NCCL over NVLink.
 """
@@ -151,7 +151,7 @@ class Coefficients:
     joint: float = 2.0  # exponent p of `join`
     kv_bandwidth: float = 4e12
     prefill_rate: float = 3e14
-    element: float = 1e-12  # seconds per row and per unit of `hidden`
+    element: float = 1e-12  # The unit is seconds per row and per unit of the hidden size.
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10
@@ -356,7 +356,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 _STEP_KINDS = {"decode", "prefill", "mixed"}
-_SWAP_KINDS = {"swap", "swap_out", "swap_in"}  # "swap" is a transfer out and back in
+# A row of the kind "swap" is a transfer out and back in.
+_SWAP_KINDS = {"swap", "swap_out", "swap_in"}
 _KERNEL_KINDS = {"attention"}
 _MODELLED_KINDS = _STEP_KINDS | _SWAP_KINDS | _KERNEL_KINDS
 

@@ -296,7 +296,8 @@ def run_all(
                 while running:
                     done, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in done:
-                        future.result()  # raises the exception of a failed job
+                        # If the job failed, this call raises the exception of the job.
+                        future.result()
                     progress.show(len(futures) - len(running))
             except BaseException:
                 pool.shutdown(cancel_futures=True)

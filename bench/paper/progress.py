@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, what: str, total: int):
         self._what, self._total = what, total
         self._start, self._due = time.monotonic(), 0.0
-        disable = None if total > 1 else True  # None: tqdm shows the bar only on a terminal
+        disable = None if total > 1 else True  # With None, tqdm shows the bar only on a terminal.
         self._bar = tqdm(total=total, desc=what, smoothing=0, file=sys.stderr, disable=disable)
         self.show(0)
 

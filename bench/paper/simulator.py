@@ -377,7 +377,8 @@ class Tally:
         self._looked = {True: np.zeros(5), False: np.zeros(5)}
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0
-        self._seen: _MemorySample | None = None  # latest sample since the last call of `spend`
+        # `_seen` is the latest memory sample since the last call of `spend`.
+        self._seen: _MemorySample | None = None
         # By sequence id: number of computed tokens after the sequence's last non-decode step.
         self._prompt_ends: dict[int, int] = {}
         # By sequence id: number of computed tokens that the sequence lost in a preemption.
@@ -513,7 +514,7 @@ class _Simulation:
         self._tally = Tally(scheduler, work.num_apart)
         self._now = self._device_free = self._link_free = 0.0
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        self._next = 0  # index of the next request to arrive
+        self._next = 0  # `_next` is the index of the next request to arrive.
         self._outputs: dict[int, list[int]] = {}
         self._num_outputs = 0
         self._any_tokens = np.zeros(scheduler.config.max_num_seqs, np.int64)

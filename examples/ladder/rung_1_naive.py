@@ -42,7 +42,7 @@ def attend(q, k_cache, v_cache, sequence, position):
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum("bnqk,bknh->bqnh", weights, v_cache)
-    return out[sequence, position]  # drops the padding rows, which have been computed too
+    return out[sequence, position]  # The padding rows have been computed too, and are dropped here.
 
 
 def cost(work: Workload) -> Cost:

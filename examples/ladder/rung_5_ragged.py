@@ -49,7 +49,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
     window = (pl.ds(first_row, TILE), head, slice(None))
-    q = q_ref[window]  # may include rows after the tile, whose results are never stored
+    q = q_ref[window]  # The window may include rows after the tile, whose results are never stored.
 
     def fold(index, carry):
         largest, total, out = carry

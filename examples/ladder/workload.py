@@ -15,7 +15,8 @@ import numpy as np
 
 LENGTHS = (128, 64, 32, 8)
 NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 64, 16
-GARBAGE = 99.0  # value of empty slots; the result of a rung that uses an empty slot is wrong
+# `GARBAGE` fills empty slots, so the result of a rung that uses an empty slot is wrong.
+GARBAGE = 99.0
 
 
 class Workload(NamedTuple):
@@ -73,13 +74,18 @@ class Workload(NamedTuple):
 class Cost(NamedTuple):
     """Cost of a rung. A pair is one query and one key, with all heads."""
 
-    calls: int  # number of calls from Python to the device
+    calls: int  # Python makes `calls` calls to the device.
     num_pairs: int  # number of computed pairs
-    num_padding_pairs: int  # number of computed pairs whose query or key is padding
-    num_rows_read: int  # number of keys and values that are read, each [N, H]
-    num_slots: int  # number of slots of the KV cache that the sequences hold
-    scores_at_once: int  # maximum number of scores in memory; for a kernel, in one program
-    flops_per_pair: int = 4 * HEAD_SIZE  # q . k and p . v, each a multiplication and an addition
+    # In `num_padding_pairs` of the computed pairs, the query or the key is padding.
+    num_padding_pairs: int
+    # `num_rows_read` keys and values are read. Each has the shape [N, H].
+    num_rows_read: int
+    # The sequences hold `num_slots` slots of the KV cache.
+    num_slots: int
+    # At most `scores_at_once` scores are in memory at a time; for a kernel, in one program.
+    scores_at_once: int
+    # The products q . k and p . v take a multiplication and an addition per element.
+    flops_per_pair: int = 4 * HEAD_SIZE
 
     @property
     def num_flops(self) -> int:
@@ -134,7 +140,8 @@ def climb(*rungs: Any, work: Workload) -> list[str]:
         RuntimeError: a rung's result differs from the result of the previous rung.
     """
     lines, before = [HEADER], None
-    with jax.default_matmul_precision("highest"):  # by default, GPUs round float32 to fewer bits
+    # By default, GPUs round float32 numbers to fewer bits.
+    with jax.default_matmul_precision("highest"):
         for rung in rungs:
             out, seconds = timed(rung.attend, rung.prepare(work))
             if before is not None and not np.allclose(out, before, rtol=1e-4, atol=1e-5):

@@ -49,11 +49,13 @@ from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 # by rank.
 LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)
 FIRST_ADDRESS_WORD = 4
-NAN_WORD = 0x7FFF7FFF  # two bfloat16 NaNs; replaces data that equals `EMPTY_WORD`
+# `NAN_WORD` holds two bfloat16 NaNs. The kernel stores it instead of data that equals `EMPTY_WORD`.
+NAN_WORD = 0x7FFF7FFF
 
 _WORDS_PER_CHUNK = CHUNK_BYTES // 4
 _VALUES_PER_CHUNK = CHUNK_BYTES // 2
-_ROW_BARRIER = 8  # index of a named barrier; Mosaic GPU itself uses the indices below 8
+# `_ROW_BARRIER` is the index of a named barrier. Mosaic GPU itself uses the indices below 8.
+_ROW_BARRIER = 8
 _SYSTEM_SCOPE = "relaxed.sys.global"
 _REF_TYPE = plgpu.RefType()
 

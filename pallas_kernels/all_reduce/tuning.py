@@ -11,12 +11,15 @@ from dataclasses import dataclass
 # number divided by the number of devices. For larger payloads XLA's collectives are faster, since
 # they send each device only a part.
 MAX_EXCHANGED_BYTES = 4 * 2**20
-CHUNK_BYTES = 16  # size of one load of a thread
-MAX_PROGRAMS = 128  # programs must run concurrently, and most GPUs have at least 128 SMs
+CHUNK_BYTES = 16  # A thread loads `CHUNK_BYTES` bytes at a time.
+MAX_PROGRAMS = 128  # All programs must run concurrently, and most GPUs have at least 128 SMs.
 MAX_WARP_GROUPS = 4
-MAX_LOADS = 8  # maximum number of loads in flight per thread
-MAX_NORM_ROWS = 128  # `device_sum_norm` has one program per row: the limit equals MAX_PROGRAMS
-MAX_NORM_WIDTH = 8192  # maximum columns of a row of `device_sum_norm`: two chunks per thread
+# A thread has at most `MAX_LOADS` loads in flight.
+MAX_LOADS = 8
+# `device_sum_norm` has one program per row, so the limit is `MAX_PROGRAMS`.
+MAX_NORM_ROWS = 128
+# A row of `device_sum_norm` has at most `MAX_NORM_WIDTH` columns, two chunks per thread.
+MAX_NORM_WIDTH = 8192
 
 
 @dataclass(frozen=True)

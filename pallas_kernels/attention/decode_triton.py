@@ -56,8 +56,10 @@ from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
-_MAX_MERGED_HEADS = 4  # maximum query heads per merge step, one per warp
-_MAX_MERGE_REGISTERS = 64  # maximum registers per thread for the partials of a merge step
+# A merge step handles at most `_MAX_MERGED_HEADS` query heads, one per warp.
+_MAX_MERGED_HEADS = 4
+# The partials of a merge step take at most `_MAX_MERGE_REGISTERS` registers per thread.
+_MAX_MERGE_REGISTERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,18 +54,23 @@ from pallas_kernels.attention.tiles import window_map
 from pallas_kernels.attention.tuning import HOPPER_KEY_TILE as KEY_TILE
 from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
-CONSUMER_ROWS = 64  # matrix rows of one consumer warpgroup
-NUM_CONSUMERS = 2  # consumer warpgroups, unless sequences have few tokens
+CONSUMER_ROWS = 64  # A consumer warpgroup computes 64 rows of a matrix tile.
+NUM_CONSUMERS = 2  # A program has two consumer warpgroups, or one if sequences have few tokens.
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # matrix rows of a tile
-NUM_STAGES = 2  # pipeline stages of q, of keys and of values in shared memory
+NUM_STAGES = 2  # Shared memory has two pipeline stages each for q, keys and values.
 _LOG2_E = math.log2(math.e)
 # Layout of the output in shared memory: tiles of one row, so that any range of rows can be copied.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_STRIP_COLUMNS = 8  # columns of the narrowest array that has the accumulator layout of wgmma
+# The narrowest array with wgmma's accumulator layout has `_STRIP_COLUMNS` columns.
+_STRIP_COLUMNS = 8
 # The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
 _RESCALE_THRESHOLD_LOG2 = 8.0
-_NUM_FIELDS = 8  # int32 words of metadata per tile, and before the first tile (number of tiles)
-_MIN_METADATA_SIZE = 2**16  # int32 words, enough for 256 sequences of 128 blocks
+# Each tile has `_NUM_FIELDS` int32 words of metadata. As many words before them hold the number of
+# tiles.
+_NUM_FIELDS = 8
+# The metadata array has at least `_MIN_METADATA_SIZE` int32 words, which is enough for 256
+# sequences of 128 blocks.
+_MIN_METADATA_SIZE = 2**16
 
 
 class _PrefillSpec(NamedTuple):
@@ -111,7 +116,7 @@ def paged_prefill_attention(
     """
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
-    if has_few_queries:  # every head set loads the keys again, so use large sets
+    if has_few_queries:  # Every set of query heads loads the keys again, so use large sets.
         num_consumers, heads_per_tile = 1, min(pl.next_power_of_2(group), CONSUMER_ROWS // 8)
     else:
         num_consumers, heads_per_tile = NUM_CONSUMERS, choose_heads_per_tile(group, num_tokens)
@@ -305,7 +310,7 @@ def _kernel(
                     position = index * KEY_TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = metadata_ref[jnp.minimum(entry, metadata_ref.shape[0] - 1)] * block_size
-                    if block_size > KEY_TILE:  # the block covers several key tiles
+                    if block_size > KEY_TILE:  # A block of the pool then covers several key tiles.
                         row += lax.rem(position, jnp.int32(block_size))
                     # Past the end of a sequence, pass a row outside the pool: the copy engine then
                     # writes zeros.
@@ -497,7 +502,7 @@ def _kernel(
                 sums,
                 wgmma_zeros(CONSUMER_ROWS, head_size),
             )
-            full = jnp.maximum(full - 1, 0)  # the first key tile is already done
+            full = jnp.maximum(full - 1, 0)  # The first key tile has been computed before the loop.
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 

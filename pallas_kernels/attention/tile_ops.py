@@ -40,7 +40,7 @@ from pallas_kernels.types import split_fp8_pairs
 
 MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
-_MIN_WIDTH = 16  # minimum side of a tensor core operand
+_MIN_WIDTH = 16  # An operand of a tensor core has at least `_MIN_WIDTH` rows and columns.
 EVICT_LAST = "evict_last"
 """L2 eviction policy for data that every layer of a step reads first: keep it as long as possible.
 
@@ -321,7 +321,11 @@ def softmax_finish(carry):
 
 
 def _tile_index(ref, rows, width, live):
-    """Return the row and column indices of a tile, each in its full shape, and the mask or None."""
+    """Return the indices with which a tile is loaded or stored, and the mask.
+
+    The indices are two arrays with the shape of the tile: the row and the column of each element.
+    The mask is None if no element needs a mask.
+    """
     shape = (rows.shape[0], width)
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = None if live is None else jnp.broadcast_to(live[:, None], shape)

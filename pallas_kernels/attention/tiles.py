@@ -80,7 +80,7 @@ def tile_map(
     tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
     sequence = jnp.searchsorted(starts[1:], tiles, side="right", method="compare_all")
-    sequence = sequence.astype(jnp.int32)  # index B stands for the padding rows
+    sequence = sequence.astype(jnp.int32)  # Sequence index B stands for the padding rows.
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
@@ -138,7 +138,7 @@ def window_map(
     lasts = jnp.cumsum(counts)
     tiles = jnp.arange(-(-num_tokens // window) + batch, dtype=jnp.int32)
     owner = jnp.searchsorted(lasts, tiles, side="right", method="compare_all").astype(jnp.int32)
-    owner = jnp.minimum(owner, batch)  # index `batch` stands for the padding rows
+    owner = jnp.minimum(owner, batch)  # Sequence index `batch` stands for the padding rows.
     first_row = (first_window[owner] + tiles - (lasts - counts)[owner]) * size
     end = jnp.clip(ends[owner] - first_row, 0, window)
     sequence = jnp.minimum(owner, batch - 1)

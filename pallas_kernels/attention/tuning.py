@@ -10,9 +10,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels import tuning
 from pallas_kernels.tuning import is_hopper
 
-SMALL_BATCH = 8  # batch rows of the smallest bucket, which often holds fewer sequences
-REFERENCE_NUM_CORES = 132  # SMs of the GPU on which the heuristics were tuned
-HOPPER_KEY_TILE = 128  # keys per tile in prefill_hopper.py
+# The smallest bucket has `SMALL_BATCH` batch rows, and often holds fewer sequences.
+SMALL_BATCH = 8
+# The heuristics were tuned on a GPU with `REFERENCE_NUM_CORES` SMs.
+REFERENCE_NUM_CORES = 132
+# A key tile of prefill_hopper.py has `HOPPER_KEY_TILE` keys.
+HOPPER_KEY_TILE = 128
 # Memory of a step for keys and values that widen_triton.py converts from FP8.
 WIDENED_KV_BYTES = 2**28
 

@@ -25,7 +25,9 @@ from pallas_kernels.attention.tiles import first_tiles, tile_map
 from pallas_kernels.kv_cache.xla import rope_write_kv
 from pallas_kernels.types import unpack_fp8_pairs
 
-_KEYS_PER_CHUNK = 128  # keys per loop step; fewer would make the GEMMs on a CPU less efficient
+# The loop handles `_KEYS_PER_CHUNK` keys per step. With fewer keys, the GEMMs are less efficient on
+# a CPU.
+_KEYS_PER_CHUNK = 128
 
 
 def paged_decode_attention(

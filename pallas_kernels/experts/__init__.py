@@ -209,7 +209,7 @@ def check_routing(routing, **sizes):
         checks.check_array(f"routing.{name}", getattr(routing, name), "[T, k]", jnp.int32, **pairs)
     num_rows = sizes["T"] * sizes["k"]
     if sizes.get("R", num_rows) != num_rows:
-        raise ValueError(f"x has {sizes['R']} rows; it must have {num_rows}, one per pair")
+        raise ValueError(f"x has {sizes['R']} rows; it must have one row per pair, {num_rows}")
     checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
     bounds = num_experts + 1
     checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
-MAX_FEW_ROWS = 256  # with more rows, `batch_invariant_gemm` runs the many-rows kernel
+MAX_FEW_ROWS = 256  # With more rows, `batch_invariant_gemm` runs the many-rows kernel.
 
 
 def split_k_gemm(

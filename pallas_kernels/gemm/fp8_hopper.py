@@ -56,10 +56,13 @@ from pallas_kernels.gemm.tuning import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-GROUP_DEPTH = FP8_GROUP_SIZE  # columns of x that share a scale: 128 bytes, the widest swizzle
-CONSUMER_OUTPUTS = 64  # outputs per consumer of the few-rows kernel
-TILE_COLUMNS = 128  # columns of a many-rows tile per factor; also the outputs of a scale block
-STORE_COLUMNS = 64  # columns per store of the many-rows kernel
+# `GROUP_DEPTH` columns of x share a scale. They have 128 bytes, the widest swizzle.
+GROUP_DEPTH = FP8_GROUP_SIZE
+# A consumer warpgroup of the few-rows kernel computes `CONSUMER_OUTPUTS` outputs.
+CONSUMER_OUTPUTS = 64
+# A many-rows tile has `TILE_COLUMNS` columns per factor, and a scale block covers as many outputs.
+TILE_COLUMNS = 128
+STORE_COLUMNS = 64  # The many-rows kernel stores `STORE_COLUMNS` columns at a time.
 
 
 def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: FewRowsConfig):
@@ -75,7 +78,8 @@ def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Few
         config: Launch parameters.
     """
     is_grouped = x_scale.ndim == 2
-    scale = x_scale.T if is_grouped else x_scale  # makes the scales of a tile's rows contiguous
+    # The transpose makes the scales of the rows of a tile contiguous.
+    scale = x_scale.T if is_grouped else x_scale
     return _few_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
@@ -158,7 +162,8 @@ def _few_rows_kernel(
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // GROUP_DEPTH
     first_step, is_grouped = split * num_steps, scaled is not None
-    # The copy of block scales begins this many groups early, so that its start is aligned.
+    # The copy of block scales begins `num_leading_scales` groups early, so that the copy's start is
+    # aligned.
     num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
     # Two consumers with large accumulators need more registers: the loader gives up some.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
@@ -235,7 +240,7 @@ def _few_rows_kernel(
         if is_grouped:
             block = lax.div(firsts[0], FP8_GROUP_SIZE) - lax.div(first_output(0), FP8_GROUP_SIZE)
             plgpu.barrier_wait(scaled)
-        else:  # load scales before accumulating, to hide the latency of global memory
+        else:  # Load the scales before the GEMM starts, to hide the latency of global memory.
             row_scales = _load_scales(x_scale_ref.at[rows], 1)
             output_scales = [_load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
         args = num_steps, num_groups, stage_index, operands, full, empty, shape
@@ -446,7 +451,8 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        return [own_sums[...] for own_sums in sums]  # the read waits for the products
+        # Reading the accumulators waits until the tensor core is done.
+        return [own_sums[...] for own_sums in sums]
 
     def scaled(part, scale):
         return part if scale is None else part * lax.broadcast_in_dim(scale, shape, (1,))
@@ -535,7 +541,7 @@ def continue_accumulation(multiply, sums):
         sums: Initial values.
     """
     results: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
-    return list(results)  # `run_state` is annotated to return references, but returns arrays
+    return list(results)  # `run_state` is annotated to return references, but it returns arrays.
 
 
 def _load_scales(ref, axis):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, FP8_MAX, FP8_MIN_ABSMAX
 
-_ELEMENTS_PER_WARP = 32 * 8  # 16 bytes per thread for 2-byte dtypes
+_ELEMENTS_PER_WARP = 32 * 8  # Each thread loads 16 bytes if the dtype has 2 bytes.
 
 
 def quantize_rows(x, static_scales, *, grouped: bool, interpret: bool):

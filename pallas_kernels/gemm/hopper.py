@@ -39,15 +39,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 
-# Depth of a stage, columns per store, and columns per consumer of the few-rows kernel. 64 2-byte
-# numbers fill the widest swizzle, 128 bytes.
+# `TILE` is the depth of a pipeline stage, the number of columns per store, and the number of
+# columns per consumer of the few-rows kernel. 64 numbers of 2 bytes fill the widest swizzle, 128
+# bytes.
 TILE = 64
 # Constants of the many-rows kernel.
 CONSUMER_ROWS = 64  # rows per consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
 TILE_COLUMNS = 128  # columns per tile and factor
-SNAKE_TILE_WIDTH = 8  # rows of tiles per band; programs traverse a band column by column
+# A band has `SNAKE_TILE_WIDTH` rows of tiles. Programs traverse a band column by column.
+SNAKE_TILE_WIDTH = 8
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):
@@ -164,7 +166,7 @@ def _few_rows_kernel(
         add_all = functools.partial(accumulate_steps, num_steps, stage_index, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
-        if up:  # silu(gate) * up, for a finite gate
+        if up:  # The next line computes silu(gate) * up. The gate must be finite.
             result *= up[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
@@ -278,7 +280,8 @@ def _many_rows_kernel(
             results = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
             if gated:
                 gate, up = results
-                results = [gate * (up / (1 + jnp.exp(-gate)))]  # silu(gate) * up, if gate is finite
+                # The result is silu(gate) * up. The gate must be finite.
+                results = [gate * (up / (1 + jnp.exp(-gate)))]
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             for index, result in enumerate(results):
@@ -320,7 +323,7 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
         plgpu.barrier_wait(full.at[stage])
         for own_sums, factors in zip(sums, operands(stage), strict=True):
             plgpu.wgmma(own_sums, *factors)
-        plgpu.wgmma_wait(len(sums))  # the products of the previous step are done
+        plgpu.wgmma_wait(len(sums))  # Wait until the products of the previous step are complete.
         previous = stage_index(step + (num_stages - 1))
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 

@@ -14,13 +14,15 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 # they save.
 MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
-MIN_UNSPLIT_WIDTH = 132 * 128  # gives each of the 132 SMs of a large GPU a tile of 128 columns
+# This width gives each of the 132 SMs of a large GPU a tile of 128 columns.
+MIN_UNSPLIT_WIDTH = 132 * 128
 
 # Number of bytes of the weight that a program prefetches per consumer warpgroup if every SM has a
 # program, before rounding to whole stages. 50 % more or 25 % less makes a GEMM 2 to 7 % slower.
 PREFETCHED_WEIGHT_BYTES = 60 * 1024
 
-# A copy of float32 scales begins and ends at a multiple of this number of scales (16 bytes).
+# A copy of float32 scales begins and ends at a multiple of `SCALE_COPY_ALIGNMENT` scales, which
+# have 16 bytes.
 SCALE_COPY_ALIGNMENT = 4
 
 # The many-rows kernels run only if their tiles keep the SMs busy for at least this fraction of the
@@ -297,7 +299,8 @@ def _choose_few_rows_config(
     if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
         return None
     idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
-    row_tiles = 2 if num_tokens > 128 or idle else 1  # a tile has at most 128 rows
+    # A tile has at most 128 rows.
+    row_tiles = 2 if num_tokens > 128 or idle else 1
     # If there were more programs than SMs, some would wait for a free SM. Two consumers per program
     # halve the number of programs.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2

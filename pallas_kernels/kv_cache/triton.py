@@ -288,7 +288,8 @@ def copy_blocks(pool, src, dst, *, config: MoveConfig, interpret: bool):
 
 
 def _copy_kernel(src_ref, dst_ref, *refs, chunk):
-    pools = refs[len(refs) // 2 :]  # the outputs, which alias the inputs
+    # The second half of the references are the outputs, which alias the inputs.
+    pools = refs[len(refs) // 2 :]
     source, target = src_ref[pl.program_id(0)], dst_ref[pl.program_id(0)]
     columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
     moves = (columns < pools[0].shape[1]) & (source != target)

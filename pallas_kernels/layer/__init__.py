@@ -87,7 +87,8 @@ def fused_layer(
 
 def _plan(weights, num_tokens, backend):
     """Return the plan of the Hopper kernel, or None if the kernel does not run."""
-    if jax.__version_info__ < (0, 11):  # Mosaic GPU kernels have no mutable arguments before 0.11
+    # In JAX before 0.11, Mosaic GPU kernels cannot have mutable arguments.
+    if jax.__version_info__ < (0, 11):
         return None
     (attention_output, hidden), inner = weights.output.shape, weights.down.shape[0]
     return hopper.layer_plan(

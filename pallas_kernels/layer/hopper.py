@@ -51,11 +51,12 @@ ROWS = 8
 _NUM_WARP_GROUPS = 4  # consumer warpgroups
 _NUM_THREADS = 128 * _NUM_WARP_GROUPS
 _NUM_WARPS = 4 * _NUM_WARP_GROUPS
-_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # pairs of warpgroups; a pair multiplies one unit
-_MAX_COPIES_IN_FLIGHT = 3  # copies of units; more would delay the exchange between programs
-_PARTIAL_WORDS = ROWS * 64  # words of a split-K partial of 64 columns
+_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # A pair of warpgroups multiplies one unit.
+_MAX_COPIES_IN_FLIGHT = 3  # More copies in flight would delay the exchange between programs.
+_PARTIAL_WORDS = ROWS * 64  # A split-K partial of 64 columns has `_PARTIAL_WORDS` words.
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
-_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; Mosaic GPU itself uses those below 8
+# Both numbers are indices of named barriers. Mosaic GPU itself uses the indices below 8.
+_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9
 _SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
 _REF_TYPE = plgpu.RefType()
 
@@ -459,7 +460,8 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
     """
     gemm = plan.gemms[gemm_index]
     width = gemm.depth // 32  # columns per lane
-    units_at_once = 2 if gemm.max_units > 8 else 1  # two units double the loads in flight
+    # Two units at a time double the number of loads in flight.
+    units_at_once = 2 if gemm.max_units > 8 else 1
     shared_scales = gemm_index == _DOWN and gemm.max_units > 8
 
     def body(count, units, memory, rows, *pointers):
@@ -493,7 +495,8 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
                 mine, words = words[: len(t.loads)], words[len(t.loads) :]
                 with ops.when(t.is_live):
                     t.finish(eps, mine, rows)
-        ops.ptx("fence.proxy.async.shared::cta;")  # make the stores visible to the tensor cores
+        # The fence makes the stores visible to the tensor cores.
+        ops.ptx("fence.proxy.async.shared::cta;")
         _wait_for_consumers()
 
     arg_types = (
@@ -709,7 +712,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
                     )
                     at = at + plan.regions[gemm_index]
                 ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
-                if gemm_index == _QKV:  # zero the partials that no program of this block stores
+                # Write zeros to those partials of the column block that no program computes.
+                if gemm_index == _QKV:
                     for extra in range(1, gemm.max_partials):
                         unused = (partial + extra < gemm.max_partials) & last
                         with ops.when(unused):

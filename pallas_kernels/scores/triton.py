@@ -49,9 +49,11 @@ from pallas_kernels.scores.adjustments import (
 )
 
 BLOCK_TOKENS = 128  # tokens per block
-CHUNK_TOKENS = 4096  # tokens per program of the scan
-RANK_TILE = 4096  # tokens per iteration when the second launch counts the rank of a token
-NUM_WARPS = 4  # warps per program of both launches
+# A program of the scan launch reads `CHUNK_TOKENS` tokens.
+CHUNK_TOKENS = 4096
+# The finish launch reads `RANK_TILE` tokens per iteration to count the rank of a token.
+RANK_TILE = 4096
+NUM_WARPS = 4  # A program of either launch has `NUM_WARPS` warps.
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 # Value of `needs_scores` for rows that report logits. Rows with log-probabilities have 1, and rows
 # without scores 0.

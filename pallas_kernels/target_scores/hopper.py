@@ -34,9 +34,11 @@ from pallas_kernels.gemm.hopper import (
 )
 
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
-TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
-TOKEN_MULTIPLE = 8  # V must be a multiple: shared memory holds the table in tiles of 8 rows
-NUM_STAGES = 4  # pipeline stages, which fill the shared memory
+# A tile covers `TILE_TOKENS` tokens of the vocabulary.
+TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
+# V must be a multiple of `TOKEN_MULTIPLE`, because shared memory has the table in tiles of 8 rows.
+TOKEN_MULTIPLE = 8
+NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
 _LOG2_E = math.log2(math.e)
 
 

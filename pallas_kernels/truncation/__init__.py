@@ -49,7 +49,8 @@ def truncation_mask(
         return jnp.ones(logits.shape, jnp.bool_)
     highest = logits.max(axis=1, keepdims=True)
     relative = (logits - highest) / temperature[:, None]
-    passes_min_p = relative >= jnp.log(min_p)[:, None]  # log(0) is -inf, which keeps all tokens
+    # If min_p is 0, log(min_p) is -inf, and all tokens pass.
+    passes_min_p = relative >= jnp.log(min_p)[:, None]
     top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
     if backend is Backend.XLA:
         weights = jnp.where(passes_min_p, jnp.exp(relative), 0.0)

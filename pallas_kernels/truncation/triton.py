@@ -41,10 +41,14 @@ NUM_PASSES = 3
 # of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-TILE = 256  # tokens per load of the narrow launches
-PACKED_TILE = 512  # tokens per load of the collect launch
-NUM_STRIPS = 4  # strips per chunk in the collect launch, one per warp so that warps never wait
-STRIP_CAPACITY = 128  # maximum number of tokens collected per strip
+# A load of the narrow launches reads `TILE` tokens.
+TILE = 256
+# A load of the collect launch reads `PACKED_TILE` tokens.
+PACKED_TILE = 512
+# In the collect launch, each of the 4 warps has its own strip of a chunk, so that warps never wait.
+NUM_STRIPS = 4
+# A strip can hold `STRIP_CAPACITY` collected tokens.
+STRIP_CAPACITY = 128
 # Tokens per load when the settle launch reads a whole row, with 16 warps. With a large tile, fewer
 # iterations wait for memory.
 WHOLE_ROW_TILE = 4096

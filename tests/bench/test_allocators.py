@@ -159,7 +159,8 @@ def test_paged_manager_reserves_no_slots():
 
 
 def test_fastertransformer_admits_no_request_until_the_whole_batch_ends():
-    scheduler = make_scheduler("fastertransformer", num_blocks=33)  # two ranges of 16 blocks fit
+    # The pool has room for two ranges of 16 blocks.
+    scheduler = make_scheduler("fastertransformer", num_blocks=33)
     for name, output in enumerate((3, 6, 2)):
         scheduler.add(make_request(name, 5, output))
     running = []
@@ -184,7 +185,8 @@ def test_fastertransformer_admits_no_request_while_a_batch_decodes_despite_free_
 
 
 def test_fastertransformer_batch_admits_requests_during_several_prefill_steps():
-    scheduler = make_scheduler("fastertransformer")  # room for four ranges; 128 tokens per step
+    # The pool has room for four ranges, and a step computes up to 128 tokens.
+    scheduler = make_scheduler("fastertransformer")
     for name in range(5):
         scheduler.add(make_request(name, 50, 9))
     running = []

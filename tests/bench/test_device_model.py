@@ -88,7 +88,8 @@ def test_fit_finds_the_slowdown_of_each_block_size():
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
         [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
-    assert len(found.points) == len(made_up_rows())  # the rows of attention kernels are no points
+    # The rows of attention kernels do not become points.
+    assert len(found.points) == len(made_up_rows())
     fitted = replace(model, coefficients=by)
     more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
     assert more == pytest.approx(2 * fitted.kv_seconds(work))

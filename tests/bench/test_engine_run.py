@@ -100,7 +100,7 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-9)  # time must advance even if the sleep takes 0 s
+        self.now += max(seconds, 1e-9)  # Time must advance even if the sleep takes 0 s.
 
 
 class ModelledRunner:
@@ -190,4 +190,5 @@ def test_next_conversation_round_includes_the_previous_answer(servers: Callable[
     assert work.prompt(1) == [*before[:40], 7, 8, 9, *before[43:]]
     assert work.prompt(0) == before[:40]
     run = run_on_engine(servers("ours", prefix_caching=True), rounds)
-    assert run.num_hit_tokens == 64  # of 69 computed tokens, four whole blocks of 16
+    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    assert run.num_hit_tokens == 64

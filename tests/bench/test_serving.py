@@ -160,7 +160,8 @@ def test_client_reads_events_split_across_chunks():
 
 def test_client_reports_its_processor_load_and_event_loop_lag():
     async def answer(request: web.Request) -> web.Response:
-        time.sleep(0.2)  # delays the client too, because both run in the same event loop here
+        # The sleep delays the client too, because both run in the same event loop here.
+        time.sleep(0.2)
         return web.Response(text="")
 
     report = run_against(answer)

@@ -71,7 +71,8 @@ def test_simulation_conserves_tokens_and_time(name: str):
     once = num_tokens_once(run, trace, width, is_apart=system != "ours")
     assert run.num_computed_tokens - run.num_recomputed_tokens == once
     has_preempted = system == "ours" and "swap" not in options.values()
-    assert (run.num_preemptions > 0) == (system == "ours")  # the pool is too small for the rate
+    # At this rate, the pool of "ours" is too small, so it preempts requests.
+    assert (run.num_preemptions > 0) == (system == "ours")
     assert (run.num_recomputed_tokens > 0) == has_preempted
     assert (run.swapped_bytes > 0) == ("swap" in options.values())
 
@@ -119,7 +120,8 @@ def test_memory_held_is_the_mean_over_busy_time(system: str):
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
     if system == "orca_max":
-        assert run.memory_held == pytest.approx(50)  # a range of 256 slots in a pool of 512 slots
+        # The request reserves a range of 256 of the 512 slots.
+        assert run.memory_held == pytest.approx(50)
         assert run.memory["free"] == pytest.approx(50)
     else:
         # A request takes one step of 16 tokens and 192 steps of one token. Meanwhile it holds 1 to
@@ -170,7 +172,8 @@ def test_simulator_finds_prefixes_across_requests_and_rounds():
     # The second prompt begins with the first prompt and its answer.
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(9.0, 90, 2, ((0, 0, 90),))]
     run = simulate(rounds, "ours", DEVICE, prefix_caching=True, **options)
-    assert run.num_hit_tokens == 64  # of 69 computed tokens, four whole blocks of 16
+    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    assert run.num_hit_tokens == 64
 
 
 def test_systems_that_reserve_more_run_smaller_batches():
@@ -180,7 +183,7 @@ def test_systems_that_reserve_more_run_smaller_batches():
         for system in SYSTEMS
     ]
     assert batches == sorted(batches)
-    assert batches[1] <= 4  # 1,024 slots have room for four ranges of 256
+    assert batches[1] <= 4  # The pool of 1,024 slots has room for four ranges of 256.
 
 
 def test_simulator_refuses_unservable_traces_and_options():

@@ -20,7 +20,8 @@ from jpaged.runtime.programs import SplitModel
 def test_reported_run_is_the_median_of_the_runs_after_the_first(
     repeats: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
-    speeds = [1, 20, 50, 30, 40]  # tokens per second with the seeds 0, 1, 2, ...
+    # `speeds` has the tokens per second of the runs with the seeds 0, 1, 2, ...
+    speeds = [1, 20, 50, 30, 40]
     engine: Any = SimpleNamespace()
 
     def measure(*given: Any) -> dict:
@@ -77,8 +78,10 @@ def test_fp8_weights_and_cache_lower_the_lower_bound():
     assert wide.flops_per_token == 2 * 32 * a_layer
     assert wide.head_flops == 2 * 128256 * 4096
     assert cache.weight_bytes == pytest.approx(
-        wide.weight_bytes, rel=1e-6
-    )  # not exactly equal, because the scales of the FP8 KV cache are weights too
+        wide.weight_bytes,
+        rel=1e-6,
+        # The numbers are not exactly equal, because the scales of the FP8 KV cache are weights too.
+    )
     # The lower bounds with which vLLM's FP8 results are compared.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)

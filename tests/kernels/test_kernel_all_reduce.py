@@ -200,7 +200,9 @@ def delay(x: jax.Array, turns: jax.Array) -> jax.Array:
     out = jax.ShapeDtypeStruct((), jnp.int32)
     one_warp = plgpu.CompilerParams(num_warps=1)
     done = pl.pallas_call(wait, out_shape=out, compiler_params=one_warp)(turns.reshape(1))
-    return jnp.where(done != 0, x, -x)  # `done` is odd, but XLA cannot know this
+    # `done` is always odd, so the result is x. XLA cannot know this, and therefore waits for
+    # `done`.
+    return jnp.where(done != 0, x, -x)
 
 
 def bits(x: jax.Array) -> jax.Array:
@@ -224,7 +226,8 @@ def sum_repeatedly(shape: tuple[int, int], count: int, num_turns: int, max_delay
         is_late = random % jnp.uint32(16) == 0
         turns = jnp.where(is_late, random % jnp.uint32(max_delay), jnp.uint32(0))
         x = lax.bitcast_convert_type(make_addend(shape, index, rank), BF16)
-        x = jnp.where(found[0] < 0, -x, x)  # never true; makes XLA wait for the previous sum
+        # The condition is never true. It makes XLA wait for the previous sum.
+        x = jnp.where(found[0] < 0, -x, x)
         x = delay(x, turns.astype(jnp.int32))
         got = bits(device_sum(x, MESH_AXIS, header=peers, buffer_index=buffer_index)).ravel()
         want = expected_bits(shape, index, count).ravel()
@@ -362,7 +365,8 @@ def test_delayed_device_ends_the_program_with_an_error(place: int):
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
     memory.check_devices()
     assert (got == 16).all()
-    late[place] = 300_000_000  # about 1 s; the other device stops waiting after 10 ms
+    # This delay takes about 1 s. The other device stops waiting after 10 ms.
+    late[place] = 300_000_000
     start = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()

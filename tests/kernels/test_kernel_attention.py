@@ -174,7 +174,8 @@ def _with_new_tokens(case, num_partials, with_norms):
     nothing = to_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    partials = rng.standard_normal(shape) / num_partials**0.5  # their sum has standard deviation 1
+    # The sum of the partials has a standard deviation of 1.
+    partials = rng.standard_normal(shape) / num_partials**0.5
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
@@ -507,7 +508,8 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
         assert plan[: len(wanted), 0].tolist() == wanted
         assert not plan[len(wanted) :, 5].any()
         for sequence, bounds in covered.items():
-            assert bounds[::2] == [0, *bounds[1:-1:2]]  # each split begins where the previous ends
+            # Each split begins at the key tile where the previous split ends.
+            assert bounds[::2] == [0, *bounds[1:-1:2]]
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
@@ -630,7 +632,8 @@ def test_head_groups_fill_the_rows_of_a_tile(group):
     idle, because they need fewer tiles then."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
-        assert members in (1, 2, 4, 8, 16)  # a power of two divides the tile's rows
+        # The number of query heads per tile must divide the 128 rows of a tile.
+        assert members in (1, 2, 4, 8, 16)
         idle = -(-group // members) * members / group - 1
         assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):

@@ -134,7 +134,7 @@ def test_arguments_that_do_not_fit_are_refused():
         expert_gated_gemm(x, gate_up, routing, activation="relu", **options)
     with pytest.raises(ValueError, match=r"routing\.offsets has shape"):
         expert_gated_gemm(x, gate_up[1:], routing, **options)
-    with pytest.raises(ValueError, match="x has 3 rows; it must have 6, one per pair"):
+    with pytest.raises(ValueError, match="x has 3 rows; it must have one row per pair, 6"):
         expert_down_gemm(x[:, :INNER], down, routing, **options)
     with pytest.raises(ValueError, match="sort keys exceed 31 bits: pass fewer tokens"):
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))

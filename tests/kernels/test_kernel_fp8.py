@@ -262,7 +262,8 @@ FEW = [
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
     (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
-DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # its block scales need several copies
+# The block scales of this GEMM are so many that they need several copies.
+DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))
 
 
 @pytest.fixture

@@ -165,7 +165,8 @@ def test_fused_layer_needs_hopper_and_small_steps():
         {"device_kind": "NVIDIA A100-SXM4-80GB"},
         {"sizes": SMALL._replace(inner=448)},
         {"sizes": LayerSizes(hidden=4096, attention_output=4096, inner=14336, qkv=6144)},
-        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},  # no memory left for the pipeline
+        # With this size, no shared memory is left for the pipeline.
+        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},
     ):
         assert choose(**change) is None
 

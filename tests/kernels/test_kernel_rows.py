@@ -218,7 +218,8 @@ def test_norm_weights_can_be_float32(backend):
 def test_gated_silu_matches_reference(shape, dtype, backend):
     rows, size = shape
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
-    values[:, 0] *= np.linspace(1, 30, size)  # exp(-gate) is much larger or smaller than 1
+    # The gates become so large that exp(-gate) is much larger or smaller than 1.
+    values[:, 0] *= np.linspace(1, 30, size)
     gate_up = jnp.asarray(values, dtype)
     out = jax.jit(partial(gated_silu, backend=backend))(gate_up)
     assert out.dtype == dtype

@@ -106,7 +106,8 @@ def test_forbidden_tokens_come_last_in_order_of_id(backend):
             st.integers(-3, 3).map(float),  # many ties
             st.floats(-60, 60, width=32, allow_subnormal=False),
             st.sampled_from([-np.inf, 1e30, -1e30]),
-        ).map(lambda x: x + 0.0),  # turns -0.0 into 0.0, because the reference's sort mixes both
+            # The addition turns -0.0 into 0.0, because the sort of the reference treats both alike.
+        ).map(lambda x: x + 0.0),
         min_size=150,
         max_size=150,
     ).filter(lambda row: max(row) > -np.inf),
@@ -203,7 +204,7 @@ def test_row_without_adjustments_reads_no_state(backend):
 
 def test_greedy_token_is_the_first_maximum_or_minus_1_if_not_finite(backend):
     logits = np.zeros((7, 4099), np.float32)
-    logits[0, [0, 1, 4097]] = -0.0  # equal to the other logits, which are 0.0
+    logits[0, [0, 1, 4097]] = -0.0  # The other logits are 0.0, which equals -0.0.
     logits[1, [4098, 4096, 4095]] = 5.0
     logits[2, [7, 4097]] = np.nan, 100
     logits[3, 4098] = np.inf

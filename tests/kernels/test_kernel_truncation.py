@@ -99,7 +99,7 @@ _settings = st.fixed_dictionaries(
 )
 def test_truncation_of_random_rows_matches_sorted_reference(rows, scales, params, backend):
     logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
-    logits[np.abs(logits) < 1e-30] = 0.0  # subnormal numbers are zeros to XLA
+    logits[np.abs(logits) < 1e-30] = 0.0  # XLA treats subnormal numbers as zeros.
     _check(logits, params, backend)
 
 
@@ -130,7 +130,7 @@ def test_top_p_applies_after_top_k_and_min_p(backend):
 
 
 @pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
-def test_tokens_with_equal_logits_are_all_kept(one, backend):
+def test_truncation_keeps_all_tokens_with_equal_logits(one, backend):
     assert _kept(np.full((1, V), -7.5), [one], backend).all()
 
 
@@ -156,7 +156,8 @@ def test_truncation_of_a_large_vocabulary_matches_sorted_reference(name, backend
     params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]
     # A vocabulary of 50,000 tokens is not a whole number of the kernel's chunks.
     logits = LARGE[name](np.random.RandomState(0), (len(params), 50_000)).astype(np.float32)
-    logits[::2, 7] = logits.max() + 3  # most other tokens are far less probable than the first
+    # One token gets a much higher logit, so most other tokens are far less probable.
+    logits[::2, 7] = logits.max() + 3
     _check(logits, params, backend)
 
 

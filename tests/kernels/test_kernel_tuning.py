@@ -25,7 +25,8 @@ def _decode(**changes):
 
 def test_decode_splits_fill_the_gpu():
     assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 8, 8, 8]
-    assert _decode(batch=1, max_context=64).num_splits == 1  # at most one split per tile
+    # A context of 64 tokens is one key tile, and a split has at least one tile.
+    assert _decode(batch=1, max_context=64).num_splits == 1
     percents = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
     assert percents == [None, None, 110, 110, 150, 150]
 
@@ -124,7 +125,8 @@ def test_hopper_prefill_is_chosen_only_if_supported():
         assert not runs(device_kind="NVIDIA H200", **{name: value})
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
     supported = [s for s in sizes if runs(device_kind="NVIDIA H200", block_size=s)]
-    assert supported == [8, 16, 32, 64, 128, 256]  # these divide a key tile, or are multiples of it
+    # These block sizes divide a key tile, or are multiples of a key tile.
+    assert supported == [8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
@@ -148,9 +150,11 @@ def test_hopper_gemm_splits_give_at_most_one_program_per_sm():
     assert splits == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
     tiles = [_few_rows(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
-    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; tiles of 64 rows need 192
-    assert _few_rows(64, 320, 1024).num_splits == 1  # a depth of 320 is 5 steps of 64: odd
-    assert _few_rows(64, 512, 64).num_splits == 4  # each split has a depth of at least 128
+    # The GEMM needs 96 programs. With tiles of 64 rows, it would need 192.
+    assert _few_rows(128, 1024, 6144).tile_rows == 128
+    # A depth of 320 is 5 steps of 64. An odd number of steps cannot be split.
+    assert _few_rows(64, 320, 1024).num_splits == 1
+    assert _few_rows(64, 512, 64).num_splits == 4  # Each split must have a depth of at least 128.
 
 
 def test_hopper_gemm_reads_a_large_weight_once():
@@ -163,10 +167,12 @@ def test_hopper_gemm_reads_a_large_weight_once():
 def test_hopper_gemm_prefetch_is_limited_for_large_weights():
     for rows in (8, 64, 128):
         assert _few_rows(rows, 14336, 4096).num_stages == 8  # 128 programs
-    assert _few_rows(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
+    # The GEMM has 96 programs, so a quarter of the SMs is idle.
+    assert _few_rows(8, 4096, 6144).num_stages == 10
     for rows in (8, 64, 128):
         assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
-    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # two row tiles share a weight
+    # The weight is shared by two tiles of rows.
+    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6
 
 
 def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
@@ -191,10 +197,12 @@ def test_hopper_gemm_computes_two_tiles_per_program_if_there_are_few_sms():
     """With one tile per program, there would be more programs than SMs."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
-    assert _few_rows(64, 1024, 8512) is None  # 133 tiles, an odd number, cannot be paired
+    # The GEMM has 133 tiles. An odd number of tiles cannot be paired.
+    assert _few_rows(64, 1024, 8512) is None
     assert _few_rows(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
     assert _few_rows(64, 4096, 16896).num_consumers == 2
-    assert _few_rows(64, 4096, 17408) is None  # 136 programs with two tiles each, for 132 SMs
+    # The GEMM would need 136 programs of two tiles, but there are 132 SMs.
+    assert _few_rows(64, 4096, 17408) is None
 
 
 def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
@@ -207,7 +215,8 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
     assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    assert _few_rows(192, 2048, 4096, num_factors=2) is None  # the two weights are too large
+    # The gate weight and the up weight are too large together.
+    assert _few_rows(192, 2048, 4096, num_factors=2) is None
 
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
@@ -222,7 +231,8 @@ def test_hopper_gated_gemm_of_many_rows_runs_only_if_it_keeps_sms_busy():
         for shape in ((4096, 14336), (1024, 3072))
     )
     assert wide == [*counts]  # at least 112 tiles
-    assert narrow == [2048, 3072, 4096, 6144, 8192]  # other counts leave many SMs idle
+    # With other numbers of rows, many SMs would be idle in the last round.
+    assert narrow == [2048, 3072, 4096, 6144, 8192]
 
 
 def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
@@ -267,14 +277,18 @@ def test_fp8_gemm_tiles_fit_shared_memory_and_divide_the_weight_evenly(grouped):
 
 
 def test_channel_scaled_gemms_use_xla_if_the_kernel_leaves_sms_idle():
-    assert _fp8(64, 4096, 28672)[0] is None  # the kernel would need 224 programs for 132 SMs
+    # The kernel would need 224 programs, but there are 132 SMs.
+    assert _fp8(64, 4096, 28672)[0] is None
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
-    assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 narrow ones in two rounds
+    # The kernel would have 96 wide tiles, or 192 narrow tiles in two rounds, for 132 SMs.
+    assert _fp8(512, 4096, 6144)[1] is None
     assert _fp8(512, 4096, 6144, grouped=True)[1] is not None
-    assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 narrow tiles, or only 64 wide tiles
+    # The GEMM has 128 narrow tiles or 64 wide tiles. Narrow tiles keep more SMs busy.
+    assert _fp8(512, 4096, 4096)[1].num_factors == 1
     assert _fp8(8192, 4096, 4096)[1].num_factors == 2
     assert _fp8(2048, 1024, 1024)[1].num_factors == 1
-    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # one factor is gate, the other is up
+    # In a gated GEMM, one factor is the gate, and the other is up.
+    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2
 
 
 @pytest.mark.parametrize("grouped", [False, True])

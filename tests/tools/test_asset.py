@@ -49,7 +49,7 @@ def test_shipped_tokenizer_has_the_vocabulary_of_the_tool():
 @pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_logits_of_the_training_model_match_transformers(loaded, hf_model, is_long):
     ids = list(sample_examples(0, 1, task="sort_numbers")[0].prompt.encode())[:32]
-    if is_long:  # use chats with tools, which fill the maximum context
+    if is_long:  # Use chats with tools, which fill the maximum context.
         chats = sample_dialogues(0, 6, "calculator")
         ids = [i for chat in chats for i in dialogue_document(chat).ids][:1536]
         assert len(ids) == loaded[1].max_position_embeddings

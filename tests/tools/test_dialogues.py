@@ -44,7 +44,7 @@ def test_training_documents_equal_the_text_of_the_chat_template(tokenizer, task)
         written = tokenizer.apply_chat_template(dialogue.messages, **options)
         if dialogue.thought is None:
             assert tokenizer(written).input_ids == document.ids
-        else:  # the chat template leaves out the reasoning of earlier turns
+        else:  # The chat template leaves out the reasoning of earlier turns.
             thought = f"<think>\n{dialogue.thought}\n</think>\n\n"
             assert written == tokenizer.decode(document.ids).replace(thought, "")
 

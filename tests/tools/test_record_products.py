@@ -37,7 +37,8 @@ def test_each_set_of_gemms_is_measured_once():
     chosen = [recipe.gemm_key or () for recipe in first_of_each_products("qwen3-0.6b")]
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
-    heads = [("head", 64), ("head", 256)]  # for decode steps, and for prompt log-probabilities
+    # Decode steps need 64 rows of logits, and prompt log-probabilities need 256 rows.
+    heads = [("head", 64), ("head", 256)]
     assert sorted(chosen) == [*heads, *(("layers", n) for n in rows)]
 
 
@@ -57,7 +58,8 @@ def test_gemms_with_fp8_weights_are_recorded_separately():
         for recipe in recipes
         for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
     }
-    assert "uint16" in pools  # the dtype of an FP8 pool: an element holds two FP8 numbers
+    # An FP8 pool has this dtype, because an element holds two FP8 numbers.
+    assert "uint16" in pools
 
 
 def test_engine_of_the_measurement_finds_the_recorded_gemms(

@@ -88,7 +88,7 @@ def test_failing_candidate_does_not_reject_other_candidates():
     assert rejected[2].rejected.startswith("wrong results in 'small'")
     assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
     assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
-    assert clock.calls == 2 * 3  # per case, the heuristic twice and the good candidate once
+    assert clock.calls == 2 * 3  # Each case times the heuristic twice, and the good candidate once.
 
 
 def test_sweep_compiles_all_programs_before_it_times_them(capsys: pytest.CaptureFixture[str]):
@@ -112,7 +112,7 @@ def test_inputs_are_made_once_per_case():
     timed = ["time" if what == "time" else name for what, name in log[first + 1 :]]
     runs = [name for at, name in enumerate(timed) if at == 0 or timed[at - 1] != name]
     assert runs == ["long", "time", "short", "time"]
-    made = 1 + num_calls(op.cases[0])  # the first call only determines the shapes
+    made = 1 + num_calls(op.cases[0])  # The first call of `make` only determines the shapes.
     assert [timed.count(name) for name in ("long", "short")] == [made, made]
 
 

@@ -21,7 +21,7 @@ NUMBERS = {number_words(n): n for n in range(1000)}
 NUMERALS = {word for text in NUMBERS for word in text.split()}
 TRUE_RESULTS = {
     "add": lambda a, b: {a + b},
-    "subtract": lambda a, b: {a - b, b - a},  # a question may name the numbers in either order
+    "subtract": lambda a, b: {a - b, b - a},  # A question may name the two numbers in either order.
     "multiply": lambda a, b: {a * b},
 }
 FITS_WORD = {

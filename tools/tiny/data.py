@@ -45,7 +45,8 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    "count_long": 0,  # the answers are too long for short rows; some long rows start with this task
+    # The answers of this task are too long for short rows. Some long rows start with this task.
+    "count_long": 0,
 }
 DIALOGUE_SHARES = {
     "calculator": 5,
@@ -62,7 +63,7 @@ THOUGHT_SHARES = {
     "think_count_letter": 2,
     "think_other": 7,
 }
-THOUGHTFUL = 0.25  # fraction of the single questions that are answered after a thought
+THOUGHTFUL = 0.25  # This fraction of the single questions is answered after a thought.
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 

@@ -54,7 +54,8 @@ class Dialogue:
     thought: str | None = None
 
 
-Draft = tuple[str, Dialogue]  # (key of the content, which decides about holding out; the chat)
+# A draft is (key of the content, chat). The key decides whether the content is held out.
+Draft = tuple[str, Dialogue]
 Maker = Callable[[random.Random], Draft]
 
 
@@ -151,7 +152,7 @@ def _numeral(rng: random.Random, beyond: bool = False) -> str:
     return "-" + number if kind < 0.13 and number != "0" else number
 
 
-Tree = tuple[Any, str, Any] | str  # an expression: (left, sign, right), or a numeral
+Tree = tuple[Any, str, Any] | str  # An expression is a tuple (left, sign, right), or a numeral.
 
 
 def _tree(rng: random.Random, leaves: int, beyond: bool) -> Tree:
@@ -366,7 +367,7 @@ def _json_answer(rng: random.Random) -> Draft:
     return key, _asked_in_json(rng, example.prompt, {name: schema}, {name: value})
 
 
-_FIELDS = {  # maps a fact to the names that schemas may give it
+_FIELDS = {  # Schemas may give a fact any of these names.
     "name": ("name", "name", "first_name", "person", "user"),
     "age": ("age", "age", "years"),
     "city": ("city", "city", "town", "home"),

@@ -33,8 +33,10 @@ from tools.tiny.model import Config, Params, forward
 from tools.tiny.world import TASKS, Example, sample_examples
 
 SEED = 20261121  # seed of the held-out questions
-TOKENS = 16384  # tokens per forward pass on a CPU; a GPU computes four times as many
-LENGTHS = (160, 320, 640, 896)  # lengths of rows; a document is put into the shortest that fits
+# A forward pass on a CPU computes `TOKENS` tokens. A GPU computes four times as many.
+TOKENS = 16384
+# Rows have one of these lengths. A document is put into the shortest row that fits.
+LENGTHS = (160, 320, 640, 896)
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:

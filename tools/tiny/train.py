@@ -38,9 +38,9 @@ from tools.tiny.evaluate import as_markdown, evaluate, report_of
 from tools.tiny.model import Config, Params, forward, init
 
 LAUNCH = 8  # steps per launch
-AHEAD = 16  # launches for which the workers make batches in advance
-IN_FLIGHT = 3  # launches that the device has not completed
-WARM_UP = 200  # steps during which the learning rate rises
+AHEAD = 16  # The workers make the batches of `AHEAD` launches in advance.
+IN_FLIGHT = 3  # At most `IN_FLIGHT` launches are queued on the device.
+WARM_UP = 200  # The learning rate rises during `WARM_UP` steps.
 
 Batch = tuple[Rows, Rows]
 
@@ -79,7 +79,7 @@ def _orthogonalised(params: Any) -> Any:
     }
 
 
-OPTIMIZER = optax.chain(  # `train_steps` multiplies the updates by the learning rate
+OPTIMIZER = optax.chain(  # `train_steps` multiplies the updates by the learning rate.
     optax.clip_by_global_norm(1.0),
     contrib.muon(
         1.0,

@@ -23,11 +23,13 @@ from tools.tiny.numerals import number_words
 
 SPLIT = 16
 CORE = 12
-SHORT_ANSWER = (1, 150)  # minimum and maximum number of characters
+SHORT_ANSWER = (1, 150)  # A short answer has from 1 to 150 characters.
 LONG_ANSWER = (150, 750)
-LONGEST_STEPPED = 300  # maximum characters of an answer that counts in steps greater than one
-LARGEST_SPOKEN = 700  # maximum product in a question with numbers in words
-# If A and B are larger than this number, a question to count from A to B says "up" or "down".
+# If an answer counts in steps greater than one, it has at most `LONGEST_STEPPED` characters.
+LONGEST_STEPPED = 300
+# The product is at most `LARGEST_SPOKEN` if a question has numbers in words.
+LARGEST_SPOKEN = 700
+# If A and B are larger than `LARGEST_UNTOLD`, a question to count from A to B says "up" or "down".
 LARGEST_UNTOLD = 99
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
@@ -36,7 +38,7 @@ WORDINGS: dict[str, list[str]] = tomllib.loads(
     (Path(__file__).parent / "wordings.toml").read_text(encoding="utf-8")
 )
 
-Draft = tuple[str, str, str]  # (key of the content, question, answer)
+Draft = tuple[str, str, str]  # A draft is (key of the content, question, answer).
 Maker = Callable[[random.Random], Draft]
 
 
