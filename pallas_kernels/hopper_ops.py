@@ -177,7 +177,7 @@ def when(condition: Value):
 
 @contextlib.contextmanager
 def loop(start: Value, stop: Value, step: int):
-    """Emit a loop from `start` to `stop` (exclusive), with the `with` block as its body.
+    """Emit a loop from `start` to `stop` (exclusive) whose body is the `with` block.
 
     Yields the loop index.
     """

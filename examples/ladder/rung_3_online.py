@@ -40,7 +40,7 @@ def attend(queries, k_pool, v_pool, block_tables):
 
 @jax.jit
 def fold(largest, total, out, q, k_pool, v_pool, block, index):
-    """Add the keys of a block to the largest score, the sum of weights, and the weighted values."""
+    """Update the largest score, the sum of weights, and the weighted values with a block's keys."""
     scores = scores_of_block(q, k_pool[block], index)
     new_largest = jnp.maximum(largest, scores.max(axis=-1))
     # Every query sees at least the first key of block 0, so `new_largest` is always finite. For

@@ -75,7 +75,7 @@ class Cost(NamedTuple):
     """Cost of a rung. A pair is one query and one key, with all heads."""
 
     calls: int  # Python makes `calls` calls to the device.
-    num_pairs: int  # number of computed pairs
+    num_pairs: int
     # In `num_padding_pairs` of the computed pairs, the query or the key is padding.
     num_padding_pairs: int
     # `num_rows_read` keys and values are read. Each has the shape [N, H].
@@ -94,7 +94,7 @@ class Cost(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Fraction of the FLOPs that padding takes, from 0 to 1."""
+        """Fraction of the FLOPs that are spent on padding, from 0 to 1."""
         return self.num_padding_pairs / self.num_pairs
 
     @property

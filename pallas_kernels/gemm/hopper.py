@@ -43,11 +43,11 @@ from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 # columns per consumer of the few-rows kernel. 64 numbers of 2 bytes fill the widest swizzle, 128
 # bytes.
 TILE = 64
-# Constants of the many-rows kernel.
+# Constants of the many-rows kernel. A tile has `TILE_COLUMNS` columns per factor.
 CONSUMER_ROWS = 64  # rows per consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
-TILE_COLUMNS = 128  # columns per tile and factor
+TILE_COLUMNS = 128
 # A band has `SNAKE_TILE_WIDTH` rows of tiles. Programs traverse a band column by column.
 SNAKE_TILE_WIDTH = 8
 

@@ -459,7 +459,7 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
     A warp handles one row of one unit at a time, and issues the loads of all partials together.
     """
     gemm = plan.gemms[gemm_index]
-    width = gemm.depth // 32  # columns per lane
+    columns_per_lane = gemm.depth // 32
     # Two units at a time double the number of loads in flight.
     units_at_once = 2 if gemm.max_units > 8 else 1
     shared_scales = gemm_index == _DOWN and gemm.max_units > 8
@@ -480,7 +480,7 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
             _GatherTask,
             plan,
             gemm_index,
-            width,
+            columns_per_lane,
             memory,
             pointers_by_name,
             count,

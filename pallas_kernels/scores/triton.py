@@ -48,7 +48,7 @@ from pallas_kernels.scores.adjustments import (
     adjust_tile,
 )
 
-BLOCK_TOKENS = 128  # tokens per block
+BLOCK_TOKENS = 128
 # A program of the scan launch reads `CHUNK_TOKENS` tokens.
 CHUNK_TOKENS = 4096
 # The finish launch reads `RANK_TILE` tokens per iteration to count the rank of a token.

@@ -33,7 +33,7 @@ from pallas_kernels.gemm.hopper import (
     accumulate_steps,
 )
 
-TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
+TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
 # A tile covers `TILE_TOKENS` tokens of the vocabulary.
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
 # V must be a multiple of `TOKEN_MULTIPLE`, because shared memory has the table in tiles of 8 rows.

@@ -49,7 +49,7 @@ def run_figure(number: str, folder: Path) -> dict[str, Any]:
 
 
 def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
-    """Map the cells `names` of each row to the row's value of `ours`."""
+    """Return the value of `ours` of each row; the keys are the row's values of `names`."""
     rows = document["rows"]
     found = {tuple(row[name] for name in names): row["ours"] for row in rows}
     assert len(found) == len(rows), f"several rows have the same {names}"
@@ -309,7 +309,7 @@ def test_search_raises_if_the_latency_does_not_cross_the_threshold():
         measures.search(lambda rate: 0.5, 1.0, 2.0, 1.25, 0.02)
 
 
-def test_excess_of_a_rate_in_a_short_trace_is_below_most_excess():
+def test_most_excess_bounds_the_error_of_a_measured_rate():
     threshold, seconds = 0.5, 100.0
 
     # Requests have 10 tokens each, and are served in order of arrival, 5 requests per second.

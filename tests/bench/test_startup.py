@@ -25,7 +25,7 @@ jpaged: warming up took 0.50 s
 """
 
 
-def test_phases_are_read_and_the_remaining_time_is_other():
+def test_start_time_is_split_into_phases_and_other_time():
     found = phases(STDERR, 8.0)
     assert list(found.values()) == pytest.approx([1.5, 0.25, 2.0, 0.1, 3.0, 0.5, 0.65])
     assert sum(found.values()) == pytest.approx(8.0)

@@ -683,7 +683,7 @@ def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backen
     assert_close(got, lambda dtype: plain(dtype=dtype), dtype)
 
 
-def test_batch_of_padding_only_is_zeros(backend):
+def test_attention_output_of_a_batch_of_only_padding_is_zero(backend):
     case = Case(lens=((0, 0), (0, 0)), padding=9)
     batch = build(case)
     options = {**case.options, "backend": backend}

@@ -165,12 +165,13 @@ def test_hopper_gemm_reads_a_large_weight_once():
 
 
 def test_hopper_gemm_prefetch_is_limited_for_large_weights():
+    # The first GEMM has 128 programs, and the third has 112.
     for rows in (8, 64, 128):
-        assert _few_rows(rows, 14336, 4096).num_stages == 8  # 128 programs
-    # The GEMM has 96 programs, so a quarter of the SMs is idle.
+        assert _few_rows(rows, 14336, 4096).num_stages == 8
+    # This GEMM has 96 programs, so a quarter of the SMs is idle.
     assert _few_rows(8, 4096, 6144).num_stages == 10
     for rows in (8, 64, 128):
-        assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
+        assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4
     # The weight is shared by two tiles of rows.
     assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6
 
@@ -230,8 +231,9 @@ def test_hopper_gated_gemm_of_many_rows_runs_only_if_it_keeps_sms_busy():
         [rows for rows in counts if _gated_gemm(rows, *shape)]
         for shape in ((4096, 14336), (1024, 3072))
     )
-    assert wide == [*counts]  # at least 112 tiles
-    # With other numbers of rows, many SMs would be idle in the last round.
+    # The wide GEMM has at least 112 tiles with any number of rows.
+    assert wide == [*counts]
+    # With other numbers of rows, the narrow GEMM would leave many SMs idle in the last round.
     assert narrow == [2048, 3072, 4096, 6144, 8192]
 
 

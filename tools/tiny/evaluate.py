@@ -32,7 +32,8 @@ from tools.tiny.dialogues import sample_dialogues
 from tools.tiny.model import Config, Params, forward
 from tools.tiny.world import TASKS, Example, sample_examples
 
-SEED = 20261121  # seed of the held-out questions
+# The held-out questions are drawn with this seed.
+SEED = 20261121
 # A forward pass on a CPU computes `TOKENS` tokens. A GPU computes four times as many.
 TOKENS = 16384
 # Rows have one of these lengths. A document is put into the shortest row that fits.
