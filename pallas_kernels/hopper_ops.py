@@ -27,6 +27,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 # This value of a word means that no data has been stored in it. As float32 or bfloat16, its bits
 # are a NaN that arithmetic never produces.
 EMPTY_WORD = -1
+# A scalar argument of `run_inline` has this layout.
+SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
 _WARP_SIZE = 32
 _POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
 _DYNAMIC_INDEX = -(1 << 31)  # `_DYNAMIC_INDEX` tells `getelementptr` that an index is an operand.
@@ -127,6 +129,24 @@ def int32() -> ir.Type:
 def float32() -> ir.Type:
     """Return MLIR's type for float32; call this only while a kernel is lowered."""
     return ir.F32Type.get()
+
+
+def run_inline(body, *arguments, arg_types):
+    """Emit the code of `body`, which each thread runs.
+
+    `body` gets the converted `arguments`: a pointer for a reference, a number for an argument whose
+    type in `arg_types` is `SCALAR_LAYOUT`, and the thread's elements for an array.
+    """
+
+    def run(_, *given):
+        values = []
+        for value, arg_type in zip(given, arg_types, strict=True):
+            convert = pointer if isinstance(arg_type, plgpu.RefType) else thread_elements
+            values.append(scalar(value) if arg_type is SCALAR_LAYOUT else convert(value))
+        body(*values)
+        return ()
+
+    plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=())(run)(*arguments)
 
 
 def thread_index() -> Value:

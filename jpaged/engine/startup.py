@@ -28,6 +28,7 @@ from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
+from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -41,7 +42,12 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.verify_costs import verify_costs
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend, supports_fp8, supports_kernels
+from pallas_kernels import (
+    BATCH_INVARIANT_UNIT,
+    select_backend,
+    supports_fp8,
+    supports_kernels,
+)
 from pallas_kernels.attention.tuning import runs_hopper_prefill
 from pallas_kernels.tuning import is_hopper
 
@@ -79,7 +85,7 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
-    jax_parameters: JaxParameters | None = None  # None for a checkpoint
+    parameters: ModelParameters | JaxParameters  # checks and writes new weights
 
 
 @contextmanager
@@ -298,7 +304,9 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
             _make_speculation(runtime),
         ),
         runner=runner,
-        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
+        parameters=plan.parameters
+        if isinstance(plan, JaxModelPlan)
+        else ModelParameters(plan, devices),
     )
 
 
@@ -383,12 +391,16 @@ def _missing_kernels(
         is_plain_causal=True,
         device_kind=device_kind,
     )
+    experts = model.experts
     sizes = {
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
         "vocab_size": model.num_embedding_rows,
         "num_attention_heads * head_dim": model.num_heads * model.head_size,
     }
+    if any(layer.experts is None for layer in model.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        sizes[experts.width_field] = experts.intermediate_size
     if model.tensor_parallel_size > 1:
         other = f"use a tensor_parallel_size other than {model.tensor_parallel_size}"
     else:
@@ -409,7 +421,6 @@ def _missing_kernels(
         ),
         (bool(windows), f"sliding_window={windows[:1]} on a GPU", "use another model, or a CPU"),
         (bool(caps), f"soft caps {caps[:1]} on a GPU", "use another model, or a CPU"),
-        (model.experts is not None, f"experts ({model_type}) on a GPU", "use a dense model"),
         (
             model.norm_type != "rms" or model.norm_positions != ("before",),
             f"the norms of {model_type} on a GPU",
@@ -421,7 +432,11 @@ def _missing_kernels(
             "use a model with SwiGLU, or a CPU",
         ),
         *(
-            (size % 64 != 0, f"{name}={size} per device on a GPU, no multiple of 64", other)
+            (
+                size % BATCH_INVARIANT_UNIT != 0,
+                f"{name}={size} per device on a GPU, no multiple of {BATCH_INVARIANT_UNIT}",
+                other,
+            )
             for name, size in sizes.items()
         ),
     ]

@@ -66,9 +66,9 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of rows up to the last row that is not padding.
+        """Number of token rows, without the padding after the last row of a running sequence.
 
-        Rows of ended sequences before this row count.
+        Rows of finished sequences that come before that last row are counted too.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]
@@ -97,16 +97,18 @@ class AttentionInputs:
         return self
 
 
-# Cosine and sine of the rotation angle of each position and channel pair; half is H / 2.
+# Cosines and sines of the rotation angles: one row per token, and one column per pair of channels,
+# so `half` is H / 2.
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
 def _as_prefill(
     seq_lens: Int32[Array, "B"], num_queries: int
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
-    """Return `query_start_loc` and lengths of a step with `num_queries` tokens per sequence.
+    """Return `query_start_loc` and `seq_lens` that describe a decode or verify step as a prefill.
 
-    A padding sequence gets `num_queries` as its length, and reads the null block.
+    Each sequence has `num_queries` tokens in the step. A padding sequence gets the length
+    `num_queries`, and reads the null block.
     """
     starts = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * num_queries
     return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
@@ -115,7 +117,7 @@ def _as_prefill(
 def _mean_square(
     heads: Float32[Array, "T heads H"], *, batch_invariant: bool
 ) -> Float32[Array, "T 1 1"]:
-    """Return the mean square over the heads of each token."""
+    """Return for each token the mean of the squares of all numbers in the token's heads."""
 
     def compute(heads: Float32[Array, "T heads H"]) -> Float32[Array, "T 1 1"]:
         return jnp.mean(heads * heads, axis=(1, 2), keepdims=True)
@@ -284,7 +286,7 @@ class Attention(nnx.Module):
             for it in (q, k)
         ]
         means = jnp.concatenate(squares, axis=1)
-        means = all_mean(means) if self.is_shared else means  # one exchange for both
+        means = all_mean(means) if self.is_shared else means  # one all-reduce for q and k
         scales = [jax.lax.rsqrt(means[:, i : i + 1] + norm.eps) for i, norm in enumerate(norms)]
         q, k = (
             (it.astype(jnp.float32) * scale).astype(dtype) * norm.scale.reshape(1, *it.shape[1:])
@@ -361,7 +363,7 @@ class Attention(nnx.Module):
             options = {"norms": norms, "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
         q, k, v = self._split_heads(qkv, kv, dtype)
-        # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
+        # The head size is odd here, so the pool is not FP8, and K and V need no scales.
         k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
         return q, write_kv(kv, k, v, slots, backend=backend)
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 from jpaged.errors import format_count
 from jpaged.models.attention import AttentionInputs, attend_paged
 from jpaged.models.decoder import Decoder
+from jpaged.models.live_weights import WriteFunction, check_all_finite
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, write_kv
 
@@ -129,13 +130,13 @@ class JaxModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens in `eos_token_ids`."""
+        """`eos_token_ids` as a tuple, also if the user passed one int or None."""
         eos = self.eos_token_ids
         return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     @property
     def pool_heads(self) -> LayerHeads:
-        """The KV heads of the pool's layers: the maxima of all layers."""
+        """The KV heads of every layer of the pool: the maxima over the model's layers."""
         return LayerHeads(max(_as_tuple(self.num_kv_heads)), max(_as_tuple(self.head_size)))
 
 
@@ -363,7 +364,7 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None, so that a step computes whole rows: it cannot split `logits`."""
+        """Return None, so that a step calls `logits`, which computes whole rows of logits."""
 
 
 StepModel = Decoder | JaxDecoder
@@ -377,7 +378,8 @@ class JaxModelPlan:
     Attributes:
         config: Sizes of the model and of its pool.
         dtype: Dtype of the hidden states.
-        abstract_model: The model. Unlike in a `ModelPlan`, its parameters are arrays: the user's.
+        abstract_model: The model with the user's arrays as parameters. (In a `ModelPlan`, this
+            field has shapes and dtypes instead of arrays.)
     """
 
     config: JaxModelSizes
@@ -423,12 +425,16 @@ class JaxParameters:
     shapes: Any
     device: Any
 
-    def decoder(self, params: Any) -> JaxDecoder:
-        """Check new parameters, and return the model with them.
+    def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
+        """Check new parameters, and return a function that returns them.
+
+        Args:
+            params: The parameters, which the engine uses without a copy.
+            check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
-            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The
-                message names the first such array.
+            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs, or
+                an array is not finite. The message names the first such array.
         """
         wanted, found = (
             {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -456,7 +462,14 @@ class JaxParameters:
                     f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
                     f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
                 )
-        return JaxDecoder(self.model, self.sizes, arrays)
+        named = {
+            f"params{jax.tree_util.keystr(path)}": leaf
+            for path, leaf in jax.tree.leaves_with_path(arrays)
+        }
+        if check_finite:
+            check_all_finite(named)
+        leaves = tuple(jax.tree.leaves(nnx.state(JaxDecoder(self.model, self.sizes, arrays))))
+        return lambda _: leaves
 
 
 def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
@@ -585,7 +598,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
         with jax.checking_leaks():
             return jax.eval_shape(traced, *arguments)
     except Exception as error:
-        # JAX raises a TypeError for a result without arrays, and other types for a kept array.
+        # JAX raises TypeError if the function returns something other than arrays. Another error
+        # after the function has returned means that the function kept an array of its trace.
         if has_returned and not isinstance(error, TypeError):
             raise ValueError(
                 f"{name} keeps an array between calls, for example in functools.cache: compute it "

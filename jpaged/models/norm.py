@@ -37,7 +37,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return hidden + sum(update), normalized and unnormalized."""
+        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
         options = {"eps": self.eps, "backend": backend}
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
@@ -85,7 +85,7 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return hidden + sum(update), normalized and unnormalized."""
+        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
         hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
 
@@ -109,13 +109,14 @@ def add_norm(
     update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return hidden + sum(update), normalized and unnormalized.
+    """Return norm(hidden + sum(update)), and hidden + sum(update).
 
     An update of None stands for zeros.
     """
     is_kernel = isinstance(norm, RMSNorm) and backend is not Backend.XLA
     if update is None and is_kernel and norm.batch_invariant:
-        # Add zeros, so that the fused kernel runs: XLA may order the sum by the number of rows.
+        # Add zeros with the fused kernel. In XLA's norm, the order of additions may depend on the
+        # number of rows.
         update = jnp.zeros_like(hidden)[None]
     return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
 
@@ -123,5 +124,5 @@ def add_norm(
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """Return sum(update), normalized, as a single partial; `update` if `norm` is None."""
+    """Return norm(sum(update)) as a single partial [1, T, D]; the update itself if norm is None."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]

@@ -50,7 +50,7 @@ class JaxModelSizes:
 
     @property
     def size_summary(self) -> str:
-        """Clause that says the sizes, for an error about memory."""
+        """Text that lists the model's sizes, for an error about memory."""
         return (
             f"the JaxModel has num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
             f"vocab_size={self.vocab_size}"
