@@ -83,7 +83,7 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
     "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
 )
 def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
-    """The numbers of tokens give tiles of 8 to 128 rows."""
+    """The numbers of tokens are such that the tiles have 8 to 128 rows."""
     rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
     x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
     logits = jnp.asarray(rng.standard_normal((MOST_ROWS, num_experts)), F32)

@@ -15,7 +15,8 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 6, 3
-# Width of a token and of an expert: whole tiles of the Hopper kernels, and others.
+# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
+# tiles of the Hopper kernels.
 SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
@@ -69,7 +70,7 @@ CASES = [
 
 
 def is_default(case, dtype, backend):
-    """Return whether the default tier has a test: each case on XLA, and two interpreted ones."""
+    """Return whether a test is in the default tier: each case on XLA, and two in interpret mode."""
     index = CASES.index(case)
     return (dtype == BF16) == (index == 1) and (backend is Backend.XLA or index in (1, 2))
 
@@ -206,7 +207,9 @@ def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
 
 @pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
 @pytest.mark.parametrize(("num_factors", "out_itemsize"), [(2, 2), (1, 4)])
-def test_launch_parameters_fit_every_number_of_tokens(depth, width, num_factors, out_itemsize):
+def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
+    depth, width, num_factors, out_itemsize
+):
     for num_tokens in (1, 8, 64, 256, 1024, 65536):
         sizes = num_tokens, 8, 128, depth, width, 2, num_factors, out_itemsize
         config = tuning.experts_config(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
