@@ -12,7 +12,7 @@ from jpaged.config import EMBEDDED_MODEL
 
 
 def make_model(config: dict) -> JaxModel:
-    """Return a Llama with norms of queries and keys, which is a Qwen3."""
+    """Return a Llama that also normalizes queries and keys, which is the architecture of Qwen3."""
     eps, theta, head_size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
 
     def norm(x, weight):
