@@ -46,7 +46,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "recompute, speculation": RECOMPUTE | {"speculative_config": SWAP["speculative_config"]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-IN_DEFAULT_TIER = ("prefix hits", "recompute, chunks, synchronous", "swap, speculation")
+IN_DEFAULT_TIER = ("recompute, chunks, synchronous", "swap, speculation")
 IN_FULL_TIER = [name for name in COMPOSITIONS if name not in IN_DEFAULT_TIER]
 
 
@@ -142,9 +142,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3_text", *in_full_tier("qwen3_moe", "olmoe", "gpt2", "opt", "qwen2")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_has_the_bits_of_a_request_alone(
     engines: Engines, tmp_path: Path, family: str
 ):

@@ -77,13 +77,16 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_heads", "num_kv_heads"),
+    ("backend", "num_heads", "num_kv_heads", "sliding_window"),
     [
-        (Backend.XLA, 4, 2),
-        *[pytest.param(Backend.TRITON, *each, marks=pytest.mark.gpu) for each in HEADS],
+        (Backend.XLA, 4, 2, None),
+        (Backend.XLA, 4, 2, 70),
+        *[pytest.param(Backend.TRITON, *each, None, marks=pytest.mark.gpu) for each in HEADS],
     ],
 )
-def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_kv_heads):
+def test_bits_of_attention_do_not_depend_on_other_rows(
+    backend, num_heads, num_kv_heads, sliding_window
+):
     """Compute whole prompts, chunks of prompts, and one to eight last tokens of many sequences."""
     rng, block_size, head_size = np.random.default_rng(1), 16, 128
     seq_lens = np.array([1, 5, 127, 129, 300])
@@ -100,6 +103,7 @@ def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_k
     @jax.jit
     def attend(q, tables, starts, seq_lens):
         options = {"scale": head_size**-0.5, "backend": backend, "batch_invariant": True}
+        options["sliding_window"] = sliding_window
         return paged_prefill_attention(q, kv, tables, starts, seq_lens, **options)
 
     def compute(chunks):
