@@ -239,7 +239,7 @@ def test_tool_choice_forces_a_valid_tool_call(
         chunks = await choices_of(server, **asked, max_tokens=200)
         assert chunks[-1]["finish_reason"] == "tool_calls"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
@@ -284,7 +284,7 @@ def test_answer_with_tools_and_format_is_tool_calls_or_valid_json(
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "weather"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
@@ -300,7 +300,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_search_for_the_failing_tool_schema_stops_at_the_trial_timeout(
@@ -321,7 +321,7 @@ def test_search_for_the_failing_tool_schema_stops_at_the_trial_timeout(
 
     monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
     monkeypatch.setattr(TokenizingService, "check_spec", check_spec)
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 @pytest.fixture
 def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
-    return ScriptedEngine(engines(max_model_len=768, num_blocks=200))
+    return ScriptedEngine(engines(max_model_len=1024, num_blocks=520))
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_tool_choice_forces_a_tool_call(
         assert call["name"] == "weather"
         assert call["input"].get("city", "Paris") in ("Paris", "Rome")
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_api_key_is_read_from_the_anthropic_header(serve: Run):

@@ -30,7 +30,7 @@ THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 @pytest.fixture
 def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
-    return ScriptedEngine(engines(max_model_len=768, num_blocks=200))
+    return ScriptedEngine(engines(max_model_len=1024, num_blocks=520))
 
 
 @pytest.fixture
