@@ -352,7 +352,6 @@ OPTIONS = {
     "load_format": ("dummy", "params holds the weights"),
     "tensor_parallel_size": (2, "runs on one device"),
     "enable_expert_parallel": (True, "runs on one device"),
-    "batch_invariant": (True, "omit it"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
     "num_compile_workers": (1, "another process"),
