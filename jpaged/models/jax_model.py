@@ -19,9 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.errors import format_count
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
-<<<<<<< HEAD
 from jpaged.models.live_weights import WriteFunction, check_all_finite
-=======
 from jpaged.models.model_step import (
     KV_DTYPES,
     LayerHeads,
@@ -31,7 +29,6 @@ from jpaged.models.model_step import (
     TracedStep,
 )
 from jpaged.models.model_trace import check_batch_invariance
->>>>>>> 7e677da
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, select_backend
 

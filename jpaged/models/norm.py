@@ -82,12 +82,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-<<<<<<< HEAD
         """Return norm(hidden + sum(update)), and hidden + sum(update)."""
-        options = {"eps": self.eps, "backend": backend}
-=======
-        """Return hidden + sum(update), normalized and unnormalized."""
->>>>>>> 7e677da
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
             options = {"eps": self.eps, "backend": backend}
@@ -133,14 +128,9 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-<<<<<<< HEAD
         """Return norm(hidden + sum(update)), and hidden + sum(update)."""
-        hidden += reduce_update(update, hidden.dtype)
-=======
-        """Return hidden + sum(update), normalized and unnormalized."""
         if update is not None:
             hidden += reduce_update(update, hidden.dtype)
->>>>>>> 7e677da
         return self(hidden), hidden
 
 
@@ -167,16 +157,7 @@ def add_norm(
 
     An update of None stands for zeros.
     """
-<<<<<<< HEAD
-    is_kernel = isinstance(norm, RMSNorm) and backend is not Backend.XLA
-    if update is None and is_kernel and norm.batch_invariant:
-        # Add zeros with the fused kernel. In XLA's norm, the order of additions may depend on the
-        # number of rows.
-        update = jnp.zeros_like(hidden)[None]
-    return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
-=======
     return norm.add_norm(hidden, update, backend)
->>>>>>> 7e677da
 
 
 def norm_update(
