@@ -49,11 +49,6 @@ class Box(pydantic.BaseModel):
     nullable: bool | None = None
 
 
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
-
-
 def client_of(server: Server) -> openai.AsyncOpenAI:
     http: Any = server.http
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
