@@ -22,7 +22,7 @@ def make_model(config: dict) -> JaxModel:
         angles = positions[:, None] / theta ** (jnp.arange(0, head_size, 2) / head_size)
         cos, sin = (it(angles)[:, None].astype(x.dtype) for it in (jnp.cos, jnp.sin))
         a, b = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def forward(params, tokens, positions, step):
         x = params["model.embed_tokens.weight"][tokens]

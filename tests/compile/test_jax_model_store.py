@@ -232,6 +232,7 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
     monkeypatch.setattr(lowered_workers, "Child", start_killed)
     plan = plan_jax_model(MODEL, params(), DEVICE)
     store = open_program_store(tmp_path, plan.config, plan.abstract_model, DEVICE)
+    assert store is not None
     found = recipes(MODEL, 8)
     needed = [found["load_bias", None], found["load_rows", None], found["copy_blocks", None]]
     runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)

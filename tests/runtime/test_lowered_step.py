@@ -15,7 +15,6 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import ALL_SHAPES, SHAPES
-from bench.own_model import tensor_shapes
 from examples import fused_jax_llama
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
@@ -205,12 +204,23 @@ def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: 
 def test_fused_operations_launch_the_kernels_of_the_built_in_family(name: tuple):
     fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
     config = read_model_config(fields)
-    weights = tensor_shapes(fields)
+    width, inner, size = config.hidden_size, fields["intermediate_size"], config.head_size
+    heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
+    sizes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    sizes |= {f"self_attn.{it}_norm": (size,) for it in "qk"}
+    sizes |= {f"self_attn.{it}_proj": (kv_heads, width) for it in "kv"}
+    sizes |= {"self_attn.q_proj": (heads, width), "self_attn.o_proj": (width, heads)}
+    sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    sizes |= {"mlp.down_proj": (width, inner)}
+    weights = {f"model.layers.{i}.{n}.weight": it for i in range(2) for n, it in sizes.items()}
+    weights |= {"model.embed_tokens.weight": (config.vocab_size, width)}
+    weights |= {"model.norm.weight": (width,)}
     shapes = {name: jax.ShapeDtypeStruct(it, jnp.bfloat16) for name, it in weights.items()}
     params = jax.eval_shape(lambda it: fused_jax_llama.fuse(it, fields), shapes)
     model = fused_jax_llama.make_model({"eos_token_id": None, **fields})
-    sizes = config.vocab_size, config.hidden_size, 2, config.num_kv_heads, config.head_size
-    own = JaxModelSizes(*sizes, model.max_positions, "bfloat16")
+    own = JaxModelSizes(
+        config.vocab_size, width, 2, config.num_kv_heads, size, model.max_positions, "bfloat16"
+    )
     recipes = recipes_of_split(SplitModel.of(JaxDecoder(model, own, params)), own)
     built_in = all_recipes("qwen3-0.6b", 2)[name]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
