@@ -68,7 +68,7 @@ class Compilation:
         backend = select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.abstract_model), SharedCalls(backend)
         if isinstance(plan, JaxModelPlan):
-            self._split = replace(self._split, digests=plan.digests(backend))
+            self._split = replace(self._split, digests=plan.digests())
         self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._report, self._num_reported = report, 0
         shard_config = model.shard(len(devices))

@@ -235,11 +235,11 @@ class JaxModelPlan:
             self, config=sizes, abstract_model=JaxDecoder(found.model, sizes, found.params)
         )
 
-    def digests(self, backend: Backend) -> ModelDigests:
+    def digests(self) -> ModelDigests:
         """Return the digests of the model's functions, without a reference to the parameters."""
         found = self.abstract_model
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), found.params)
-        return ModelDigests(found.model, self.config, shapes, self.dtype, backend)
+        return ModelDigests(found.model, self.config, shapes, self.dtype)
 
     @property
     def parameters(self) -> "JaxParameters":

@@ -118,7 +118,6 @@ class ModelDigests:
         sizes: Sizes of the model and of its pool.
         params: Shapes and dtypes of the parameters. No argument refers to the arrays themselves.
         dtype: Dtype of the hidden states.
-        backend: Implementation of the kernels.
     """
 
     def __init__(
@@ -127,10 +126,10 @@ class ModelDigests:
         sizes: JaxModelSizes,
         params: Any,
         dtype: jnp.dtype,
-        backend: Backend,
     ):
         self._model, self._sizes, self._params, self._dtype = model, sizes, params, dtype
-        self._mode = {"backend": backend, "batch_invariant": sizes.batch_invariant}
+        # The calls in the text do not depend on the backend, and XLA's operations trace fastest.
+        self._mode = {"backend": Backend.XLA, "batch_invariant": sizes.batch_invariant}
         self._forward, self._logits = cache(self._digest_forward), cache(self._digest_logits)
 
     def digest(self, num_tokens: int | None, logits_rows: Iterable[int]) -> str:

@@ -73,7 +73,7 @@ def recipes(
     """Return the recipes of an engine with a model, by name."""
     plan = plan_jax_model(model, params(), DEVICE)
     split = SplitModel.of(plan.abstract_model)
-    split = replace(split, digests=plan.digests(Backend.XLA))
+    split = replace(split, digests=plan.digests())
     limits = 16, 9, 64, max_num_seqs, 512, VOCAB_SIZE
     config = RuntimeConfig(*limits, Backend.XLA, few_programs=True, speculation=speculation)
     shapes = DeviceShapes.of(plan.config, config, plan.dtype)
@@ -221,6 +221,7 @@ def ignore_progress(*_: int) -> None:
     pass
 
 
+@pytest.mark.full
 def test_engine_compiles_the_programs_of_a_killed_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
