@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from stub.stub_engine import StubEngine
 
 from jpaged import Engine
 from jpaged.serve import serve
@@ -109,3 +111,13 @@ def test_wrong_option_of_the_server_is_named(
 def test_options_of_the_server_and_of_its_limits_have_one_namespace():
     config = make_serve_config({"port": 9000, "max_connections": 7})
     assert (config.port, config.limits.max_connections) == (9000, 7)
+
+
+@pytest.mark.full
+def test_port_in_use_is_an_error_of_serve():
+    engine = cast(Engine, StubEngine())
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(RuntimeError, match=r"the HTTP server ended \(exit code 1\)"):
+            serve(engine, port=other.getsockname()[1])
