@@ -303,11 +303,6 @@ def test_each_layer_has_its_own_feed_forward():
     assert listed.projection("layers.1.mlp.down") is not None
 
 
-def test_quantized_models_with_experts_are_refused():
-    with pytest.raises(ValueError, match="does not support FP8 weights"):
-        read_model_config(QWEN3_MOE, "fp8")
-
-
 def test_null_fields_of_other_rope_scalings_are_ignored():
     scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
     read_model_config(LLAMA | {"rope_scaling": scaling})
