@@ -28,7 +28,7 @@ _MODULE_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
 _MODULE_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
 """Prefixes that lists of ignored modules may put before the module names of weight rules."""
 
-_IGNORED_FIELDS = {
+_IGNORED_FIELDS: dict[str, set[str]] = {
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "fp8": set(),
     "modelopt": {"producer", "config_groups", "version"},

@@ -197,6 +197,8 @@ def test_devices_do_not_split_scale_blocks_of_experts():
     assert shard.experts is not None
     assert shard.experts.num_local_experts == 2
     assert read_model_config(MOE | SPLIT | {"moe_intermediate_size": 512}).shard(2).experts
+    sparse = MOE | SPLIT | {"mlp_only_layers": [], "moe_intermediate_size": 512}
+    assert read_model_config(sparse | {"intermediate_size": 100}).shard(2).experts
     unquantized = BLOCKS | {"ignored_layers": [".*mlp.*"]}
     assert read_model_config(MOE | SPLIT | {"quantization_config": unquantized}).shard(2).experts
 
