@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from harness import Harness, PagedSequence
+from jax.sharding import PartitionSpec
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, read_config
@@ -18,7 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh
+from jpaged.models.sharding import axis_sharding, make_mesh, wrap_in_shard_map
 from pallas_kernels import Backend
 from tests import fp8_experts as made
 from tests.reference import kernels as reference
@@ -84,6 +86,17 @@ def feed_forward(x: np.ndarray, wide: dict[str, np.ndarray], *, grouped: bool) -
     return out
 
 
+def random_rows(config: ModelConfig) -> np.ndarray:
+    """Return rows that the experts of layer 1 compute."""
+    return np.random.default_rng(1).standard_normal((9, config.hidden_size)).astype(np.float32)
+
+
+def compute(model: Decoder, x: np.ndarray) -> np.ndarray:
+    """Return the experts' update of rows, on one device."""
+    mlp = jax.jit(partial(model.layers[1].mlp, backend=Backend.XLA))
+    return np.asarray(mlp(jnp.asarray(x))[0])
+
+
 def difference(got: np.ndarray, want: np.ndarray) -> float:
     """Return the RMS difference divided by the RMS of `want`."""
     return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
@@ -116,9 +129,8 @@ def test_fp8_experts_compute_the_values_of_their_checkpoint(
     for parameter, value in zip(("gate_up", "down"), want, strict=True):
         assert model_parameters(model)[f"{EXPERTS}.{parameter}"].dtype == jnp.float8_e4m3fn
         np.testing.assert_array_equal(dequantized(model, parameter), value, err_msg=parameter)
-    mlp = model.layers[1].mlp
-    x = np.random.default_rng(1).standard_normal((9, model.config.hidden_size)).astype(np.float32)
-    got = np.asarray(jax.jit(partial(mlp, backend=Backend.XLA))(jnp.asarray(x))[0])
+    x = random_rows(model.config)
+    got = compute(model, x)
     # A sum in another order can round a few numbers of the second projection differently.
     assert difference(got, feed_forward(x, wide, grouped=kind == "block")) < 3e-3
 
@@ -138,19 +150,29 @@ def test_fp8_experts_give_nearly_the_logits_of_their_dequantized_model(tmp_path,
 @pytest.mark.full
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_two_devices_hold_shards_of_the_same_fp8_experts(tmp_path, kind, by_expert):
+def test_two_devices_split_the_same_fp8_experts(tmp_path, kind, by_expert):
     made.write_checkpoint(tmp_path, kind)
     config = replace(read(tmp_path, kind), enable_expert_parallel=by_expert)
-    whole = model_parameters(load(tmp_path, config))
-    sharded = model_parameters(load(tmp_path, config, mesh=make_mesh(jax.devices(), 2)))
-    axes = {"gate_up": 2, "gate_up_weight_scale": 2, "down": 2, "down_weight_scale": 2}
-    for name, axis in axes.items():
-        path, axis = f"{EXPERTS}.{name}", 0 if by_expert else axis
-        value = np.asarray(whole[path]).astype(np.float32)
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+    whole, sharded = load(tmp_path, config), load(tmp_path, config, mesh=mesh)
+    for name in ("gate_up", "gate_up_weight_scale", "down", "down_weight_scale"):
+        path, axis = f"{EXPERTS}.{name}", 0 if by_expert else 2
+        value = np.asarray(model_parameters(whole)[path]).astype(np.float32)
         is_split = axis < value.ndim  # each device has the scale of every output of `down`
         halves = np.split(value, 2, axis) if is_split else [value] * 2
-        for half, shard in zip(halves, sharded[path].addressable_shards, strict=True):
+        shards = model_parameters(sharded)[path].addressable_shards
+        for half, shard in zip(halves, shards, strict=True):
             np.testing.assert_array_equal(np.asarray(shard.data).astype(np.float32), half, path)
+    x = random_rows(config)
+    definition, state = nnx.split(sharded.layers[1].mlp)
+
+    def run(state, x):
+        return nnx.merge(definition, state)(x, Backend.XLA)[0]
+
+    rows = jax.device_put(x, axis_sharding(mesh, None))
+    got = jax.jit(wrap_in_shard_map(run, mesh, (state, rows), {}, PartitionSpec()))(state, rows)
+    assert difference(np.asarray(got), compute(whole, x)) < 3e-3
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"

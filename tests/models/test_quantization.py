@@ -17,7 +17,7 @@ from jpaged.models.fp8 import (
     FP8StaticTensorFormat,
     FP8TensorFormat,
 )
-from jpaged.models.registry import read_model_config
+from jpaged.models.registry import read_model_config, weight_rules
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 48, "hidden_size": 256}
 LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -167,6 +167,24 @@ def test_projections_of_one_expert_must_have_the_same_quantization():
 
 
 @pytest.mark.parametrize(
+    ("fields", "config", "name", "expected"),
+    [
+        (MIXTRAL, COMPRESSED, "layers.2.block_sparse_moe.experts.3.w3.weight_scale",
+         ("layers.2.mlp.gate_up_weight_scale", 3, 1)),
+        (MIXTRAL, BLOCKS, "layers.2.block_sparse_moe.experts.3.w2.weight_scale_inv",
+         ("layers.2.mlp.down_weight_scale", 3, 0)),
+        (MOE | {"moe_intermediate_size": 256}, BLOCKS, "layers.1.mlp.experts.down_proj_scale_inv",
+         ("layers.1.mlp.down_weight_scale", None, 0)),
+    ],
+)  # fmt: skip
+def test_names_of_expert_scales_are_those_of_the_family(fields, config, name, expected):
+    model = read_model_config(fields | {"quantization_config": config})
+    rule = weight_rules(model).find(f"model.{name}")
+    assert rule is not None
+    assert (rule.target, rule.expert, rule.start) == expected
+
+
+@pytest.mark.parametrize(
     ("config", "name"),
     [
         (group(input_activations=STATIC_ROWS), "fp8_channel_static"),
@@ -177,7 +195,7 @@ def test_projections_of_one_expert_must_have_the_same_quantization():
 def test_static_scales_of_experts_are_refused(config: dict[str, Any], name: str):
     complaint = rf"has static scales of activations \({name}\), which the experts of model_type='qw"
     with pytest.raises(ValueError, match=complaint):
-        read_experts(config)
+        read_model_config(MOE | {"quantization_config": config})
 
 
 SPLIT = {"quantization_config": BLOCKS, "head_dim": 128, "num_key_value_heads": 4}
