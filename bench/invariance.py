@@ -112,13 +112,18 @@ def measure(
     shape: str, num_pairs: int, max_len: int, count: int, modes: Sequence[str]
 ) -> Iterator[dict]:
     """Yield one row per mode and composition."""
-    common = {"max_num_seqs": 256, "max_model_len": max_len, "enable_prefix_caching": True}
+    common = {
+        "max_num_seqs": 256,
+        "max_model_len": max_len,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": True,
+    }
     for mode in modes:
         is_invariant, alone, requests = MODES[mode], [], []
         for name, options in COMPOSITIONS.items():
             options = common | options
             if "preemption_mode" in options:
-                options["num_blocks"] = 1 + 4 * max_len // 16
+                options["num_blocks"] = 1 + 12 * max_len // 16
             engine = new_engine(shape, batch_invariant=is_invariant, **options)
             if not requests:
                 requests = make_requests(engine.vocab_size, max_len, count)
@@ -206,16 +211,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=[*MODES], nargs="+", default=[*MODES])
     parser.add_argument("--repeats", type=int, default=5)
     args = parse_arguments(parser)
+    name = "invariance_costs" if args.costs else "invariance"
+    by = ("model", "mode", "case" if args.costs else "composition")
     rows = []
+    for row in _rows(args):
+        rows.append(row)
+        print(*row.values(), sep="  ", flush=True)
+        path = record(name, rows, by=by)  # a run that is interrupted keeps the rows before
+    print_table(rows)
+    print(path)
+
+
+def _rows(args: argparse.Namespace) -> Iterator[dict]:
     for shape in args.model:
         if args.costs:
             long = {"has_long_context": not args.no_long_context}
-            rows += measure_costs(shape, args.repeats, args.mode, **long)
+            yield from measure_costs(shape, args.repeats, args.mode, **long)
         else:
-            rows += measure(shape, args.pairs, args.max_len, args.requests, args.mode)
-    print_table(rows)
-    name = "invariance_costs" if args.costs else "invariance"
-    print(record(name, rows, by=("model", "mode", "case" if args.costs else "composition")))
+            yield from measure(shape, args.pairs, args.max_len, args.requests, args.mode)
 
 
 if __name__ == "__main__":

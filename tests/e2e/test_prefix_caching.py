@@ -33,7 +33,8 @@ def complete(engine: Engine, prompt: Any, params: Any = GREEDY) -> Any:
 
 
 def cacheable(num_tokens: int) -> int:
-    """Return the number of tokens in full blocks that end before the last token."""
+    """Return how many of a prompt's tokens can come from the cache: those in full blocks that do
+    not contain the last token."""
     return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
@@ -114,7 +115,8 @@ def test_request_with_prompt_logprobs_fills_the_cache_but_does_not_use_it(engine
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts with common prefixes of many lengths, some longer than a step."""
+    """Return prompts that share prefixes of many lengths, and sampling parameters. Some prompts
+    need more than one step."""
     rng = random.Random(0)
     prefix = [rng.randrange(5, 200) for _ in range(150)]
     prompts, params = [], []
@@ -210,7 +212,7 @@ def test_pin_that_leaves_too_few_blocks_is_refused(engines: Engines):
     engine = engines(num_blocks=TIGHT)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    request_id = engine.add_request([7] * 50, room)  # 249 tokens in 16 of 23 blocks
+    request_id = engine.add_request([7] * 50, room)  # needs 16 of 23 blocks
     with pytest.raises(
         ValueError, match=r"pinning 10 blocks leaves 13, but request .* may need 16"
     ):

@@ -1,4 +1,5 @@
-"""Speculative decoding changes no token, whatever requests ask for and whatever happens to them."""
+"""Test that speculative decoding changes no token, for all request parameters, and despite aborts
+and preemption."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ REPEATING = [
 
 @pytest.fixture(autouse=True)
 def _always_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose the maximum number of drafts in every step, whatever verifying them costs."""
+    """Make the scheduler verify the maximum number of drafts in every step, regardless of the
+    costs."""
     choose = Speculation.choose_num_drafts
 
     def choose_always(self: Speculation, num_rows: int) -> int:
@@ -87,7 +89,7 @@ def test_tokens_are_the_same_with_speculation(
     ],
 )
 def test_scores_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: Path, mode: str):
-    """Speculation may round the scores differently, because a step computes more rows."""
+    """With speculation, scores may be rounded differently, because a step computes more rows."""
     speculative = engines(shallow_folder, speculative_config=NGRAM, logprobs_mode=mode)
     plain = engines(shallow_folder, logprobs_mode=mode)
     given = {"max_tokens": 40, "logprobs": 2, "seed": 3, "stop": "4 1", "ignore_eos": True}
@@ -117,10 +119,11 @@ def test_scores_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: 
         pytest.param("recompute", "synchronous", 1, marks=pytest.mark.full),
     ],
 )
-def test_requests_that_come_and_go_change_no_answer(
+def test_arrivals_and_aborts_change_no_speculative_answer(
     engines: Engines, shallow_folder: Path, mode: str, loop: str, block_size: int
 ):
-    """In a tight pool, with priorities, aborts, beams, samples and prefixes."""
+    """Requests arrive and are aborted at random. They have priorities, beams, samples and common
+    prefixes, and the pool is too small for all of them."""
     max_model_len = 128
     speculative = engines(
         shallow_folder,
@@ -156,7 +159,7 @@ def test_requests_that_come_and_go_change_no_answer(
     assert after.num_preemptions > before.num_preemptions
 
 
-def test_row_may_leave_within_a_burst(engines: Engines, shallow_folder: Path):
+def test_row_may_be_preempted_within_a_speculative_burst(engines: Engines, shallow_folder: Path):
     """A step of a burst preempts a row that earlier steps of the burst compute."""
     options: dict[str, Any] = {"block_size": 4, "max_model_len": 120}
     tight: dict[str, Any] = {"num_blocks": 40, "preemption_mode": "recompute"}
@@ -170,8 +173,9 @@ def test_row_may_leave_within_a_burst(engines: Engines, shallow_folder: Path):
     assert speculative.stats().num_preemptions > before
 
 
-def test_constrained_rows_have_steps_without_drafts(engines: Engines):
-    """Other rows of the batch verify drafts again when the constrained request has ended."""
+def test_steps_with_constrained_rows_have_no_drafts(engines: Engines):
+    """A row with a grammar is constrained. The other rows of the batch verify drafts again when the
+    constrained request has ended."""
     speculative, plain = engines(speculative_config=NGRAM), engines()
     spec = StructuredOutputs(regex="(ab)+c")
     kinds = [
@@ -195,7 +199,8 @@ def test_constrained_rows_have_steps_without_drafts(engines: Engines):
 
 
 def test_prefixes_with_accepted_tokens_are_cached(engines: Engines):
-    """The next turn of a conversation finds all full blocks of the answer."""
+    """In the next turn of a conversation, all full blocks of the answer come from the cache,
+    including those with accepted drafts."""
     speculative, plain = engines(speculative_config=NGRAM), engines()
     kind = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     cached = []
