@@ -109,6 +109,7 @@ def make_engine(
         memory_account=MemoryAccount(0, 0, 0, 0, None),
         scheduler=scheduler,
         runner=make_runner(runtime, clock),
+        parameters=None,  # pyright: ignore[reportArgumentType]  # no weights to update
     )
     config = EngineConfig(async_scheduling=mode is LoopMode.OVERLAPPED, skip_tokenizer_init=True)
     engine = Engine.from_parts(config, parts)

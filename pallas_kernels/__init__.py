@@ -30,6 +30,7 @@ from pallas_kernels.experts import (
     scaled_expert_gated_gemm,
 )
 from pallas_kernels.gemm import (
+    BATCH_INVARIANT_UNIT,
     batch_invariant_gated_gemm,
     batch_invariant_gemm,
     batch_invariant_transposed_gemm,
@@ -82,6 +83,7 @@ from pallas_kernels.types import (
 )
 
 __all__ = [
+    "BATCH_INVARIANT_UNIT",
     "FP8",
     "FP8_GROUP_SIZE",
     "FP8_MAX",

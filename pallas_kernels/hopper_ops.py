@@ -27,6 +27,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 # Marks a word as not stored yet. As float32 or bfloat16, the bits are a NaN that arithmetic never
 # produces.
 EMPTY_WORD = -1
+SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())  # of a scalar argument of `run_inline`
 _WARP_SIZE = 32
 _POLLS_PER_STOP_CHECK = 4096  # a power of two
 _DYNAMIC_INDEX = -(1 << 31)  # marks an index of LLVM's `getelementptr` as an operand
@@ -122,6 +123,24 @@ def int32() -> ir.Type:
 def float32() -> ir.Type:
     """Return MLIR's type for float32; call this only while a kernel is lowered."""
     return ir.F32Type.get()
+
+
+def run_inline(body, *arguments, arg_types):
+    """Emit `body` for each thread, with `arguments` converted for the thread.
+
+    References become pointers, arguments with `SCALAR_LAYOUT` become numbers, and arrays become
+    the thread's elements.
+    """
+
+    def run(_, *given):
+        values = []
+        for value, arg_type in zip(given, arg_types, strict=True):
+            convert = pointer if isinstance(arg_type, plgpu.RefType) else thread_elements
+            values.append(scalar(value) if arg_type is SCALAR_LAYOUT else convert(value))
+        body(*values)
+        return ()
+
+    plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=())(run)(*arguments)
 
 
 def thread_index() -> Value:

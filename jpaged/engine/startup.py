@@ -28,6 +28,7 @@ from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
+from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -41,7 +42,12 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.verify_costs import verify_costs
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend, supports_fp8, supports_kernels
+from pallas_kernels import (
+    BATCH_INVARIANT_UNIT,
+    select_backend,
+    supports_fp8,
+    supports_kernels,
+)
 from pallas_kernels.attention.tuning import runs_hopper_prefill
 from pallas_kernels.tuning import is_hopper
 
@@ -79,7 +85,7 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
-    jax_parameters: JaxParameters | None = None  # None for a checkpoint
+    parameters: ModelParameters | JaxParameters  # checks and writes new weights
 
 
 @contextmanager
@@ -168,7 +174,10 @@ def build_jax_model_parts(
             f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
         )
     device = jax.local_devices()[0]
-    plan = plan_jax_model(model, params, device)
+    invariant = config.batch_invariant
+    if invariant and config.kv_cache_dtype != "auto":
+        raise _unsupported_cache_error(config.kv_cache_dtype)
+    plan = plan_jax_model(model, params, device, batch_invariant=invariant)
     check_device(device, plan.config.head_size)
     requested, kv_dtype = config.kv_cache_dtype, jnp.dtype(plan.config.kv_cache_dtype)
     plan = plan.with_kv_cache_dtype(
@@ -195,7 +204,6 @@ _JAX_MODEL_REMEDIES = {
     "load_format": "omit it, because params holds the weights",
     "tensor_parallel_size": "omit it, because a JaxModel runs on one device",
     "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
-    "batch_invariant": "omit it, because only forward knows the model's products",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
     "num_compile_workers": "omit it, because another process cannot trace the model",
@@ -298,7 +306,9 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
             _make_speculation(runtime),
         ),
         runner=runner,
-        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
+        parameters=plan.parameters
+        if isinstance(plan, JaxModelPlan)
+        else ModelParameters(plan, devices),
     )
 
 
@@ -358,15 +368,21 @@ def check_batch_invariant(
     quantization, cache_dtype = model.quantization, model.kv_cache_dtype
     is_quantized = quantization is not None and quantization.format is not UnquantizedFormat
     unquantized = "use an unquantized checkpoint, and leave quantization unset"
-    found: list[tuple[bool, str, str]] = [
-        (is_quantized, "quantized weights", unquantized),
-        (cache_dtype is not None, f"a KV cache of {cache_dtype}", "leave kv_cache_dtype unset"),
-    ]
+    if cache_dtype is not None:
+        raise _unsupported_cache_error(cache_dtype)
+    found: list[tuple[bool, str, str]] = [(is_quantized, "quantized weights", unquantized)]
     if device.platform != "cpu":
         found += _missing_kernels(model, block_size, dtype, device.device_kind)
     for is_wrong, what, remedy in found:
         if is_wrong:
             raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
+
+
+def _unsupported_cache_error(cache_dtype: str) -> ValueError:
+    return ValueError(
+        f"batch_invariant=True does not support a KV cache of {cache_dtype}: leave kv_cache_dtype "
+        "unset"
+    )
 
 
 def _missing_kernels(
@@ -383,12 +399,16 @@ def _missing_kernels(
         is_plain_causal=True,
         device_kind=device_kind,
     )
+    experts = model.experts
     sizes = {
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
         "vocab_size": model.num_embedding_rows,
         "num_attention_heads * head_dim": model.num_heads * model.head_size,
     }
+    if any(layer.experts is None for layer in model.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        sizes[experts.width_field] = experts.intermediate_size
     if model.tensor_parallel_size > 1:
         other = f"use a tensor_parallel_size other than {model.tensor_parallel_size}"
     else:
@@ -409,7 +429,6 @@ def _missing_kernels(
         ),
         (bool(windows), f"sliding_window={windows[:1]} on a GPU", "use another model, or a CPU"),
         (bool(caps), f"soft caps {caps[:1]} on a GPU", "use another model, or a CPU"),
-        (model.experts is not None, f"experts ({model_type}) on a GPU", "use a dense model"),
         (
             model.norm_type != "rms" or model.norm_positions != ("before",),
             f"the norms of {model_type} on a GPU",
@@ -421,7 +440,11 @@ def _missing_kernels(
             "use a model with SwiGLU, or a CPU",
         ),
         *(
-            (size % 64 != 0, f"{name}={size} per device on a GPU, no multiple of 64", other)
+            (
+                size % BATCH_INVARIANT_UNIT != 0,
+                f"{name}={size} per device on a GPU, no multiple of {BATCH_INVARIANT_UNIT}",
+                other,
+            )
             for name, size in sizes.items()
         ),
     ]

@@ -59,7 +59,8 @@ SUPPORTED_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
 COMPARE_CHUNK_BYTES = 4 << 20
-"""Maximum bytes of a tensor that are compared at once. Larger chunks are slower to allocate."""
+"""Maximum bytes of a chunk when two tensors are compared in chunks. Larger chunks are slower to
+allocate."""
 
 _DUMMY_STD = 0.02
 
@@ -133,13 +134,15 @@ class ModelPlan:
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         abstract_model: The model that each device computes. Instead of values, its parameters are
             the `jax.ShapeDtypeStruct`s of the global arrays.
+        unsharded_specs: Shapes and dtypes of the model on a single device, by path.
+        placements: Places of the checkpoint's tensors; None for random weights.
     """
 
     config: ModelConfig
     mesh: Mesh | None
     abstract_model: nnx.Module
-    _unsharded_specs: ParameterSpecs  # shapes and dtypes of the model on a single device
-    _placements: Sequence[TensorPlacement] | None  # None: random weights
+    unsharded_specs: ParameterSpecs
+    placements: Sequence[TensorPlacement] | None
     _seed: int
 
     def load(self) -> nnx.Module:
@@ -158,29 +161,25 @@ class ModelPlan:
             DeviceShard(
                 device,
                 shard_specs,
-                {
-                    path: self._shard_slices(path, it.shape, device_index)
-                    for path, it in shard_specs.items()
-                },
+                {path: self.device_slices(path, device_index) for path in shard_specs},
             )
             for device_index, device in enumerate(devices)
         ]
-        if self._placements is not None:
-            _load_tensors(self._placements, shards)
+        if self.placements is not None:
+            _load_tensors(self.placements, shards)
             for shard in shards:
                 shard.fill_missing()
         else:
             for shard in shards:
-                shard.fill_random(self._unsharded_specs, self._seed)
+                shard.fill_random(self.unsharded_specs, self._seed)
         arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
         return with_parameters(self.abstract_model, arrays)
 
-    def _shard_slices(
-        self, path: str, shard_shape: tuple[int, ...], device_index: int
-    ) -> list[ShardSlice]:
-        """Return the boxes of the unsharded parameter that a device holds."""
+    def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
+        """Return the parts of the unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
-        unsharded_shape, parts = self._unsharded_specs[path].shape, ()
+        shard_shape = per_device_shape(model_parameters(self.abstract_model)[path])
+        unsharded_shape, parts = self.unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")
         projection, shard_projection = (
             it.projection(module_path) for it in (self.config, self.config.shard(count))
@@ -244,7 +243,7 @@ class DeviceShard:
                 np.add(start, first) - shard_slice.unsharded_start + shard_slice.local_start
             )
             scale_part = None if scale is None else scale[tuple(ranges[: scale.ndim])]
-            self.arrays[path] = _update_parameter(
+            self.arrays[path] = update_parameter(
                 self.arrays[path],
                 part,
                 local_start.astype(np.int32),
@@ -274,7 +273,7 @@ class DeviceShard:
                 )
 
     def fill_missing(self) -> None:
-        """Fill the parameters that the checkpoint lacks with ones."""
+        """Set the parameters that no slab was written to, such as KV-cache scales, to ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
@@ -308,7 +307,7 @@ def with_parameters(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
     """Return a copy of the model whose parameters have the given values, by path."""
     definition, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
-    filled = [(path, leaf.replace(values[_parameter_path(path)])) for path, leaf in flat]
+    filled = [(path, leaf.replace(values[parameter_path(path)])) for path, leaf in flat]
     return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
@@ -443,7 +442,7 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
 def model_parameters(model: nnx.Module) -> dict[str, Any]:
     """Return the parameters of a model, or the shape structs of an abstract model, by path."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_parameter_path(path): leaf.get_value() for path, leaf in flat}
+    return {parameter_path(path): leaf.get_value() for path, leaf in flat}
 
 
 def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
@@ -451,7 +450,7 @@ def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
     return model_parameters(make_abstract_model(config, dtype))
 
 
-def _parameter_path(path: tuple) -> str:
+def parameter_path(path: tuple) -> str:
     """Return a parameter's dotted path; `WeightRule` describes these paths."""
     return ".".join(str(each) for each in path if each != "format")
 
@@ -485,7 +484,10 @@ Problems = dict[str, list[str]]
 
 
 def plan_weights(
-    tensors: Sequence[TensorInfo], rules: WeightRules, specs: ParameterSpecs
+    tensors: Sequence[TensorInfo],
+    rules: WeightRules,
+    specs: ParameterSpecs,
+    subject: str = "The checkpoint",
 ) -> list[TensorPlacement]:
     """Assign every tensor to its parameters, and check that each parameter is filled exactly once.
 
@@ -493,6 +495,7 @@ def plan_weights(
         tensors: All tensors of the checkpoint.
         rules: Weight rules of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
+        subject: What holds the tensors, for the error.
 
     Returns:
         The placements, in the order of `tensors`.
@@ -523,7 +526,7 @@ def plan_weights(
         if rule.target in rules_by_path:
             rules_by_path[rule.target].append(rule)
     for path in {rule.scale_path for rule in rules.rules if rule.scale_path is not None}:
-        del rules_by_path[path]  # computed while loading, not read from the checkpoint
+        del rules_by_path[path]  # the loader computes these scales
     scales = {path: rules_by_path.pop(path) for path in specs if _KV_SCALE_PATH.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
     _check_coverage(rules_by_path, names, specs, problems)
@@ -532,7 +535,7 @@ def plan_weights(
             problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
     if problems:
         kinds = (f"{kind} ({len(it)}): {format_names(it)}" for kind, it in problems.items())
-        raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
+        raise CheckpointError(f"{subject} does not fit the model. {'; '.join(kinds)}.")
     return placements
 
 
@@ -542,7 +545,7 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Record parameters that the checkpoint's tensors do not fill exactly once."""
+    """Add an entry to `problems` for each parameter that is not filled exactly once."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
         found = [rule for rule in path_rules if rule in names]
@@ -567,7 +570,7 @@ def _check_coverage(
 
 
 def _join_sources(sources: Sequence[str]) -> str:
-    """Join the names of tensors by "and"; of many names, only the first are listed."""
+    """Return the names of tensors in one text; list at most `_MAX_LISTED_SOURCES` names."""
     more = len(sources) - _MAX_LISTED_SOURCES
     if more <= 0:
         return " and ".join(sources)
@@ -579,7 +582,10 @@ def _check_kv_scales(
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
-    """Record layers with only one of the two KV-cache scales, and scales filled twice."""
+    """Add an entry to `problems` for each layer that has only one of its two KV-cache scales.
+
+    Also add an entry for each scale that two tensors fill.
+    """
     sources_by_path = {
         path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
     }
@@ -597,7 +603,10 @@ def _check_kv_scales(
 def _place_tensor(
     tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
 ) -> TensorPlacement:
-    """Return the tensor's place in its parameter; record a wrong dtype or shape."""
+    """Return where the tensor belongs in its parameter.
+
+    Add an entry to `problems` if the tensor's dtype or shape is wrong.
+    """
     param_shape, num_output_axes = (
         specs[path].shape,
         len(specs[rule.scale_path].shape) if rule.scale_path else 0,
@@ -649,7 +658,7 @@ def _write_to_shards(
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """Return the FP8 scale of each output of a slab.
+    """Return the FP8 scale of each output of a slab, which is a group of rows of a tensor.
 
     If the devices split the inputs, the scale covers the inputs of all devices.
     """
@@ -658,7 +667,7 @@ def _slab_scales(
     maxima = [
         (
             tuple(ranges[:count]),
-            _max_abs(slab[tuple(ranges[axis] for axis in axis_order)], axis_order, count),
+            max_abs(slab[tuple(ranges[axis] for axis in axis_order)], axis_order, count),
         )
         for shard in shards
         for _, ranges in shard.slab_slices(placement.path, slab, start, axis_order)
@@ -669,8 +678,14 @@ def _slab_scales(
 
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
-def _max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """Return the maximum absolute value of each output of a slab."""
+def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
+    """Return the maximum absolute value of each output of a slab; outputs are the first axes.
+
+    Args:
+        slab: Values with the axes of the file.
+        axis_order: Parameter axis of each axis of the slab.
+        count: Number of parameter axes that are outputs.
+    """
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
     outputs = [axis for axis in axis_order if axis < count]
@@ -724,7 +739,7 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
 
 
 @partial(jax.jit, static_argnames=("axis_order", "addend"), donate_argnames="param")
-def _update_parameter(
+def update_parameter(
     param: jax.Array,
     slab: jax.Array,
     start: jax.Array,
@@ -732,6 +747,7 @@ def _update_parameter(
     axis_order: tuple[int, ...],
     addend: float,
 ) -> jax.Array:
+    """Return a parameter with a slab written at `start`; see `DeviceShard.write_slab`."""
     slab = jnp.transpose(slab, tuple(map(axis_order.index, range(len(axis_order)))))
     if scale is not None:
         slab = to_fp8(slab, jnp.expand_dims(scale, tuple(range(scale.ndim, slab.ndim))))
@@ -754,7 +770,8 @@ def _dummy_array(
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    if len(spec.shape) == 1 and not path.endswith("bias"):  # a norm's weight or a KV-cache scale
+    # This is a norm's weight or a KV-cache scale.
+    if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
     strides = [math.prod(unsharded_shape[axis + 1 :]) for axis in range(len(unsharded_shape))]

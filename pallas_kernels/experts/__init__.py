@@ -4,19 +4,26 @@ A token has `k` pairs (token, choice), one per chosen expert. `route` sorts the 
 GEMMs compute one row per pair, in this sorted order. Every pair is computed: experts have no
 capacity limit, and no token is dropped.
 
-All ops run in plain XLA (xla.py, and fp8.py for FP8 matrices) on every backend.
+The public ops check their arguments and choose an implementation for the backend and the shapes:
+
+    route                   triton.py on a GPU for the choice of experts, else xla.py; the sort of
+                            the pairs runs in xla.py on every backend
+    expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
+    expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
+    FP8 ops                 fp8.py, in plain XLA on every backend
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.experts import fp8, xla
-from pallas_kernels.gemm.xla import map_row_tiles
+from pallas_kernels.experts import fp8, hopper, triton, tuning, xla
+from pallas_kernels.gemm import BATCH_INVARIANT_UNIT, map_row_tiles
+from pallas_kernels.tuning import device_kind, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
 ACTIVATIONS = ("silu",)
@@ -99,15 +106,19 @@ def route(
     for name, scalar in (("num_tokens", num_tokens), ("first_expert", first_expert)):
         if scalar is not None:
             checks.check_array(name, scalar, "[]", jnp.int32)
-    Backend(backend)
-    choose = partial(
-        xla.choose_experts,
-        num_choices=num_experts_per_token,
-        softmax_first=softmax_first,
-        normalize=normalize,
-        scale=scale,
-    )
-    weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    backend = Backend(backend)
+    options: dict[str, Any] = {
+        "num_choices": num_experts_per_token,
+        "softmax_first": softmax_first,
+        "normalize": normalize,
+        "scale": scale,
+    }
+    if backend is Backend.XLA or not logits.size:
+        choose = partial(xla.choose_experts, **options)
+        weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    else:  # each row is computed alone
+        interpret = backend is Backend.INTERPRET
+        weights, experts = triton.choose_experts(logits, interpret=interpret, **options)
     num_experts = sizes["E"] if num_local_experts is None else num_local_experts
     if first_expert is not None:
         experts = experts - first_expert
@@ -141,7 +152,8 @@ def expert_gated_gemm(
         One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
 
     Raises:
-        ValueError: Shapes do not match, or the activation is not supported.
+        ValueError: Shapes do not match, the activation is not supported, or `batch_invariant` is
+            set and the GPU has no kernel, which needs multiples of `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[T, D]")
@@ -153,10 +165,11 @@ def expert_gated_gemm(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
-    Backend(backend)
-    if not x.size:
+    backend = Backend(backend)
+    if not (x.size and weight.size):
         return jnp.zeros((routing.order.shape[0], sizes["width"] // 2), x.dtype)
-    return xla.gated_gemm(x, weight, routing, batch_invariant=batch_invariant)
+    module, options = _select(weight, routing, backend, 2, batch_invariant=batch_invariant)
+    return module.expert_gated_gemm(x, weight, routing, **options)
 
 
 def expert_down_gemm(
@@ -180,16 +193,62 @@ def expert_down_gemm(
         batch_invariant: Whether a token's bits must not depend on the other tokens.
 
     Raises:
-        ValueError: Shapes do not match.
+        ValueError: Shapes do not match, or `batch_invariant` is set and the GPU has no kernel,
+            which needs multiples of `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[R, F]")
     sizes = checks.check_array("weight", weight, "[E, F, D]", x.dtype, **sizes)
     check_routing(routing, R=sizes["R"], E=sizes["E"])
-    Backend(backend)
-    if not x.size:
+    backend = Backend(backend)
+    if not (x.size and weight.size):
         return jnp.zeros((routing.experts.shape[0], sizes["D"]), x.dtype)
-    return xla.down_gemm(x, weight, routing, batch_invariant=batch_invariant)
+    module, options = _select(weight, routing, backend, 1, batch_invariant=batch_invariant)
+    return module.expert_down_gemm(x, weight, routing, **options)
+
+
+def _select(
+    weight, routing, backend, num_factors, *, batch_invariant
+) -> tuple[Any, dict[str, Any]]:
+    """Return the module whose function runs a GEMM, and the options of the function.
+
+    Args:
+        weight: Weights of all experts.
+        routing: The `Routing`.
+        backend: The backend.
+        num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
+        batch_invariant: Whether a row's bits must not depend on the other rows.
+
+    Raises:
+        ValueError: `batch_invariant` is set, and the GPU has no kernel for the sizes.
+    """
+    if backend is Backend.XLA or (batch_invariant and backend is not Backend.TRITON):
+        return xla, {"batch_invariant": batch_invariant}
+    num_experts, depth, num_columns = weight.shape
+    num_tokens, num_choices = routing.experts.shape
+    gemm = tuning.ExpertsProblem(
+        num_tokens=num_tokens,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        depth=depth,
+        width=num_columns // num_factors,
+        itemsize=weight.dtype.itemsize,
+        num_factors=num_factors,
+        out_itemsize=weight.dtype.itemsize if num_factors == 2 else 4,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
+    )
+    config = tuning.experts_config(gemm)
+    if config is not None:
+        return hopper, {"config": config}
+    if batch_invariant:  # Triton multiplies few rows and many rows by different instructions
+        raise ValueError(
+            f"no batch-invariant kernel multiplies {weight.dtype} by experts of {depth} x "
+            f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
+            f"and sizes that are multiples of {BATCH_INVARIANT_UNIT}"
+        )
+    interpret = backend is Backend.INTERPRET
+    return triton, {"tile_rows": tuning.triton_tile_rows(gemm), "interpret": interpret}
 
 
 def check_routing(routing, **sizes):

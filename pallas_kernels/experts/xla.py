@@ -58,7 +58,7 @@ def sort_by_expert(experts, num_experts, num_tokens):
     return experts, order, positions.reshape(num_rows, num_choices), offsets
 
 
-def gated_gemm(x, weight, routing, *, batch_invariant):
+def expert_gated_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_gated_gemm` in plain XLA."""
 
     def multiply(expert, tokens):
@@ -69,7 +69,7 @@ def gated_gemm(x, weight, routing, *, batch_invariant):
     return gated_rows(multiply, routing, width, x.dtype, batch_invariant=batch_invariant)
 
 
-def down_gemm(x, weight, routing, *, batch_invariant):
+def expert_down_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_down_gemm` in plain XLA."""
 
     def multiply(expert, rows):

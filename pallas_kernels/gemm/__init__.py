@@ -28,6 +28,8 @@ from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
 MAX_FEW_ROWS = 256  # with more rows, `batch_invariant_gemm` runs the many-rows kernel
+BATCH_INVARIANT_UNIT = 64
+"""The sizes of weights of batch-invariant ops must be multiples of this number on a GPU."""
 
 
 def split_k_gemm(

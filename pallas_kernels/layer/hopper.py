@@ -56,7 +56,6 @@ _MAX_COPIES_IN_FLIGHT = 3  # unit copies in flight; more would delay the exchang
 _PARTIAL_WORDS = ROWS * 64  # words of a split-K partial of 64 columns
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
 _COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; Mosaic GPU uses lower indices
-_SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
 _REF_TYPE = plgpu.RefType()
 
 
@@ -368,30 +367,13 @@ def _kernel(
                     _flush(plan, gemm_index, acc, count, jnp.int32(segment), sums, scales, target)
 
 
-def _run_inline(body, *arguments, arg_types):
-    """Emit `body` for each thread, with `arguments` converted for the thread.
-
-    References become pointers, scalars become numbers, and arrays become the thread's elements.
-    """
-
-    def run(_, *given):
-        values = []
-        for value, arg_type in zip(given, arg_types, strict=True):
-            convert = ops.pointer if isinstance(arg_type, plgpu.RefType) else ops.thread_elements
-            values.append(ops.scalar(value) if arg_type is _SCALAR_LAYOUT else convert(value))
-        body(*values)
-        return ()
-
-    plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=())(run)(*arguments)
-
-
 def _wait_for_consumers():
     ops.barrier(_COMPUTE_BARRIER, _NUM_THREADS)
 
 
 def _wait_for_scales():
     """Wait until `_compute_last_scales` has stored the row factors of the last GEMM."""
-    _run_inline(lambda: ops.barrier(_SCALES_BARRIER, _NUM_THREADS + 32), arg_types=())
+    ops.run_inline(lambda: ops.barrier(_SCALES_BARRIER, _NUM_THREADS + 32), arg_types=())
 
 
 def _clear_exchange(plan, next_exchange):
@@ -406,7 +388,7 @@ def _clear_exchange(plan, next_exchange):
                 empty = [first * 0 + ops.EMPTY_WORD] * 4
                 ops.store("global", ops.offset(memory, at, 4), empty)
 
-    _run_inline(body, next_exchange, arg_types=(_REF_TYPE,))
+    ops.run_inline(body, next_exchange, arg_types=(_REF_TYPE,))
 
 
 def _square_sum_loads(plan, memory, region, chunks, row):
@@ -446,7 +428,7 @@ def _compute_last_scales(plan, eps, num_rows, exchange, scales):
                 ops.store("shared", ops.offset(scales, row + ROWS, 4), [scale])
         ops.ptx(f"bar.arrive {_SCALES_BARRIER}, {_NUM_THREADS + 32};")
 
-    _run_inline(body, num_rows, exchange, scales, arg_types=(_REF_TYPE,) * 3)
+    ops.run_inline(body, num_rows, exchange, scales, arg_types=(_REF_TYPE,) * 3)
 
 
 def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
@@ -494,13 +476,13 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
         _wait_for_consumers()
 
     arg_types = (
-        _SCALAR_LAYOUT,
-        _SCALAR_LAYOUT,
+        ops.SCALAR_LAYOUT,
+        ops.SCALAR_LAYOUT,
         _REF_TYPE,
         plgpu.RefType(ops.SWIZZLE_TRANSFORMS),
         *(_REF_TYPE for _ in argument_refs),
     )
-    _run_inline(
+    ops.run_inline(
         body, count, units, exchange, rows_smem, *argument_refs.values(), arg_types=arg_types
     )
 
@@ -713,10 +695,10 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
 
     arg_types = (
         plgpu.Layout.WGMMA,
-        _SCALAR_LAYOUT,
-        _SCALAR_LAYOUT,
+        ops.SCALAR_LAYOUT,
+        ops.SCALAR_LAYOUT,
         _REF_TYPE,
         _REF_TYPE,
         _REF_TYPE,
     )
-    _run_inline(body, acc, count, segment, sums, scales, target, arg_types=arg_types)
+    ops.run_inline(body, acc, count, segment, sums, scales, target, arg_types=arg_types)

@@ -19,6 +19,13 @@ from jpaged.engine.startup import check_batch_invariant
 from jpaged.models.checkpoint import read_config
 from jpaged.models.registry import read_model_config
 
+SPARSE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
 NUM_REQUESTS = 12
 COMMON: dict[str, Any] = {
     "batch_invariant": True,
@@ -191,6 +198,15 @@ def test_gpu_gives_a_batch_the_same_bits_as_single_requests(
     check_scores(alone)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_gpu_gives_the_bits_of_a_request_alone_with_experts(engines: Engines, tmp_path: Path):
+    save_config(tmp_path, WIDE | SPARSE)
+    engine = engines(tmp_path, **COMMON, load_format="dummy")
+    check_bits(engine, engine)
+    check_scores(engine)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -216,6 +232,13 @@ def test_batch_invariant_engine_refuses_quantization(
         ({}, "NVIDIA H200", "float32", "dtype='float32' on a GPU: use dtype='bfloat16'"),
         ({"head_dim": 64}, "NVIDIA H200", "bfloat16", "head_dim=64 on a GPU"),
         ({"intermediate_size": 96}, "NVIDIA H200", "bfloat16", "intermediate_size=96 per device"),
+        (SPARSE | {"intermediate_size": 96}, "NVIDIA H200", "bfloat16", None),
+        (
+            SPARSE | {"moe_intermediate_size": 96},
+            "NVIDIA H200",
+            "bfloat16",
+            "moe_intermediate_size=96 per device",
+        ),
     ],
 )
 def test_batch_invariant_engine_refuses_a_gpu_without_the_kernels(

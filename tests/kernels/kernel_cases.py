@@ -21,6 +21,7 @@ F8 = jnp.float8_e4m3fn
 
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+A100 = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
 KERNEL_CALL = r"custom_call @\S*(triton|mosaic_gpu)"
 
 

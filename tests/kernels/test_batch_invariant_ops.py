@@ -1,13 +1,13 @@
 """Test that a row of a batch-invariant op has the same bits among any other rows."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice
-from kernel_cases import BF16, F32, H200, lower
+from kernel_cases import A100, BF16, F32, H200, TRITON_ON_GPU, lower
 
 from pallas_kernels import (
     Backend,
@@ -15,9 +15,12 @@ from pallas_kernels import (
     batch_invariant_gated_gemm,
     batch_invariant_gemm,
     batch_invariant_transposed_gemm,
+    expert_down_gemm,
+    expert_gated_gemm,
     map_row_tiles,
     paged_prefill_attention,
     rms_norm,
+    route,
 )
 from pallas_kernels.gemm import tuning
 from pallas_kernels.gemm.tuning import GemmProblem
@@ -74,6 +77,34 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
         )
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     np.testing.assert_allclose(np.asarray(whole, np.float64), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
+)
+def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
+    """The numbers of tokens give tiles of 8 to 128 rows."""
+    rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
+    x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
+    logits = jnp.asarray(rng.standard_normal((MOST_ROWS, num_experts)), F32)
+    shapes = (num_experts, width, 2 * inner), (num_experts, inner, width)
+    gate_up, down = (
+        jnp.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, BF16) for shape in shapes
+    )
+
+    @jax.jit
+    def run(x, logits):
+        options: dict[str, Any] = {"backend": backend, "batch_invariant": True}
+        routing = route(logits, 3, normalize=True, **options)
+        rows = expert_gated_gemm(x, gate_up, routing, **options)
+        return routing.weights, expert_down_gemm(rows, down, routing, **options)
+
+    whole = run(x, logits)
+    for count in NUM_ROWS:
+        for first in (0, MOST_ROWS - count):
+            part = slice(first, first + count)
+            for found, each in zip(run(x[part], logits[part]), whole, strict=True):
+                np.testing.assert_array_equal(_bits(found), _bits(each[part]))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +204,22 @@ def test_gpu_without_a_kernel_raises_an_error():
     with pytest.raises(ValueError, match=message):
         lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, weight, device=H200)
     square = jax.ShapeDtypeStruct((128, 128), BF16)
-    ampere = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
     with pytest.raises(ValueError, match="on NVIDIA A100: use a Hopper GPU"):
-        lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, square, device=ampere)
+        lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, square, device=A100)
+
+
+@pytest.mark.parametrize(
+    ("device", "inner", "message"),
+    [
+        (H200, 96, "multiplies bfloat16 by experts of 128 x 96 on NVIDIA H200"),
+        (A100, 64, "on NVIDIA A100: use a Hopper GPU"),
+    ],
+)
+def test_gpu_without_a_kernel_of_experts_raises_an_error(device, inner, message):
+    def run(x, logits, weight):
+        options: dict[str, Any] = {"backend": Backend.TRITON, "batch_invariant": True}
+        return expert_gated_gemm(x, weight, route(logits, 2, **options), **options)
+
+    x, weight = (jax.ShapeDtypeStruct(s, BF16) for s in ((8, 128), (4, 128, 2 * inner)))
+    with pytest.raises(ValueError, match=message):
+        lower(run, x, jax.ShapeDtypeStruct((8, 4), F32), weight, device=device)

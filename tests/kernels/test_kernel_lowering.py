@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice
-from kernel_cases import BF16, F8, F16, F32, H200, KERNEL_CALL, lower
+from kernel_cases import A100, BF16, F8, F16, F32, H200, KERNEL_CALL, lower
 
 from pallas_kernels import (
     Adjustments,
@@ -21,6 +21,8 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
+    expert_down_gemm,
+    expert_gated_gemm,
     gated_gemm,
     gated_silu,
     greedy_scores,
@@ -29,6 +31,7 @@ from pallas_kernels import (
     paged_prefill_attention,
     rope_decode_attention,
     rope_write_kv,
+    route,
     split_k_gemm,
     token_scores,
     truncation_mask,
@@ -240,6 +243,43 @@ def test_gated_gemms_of_many_rows_lower_to_hopper_kernels(rows, width, kernel):
     assert re.findall(KERNEL_CALL, text) == ["mosaic_gpu"]
     assert kernel in text
     assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "case"),
+    covering(
+        [1, 300, 2048],
+        [
+            (BF16, H200, "mosaic_gpu"),
+            (F16, H200, "mosaic_gpu"),
+            (BF16, A100, "triton"),
+            (F32, H200, "triton"),
+        ],
+        strength=0,
+        keep=lambda tokens, case: (tokens, case[0]) in ((1, BF16), (2048, F16)),
+    ),
+)
+def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
+    (dtype, device, gemm), num_experts, width, inner = case, 16, 256, 128
+    arguments = (
+        _floats(dtype, num_tokens, width),
+        _floats(F32, num_tokens, num_experts),
+        _floats(dtype, num_experts, width, 2 * inner),
+        _floats(dtype, num_experts, inner, width),
+    )
+
+    def run(x, logits, gate_up, down):
+        options: dict[str, Any] = {"backend": Backend.TRITON}
+        options["batch_invariant"] = gemm == "mosaic_gpu"
+        routing = route(logits, 4, **options)
+        rows = expert_gated_gemm(x, gate_up, routing, **options)
+        return expert_down_gemm(rows, down, routing, **options)
+
+    text = lower(run, *arguments, device=device)
+    # The small kernels choose experts, pack tiles and sum rows. The Triton GEMM also gathers rows.
+    num_small = 3 if gemm == "mosaic_gpu" else 4
+    assert sorted(re.findall(KERNEL_CALL, text)) == sorted([gemm] * 2 + ["triton"] * num_small)
+    assert "stablehlo.dot_general" not in text
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])

@@ -282,7 +282,7 @@ def test_counted_tokens_equal_the_input_tokens_of_a_message(
 
 
 def test_anthropic_tool_runner_completes_a_tool_call(serve_scripted: Run, scripted: ScriptedEngine):
-    """The runner first requests a server-side thread and falls back when that request fails."""
+    """The runner first asks the server to store the conversation. The server refuses that."""
     called: list[str] = []
 
     @anthropic.beta_async_tool

@@ -214,7 +214,9 @@ def test_special_tokens_in_tools_names_and_arguments_are_text(
     serve_scripted(scenario)
 
 
-def test_calls_are_not_parsed_without_tools(serve_scripted: Run, scripted: ScriptedEngine):
+def test_calls_are_not_parsed_if_the_request_has_no_tools(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
             scripted.say(ANSWER)
@@ -274,7 +276,7 @@ def test_structured_output_error_names_the_field_of_the_request(
     serve_scripted(scenario)
 
 
-def test_each_choice_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
+def test_each_of_several_choices_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
         choices = (await ask(server, tools=[WEATHER], n=3))["choices"]
