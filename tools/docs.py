@@ -126,7 +126,8 @@ def models_page() -> str:
             "Every chosen expert computes its tokens: experts have no capacity limit. On a "
             "GPU, [kernels](kernels/experts.md) compute the experts: kernels for Hopper GPUs if "
             "the weights have 2 bytes and the sizes are multiples of 64, else portable ones. XLA "
-            "computes experts in FP8. On several devices, each device holds a shard of the width of every expert, or whole "
+            "computes experts in FP8. On "
+            "several devices, each device holds a shard of the width of every expert, or whole "
             "experts with `--enable-expert-parallel`. Use the option if the devices cannot split "
             "the width of an expert.\n",
             "Not supported: image inputs, LoRA, embeddings ([the list](from_vllm.md)).\n",
