@@ -1,4 +1,7 @@
-"""`plain_jax_llama` with the fused operations of jpaged: `python -m examples.fused_jax_llama`."""
+"""Run a Llama with the fused operations of jpaged: `python -m examples.fused_jax_llama`.
+
+`plain_jax_llama` is the same model in plain JAX.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +15,7 @@ from jpaged.config import EMBEDDED_MODEL
 
 
 def make_model(config: dict) -> JaxModel:
-    """Return a Llama with norms of queries and keys, which is a Qwen3."""
+    """Return a Llama that also normalizes queries and keys, which is the architecture of Qwen3."""
     eps, theta, head_size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
 
     def forward(params, tokens, positions, step):
@@ -35,7 +38,7 @@ def make_model(config: dict) -> JaxModel:
 
 
 def fuse(weights: dict[str, jax.Array], config: dict) -> dict:
-    """Return the parameters of `forward`, from the tensors of a checkpoint."""
+    """Return the parameters of `forward`, which are made from the tensors of a checkpoint."""
     layers, head_size = [], config["head_dim"]
     for i in range(config["num_hidden_layers"]):
         p = {name.removeprefix(f"model.layers.{i}."): it for name, it in weights.items()}
