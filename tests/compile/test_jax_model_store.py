@@ -1,5 +1,6 @@
 """The program store knows a user's functions by their traces, and never serves an old program."""
 
+import gc
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +114,18 @@ def test_changed_function_has_another_key(name: str):
 def test_digest_names_the_parameters_that_a_function_uses():
     both = [recipes(changed(names=names))[DECODE].key for names in ("qqv", "kkv")]
     assert both[0] != both[1]
+
+
+def test_digests_are_freed_with_the_last_reference():
+    digests = plan_jax_model(MODEL, params(), DEVICE).digests()
+    found = ref(digests)
+    digests.digest(4, [2])
+    gc.disable()  # an engine must not need a collection to release a user's functions
+    try:
+        del digests
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.full
