@@ -1,6 +1,7 @@
 """Startup of an engine: load the model, size the pool, compile the programs and warm up."""
 
 import gc
+import shutil
 import sys
 import tempfile
 import time
@@ -204,7 +205,11 @@ def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
         return None, False
     if callable(getattr(tokenizer, "save_pretrained", None)):
         folder = Path(tempfile.mkdtemp(prefix="jpaged-tokenizer-"))
-        tokenizer.save_pretrained(str(folder))
+        try:
+            tokenizer.save_pretrained(str(folder))
+        except BaseException:  # includes KeyboardInterrupt
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder, True
     if not isinstance(tokenizer, (str, Path)):
         raise TypeError(

@@ -379,6 +379,19 @@ def test_tokenizer_is_a_folder():
         make_engine(tokenizer=[])
 
 
+def test_tokenizer_that_cannot_be_saved_leaves_no_folder():
+    folders = list[Path]()
+
+    class Unsaved:
+        def save_pretrained(self, folder: str) -> None:
+            folders.append(Path(folder))
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_engine(tokenizer=Unsaved())
+    assert not folders[0].exists()
+
+
 def test_tokenizer_may_be_an_object_of_transformers():
     hf_tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL).hf_tokenizer
     model, params = replace(TINY, vocab_size=len(hf_tokenizer)), tiny_params()
