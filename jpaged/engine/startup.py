@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.compile.compilation import Compilation, prepare_jax, with_usable_cache
 from jpaged.config import EMBEDDED_MODEL, FP8_KV_CACHE_DTYPES, EngineConfig
@@ -167,6 +167,7 @@ def build_jax_model_parts(
         TypeError, ValueError: The model, a parameter or an option is invalid.
     """
     check_jax_model_options(config)
+    _check_mesh(jax.sharding.get_abstract_mesh())
     device = jax.local_devices()[0]
     invariant = config.batch_invariant
     if invariant and config.kv_cache_dtype != "auto":
@@ -188,6 +189,18 @@ def build_jax_model_parts(
         ),
         ProgressLog(config.verbose),
     )
+
+
+def _check_mesh(mesh: AbstractMesh) -> None:
+    """Check that the caller's context sets no mesh of several devices, for which JAX would compile.
+
+    An engine that exists can be used in such a context.
+    """
+    if mesh.size > 1:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh of {mesh.size} devices, but a JaxModel runs on one "
+            "device: create the engine outside of the mesh's context"
+        )
 
 
 def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:

@@ -26,7 +26,7 @@ from e2e_options import (
     in_full_tier,
     make_workload,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lazy_programs import lazy_programs
 
 from examples.plain_jax_llama import load
@@ -681,6 +681,18 @@ def test_wrong_parameter_is_named(name: str):
     make, message = PARAMS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(params=with_embed(make()))
+
+
+def test_mesh_of_several_devices_is_refused():
+    with (
+        jax.set_mesh(
+            jax.make_mesh(
+                (2,), ("data",), devices=jax.local_devices()[:2], axis_types=(AxisType.Auto,)
+            )
+        ),
+        pytest.raises(ValueError, match=r"a mesh of 2 devices, but .* outside of the mesh's cont"),
+    ):
+        make_engine(params=jax.device_put(tiny_params(), jax.local_devices()[0]))
 
 
 def test_empty_params_are_refused():
