@@ -261,7 +261,8 @@ class BlockManager:
         """Return the blocks of the sequence's longest cached prefix.
 
         Args:
-            sequence: Sequence whose known tokens are looked up.
+            sequence: Sequence whose known tokens are looked up. A sequence that may register no
+                blocks finds none either, because its KV may come from other weights.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
                 a step must compute at least one token to sample from. A sequence whose prompt is
                 scored has a limit of its own.
@@ -269,7 +270,8 @@ class BlockManager:
         tokens, limit = sequence.token_ids, sequence.max_cached_tokens
         most = len(tokens) - 1 if max_tokens is None else max_tokens
         most = (most if limit is None else min(most, limit)) // self.block_size
-        if self.prefix_cache is None or not most:
+        is_ended = sequence.num_registered_blocks == REGISTRATION_ENDED
+        if self.prefix_cache is None or not most or is_ended:
             return []
         return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
@@ -337,10 +339,7 @@ class BlockManager:
             sequence.num_registered_blocks, sequence.last_cache_entry_id = index + 1, cache_entry_id
 
     def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> None:
-        """Clear the prefix cache, and register no more blocks of `sequences`.
-
-        Args:
-            sequences: All sequences that hold blocks.
+        """Clear the prefix cache; see `end_sharing`.
 
         Raises:
             ValueError: A prefix is pinned; the cache is unchanged.
@@ -349,6 +348,17 @@ class BlockManager:
             raise ValueError(
                 f"{len(self.pins)} prefixes are pinned: unpin them, then reset the cache"
             )
+        self.end_sharing(sequences)
+
+    def end_sharing(self, sequences: Iterable[Sequence]) -> None:
+        """Share no KV that is computed so far with sequences that start later.
+
+        The cache is cleared, but pinned blocks stay allocated. A sequence that holds blocks, on the
+        device or in host memory, uses the cache again only after it has freed them.
+
+        Args:
+            sequences: All sequences that hold blocks.
+        """
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0

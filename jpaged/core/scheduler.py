@@ -46,6 +46,7 @@ from jpaged.core.request import (
 from jpaged.core.sequence_table import RequestQueue, SequenceTable, check_queues
 from jpaged.core.speculation import Speculation
 from jpaged.core.swap import PreemptionPolicy, SwapSpace
+from jpaged.errors import format_count
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -408,6 +409,42 @@ class Scheduler:
         """
         self.block_manager.reset_prefix_cache(self.sequences.by_id.values())
 
+    def check_pins_allow_new_weights(self) -> None:
+        """Check that no unfinished request relies on pinned blocks, which it may lose.
+
+        Raises:
+            ValueError: A prefix is pinned while a request is unfinished.
+        """
+        if (num_pins := len(self.block_manager.pins)) and self.has_unfinished_requests:
+            raise ValueError(
+                f"{format_count(num_pins, 'prefix', 'prefixes')} pinned while requests are "
+                "unfinished: unpin the prefixes, or finish the requests, because later weights do "
+                "not share blocks of earlier weights"
+            )
+
+    def end_sharing(self) -> None:
+        """Share no KV that is computed so far with requests that compute tokens from now on.
+
+        All planned steps must have been read.
+        """
+        self.block_manager.end_sharing(self.sequences.by_id.values())
+
+    def drop_kv(self) -> None:
+        """Free the KV of all unfinished requests, on the device and in host memory.
+
+        The requests compute their tokens again later. All planned steps must have been read.
+        """
+        while self.running:
+            self._preempt_last(may_swap=False)
+        for request in self.waiting:
+            if request.status is RequestStatus.SWAPPED:
+                self.swap_space.drop(request)
+                request.status = RequestStatus.PREEMPTED
+                for sequence in request.live_sequences:
+                    sequence.host_block_table = []
+                    self.block_manager.free(sequence)
+                    sequence.num_computed_tokens = 0
+
     def pin_prefix(self, token_ids: list[int], salt: str | None = None) -> int | None:
         """Pin the cached blocks of a prefix.
 
@@ -542,8 +579,8 @@ class Scheduler:
                     return False
         return not step.is_waiting_for_blocks
 
-    def _preempt_last(self) -> Request:
-        """Preempt the last running request: free all its blocks, or swap them out.
+    def _preempt_last(self, *, may_swap: bool = True) -> Request:
+        """Preempt the last running request: free all its blocks, or swap them out if `may_swap`.
 
         The blocks are free immediately, although steps in flight may still write to them. This is
         safe because steps run in launch order, and the next holder writes in a later step. A
@@ -554,7 +591,7 @@ class Scheduler:
         for sequence in request.live_sequences if self.speculation is not None else ():
             self.block_manager.trim(sequence)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live_sequences)
-        is_swapped = not is_complete and self.swap_space.should_swap(request)
+        is_swapped = may_swap and not is_complete and self.swap_space.should_swap(request)
         self.running.remove(request)
         if is_swapped:
             self.swap_space.swap_out(request)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.plan import SchedulingGoal, StepPlan
-from jpaged.engine.loop import EngineLoop, defer_interrupts
+from jpaged.engine.loop import EngineLoop, PauseMode, defer_interrupts
 from jpaged.engine.preprocessing import (
     PIN_PARAMS,
     SCORE_PARAMS,
@@ -178,7 +178,7 @@ class Engine:
         Returns:
             Outputs of the requests from `add_request` that received tokens or ended since the last
             call. A beam search is returned only when it ends. The list is empty if the call only
-            filled the pipeline of the overlapped loop.
+            filled the pipeline of the overlapped loop, or if the engine is paused.
 
         Raises:
             RuntimeError: This step or an earlier step failed.
@@ -211,10 +211,15 @@ class Engine:
     def advance(self) -> None:
         """Do the work of `step` without returning outputs. `take_deltas` returns the new tokens.
 
+        Do nothing while the engine is paused.
+
         Raises:
             RuntimeError: This step or an earlier step failed.
         """
-        self._loop.advance(SchedulingGoal.LATENCY)
+        if self.is_paused:
+            self._loop.check_alive()
+        else:
+            self._loop.advance(SchedulingGoal.LATENCY)
 
     def take_deltas(self) -> list[RequestDelta]:
         """Return the new tokens of each request from `add_request` since the previous call.
@@ -310,6 +315,7 @@ class Engine:
             on_ended: Called after each step with the number of requests that the step ended.
             make_output: Function that returns the output of a request that has ended.
         """
+        self._loop.check_running()
         unfinished, outputs = set(states), dict[RequestState, Output]()
         try:
             self._loop.add(states)
@@ -462,6 +468,7 @@ class Engine:
         """
         (sampling_params,) = pair_params(params, 1)
         sampling_params.check_streamable()
+        self._loop.check_running()
         state = self._make_state(prompt, sampling_params)
         state.check_grammar()
         deltas = _stream_deltas(self._loop, state)
@@ -578,14 +585,60 @@ class Engine:
         """
         self._loop.scheduler.reset_prefix_cache()
 
+    # Weights
+
+    def pause(
+        self, mode: Literal["keep", "wait", "abort"] = "keep", *, recompute: bool = False
+    ) -> None:
+        """Launch no more steps until `resume`, so that `update_weights` can be called.
+
+        While the engine is paused, `add_request` queues requests, and `step` returns outputs that
+        are undelivered, without computing anything. `generate` and other calls that wait for
+        answers raise RuntimeError.
+
+        Args:
+            mode: "keep" lets unfinished requests continue after the pause. "wait" first computes
+                all unfinished requests. "abort" ends them, and `step` returns what they have with
+                finish_reason="abort".
+            recompute: Whether to free the KV of the kept requests, on the device and in host
+                memory. After the pause, their tokens are computed again. By default, the requests
+                keep their KV, also if the weights are updated.
+
+        Raises:
+            ValueError: `mode` is unknown, or `recompute` is set with another mode than "keep".
+            RuntimeError: A step failed, or mode="wait" while the engine is paused with unfinished
+                requests.
+        """
+        if mode not in list(PauseMode):
+            raise ValueError(f"mode={mode!r} is unknown: pass 'keep', 'wait' or 'abort'")
+        if recompute and mode != PauseMode.KEEP:
+            raise ValueError(f"recompute=True needs mode='keep', not {mode!r}: omit one of them")
+        self._loop.pause(PauseMode(mode), recompute=recompute)
+
+    def resume(self) -> None:
+        """End a `pause`. Do nothing if the engine is not paused.
+
+        Raises:
+            RuntimeError: An earlier step failed.
+        """
+        self._loop.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not called since."""
+        return self._loop.is_paused
+
     def update_weights(
         self, params: Any, version: int | None = None, *, check_finite: bool = False
     ) -> None:
-        """Replace the weights of the model, between requests.
+        """Replace the weights of the model, between requests or during a `pause`.
 
         All arrays are checked before the first one is written. Nothing passes through the host, and
-        no step is compiled again. Cached prefixes are removed, because the old weights computed
-        their KV. docs/live_weights.md has examples.
+        no step is compiled again. docs/live_weights.md has examples.
+
+        Cached prefixes are removed, because the old weights computed their KV. Requests that a
+        pause keeps continue with their KV, which no other request ever shares. Pinned blocks stay
+        allocated, but are not shared again.
 
         Args:
             params: For a checkpoint, a dict from the names of its tensors to JAX arrays, or an
@@ -593,23 +646,25 @@ class Engine:
                 arrays on the device, and keeps no reference to them. For a `JaxModel`, a pytree
                 with the structure, shapes, dtypes and device of the engine's `params`. The engine
                 uses these arrays without a copy, and releases the old ones.
-            version: Number of the weights, as `weights_version` returns it; None for the next one.
+            version: Number of the weights, as outputs report it; None for the next one.
             check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
                 arrays once.
 
         Raises:
             TypeError, ValueError: A name, shape, dtype or device is wrong, an array was deleted or
-                is not finite, or a prefix is pinned. The engine keeps its weights.
-            RuntimeError: A request is unfinished, or an earlier step failed. The engine keeps its
-                weights.
+                is not finite, or a prefix is pinned while a request is unfinished. The engine keeps
+                its weights.
+            RuntimeError: A request is unfinished and the engine is not paused, or an earlier step
+                failed. The engine keeps its weights.
         """
         if version is not None:
             check_int("version", version, low=0)
         self._loop.check_alive()
-        if num_unfinished := len(self._loop.requests):
+        num_unfinished = len(self._loop.requests)
+        if num_unfinished and not self.is_paused:
             raise RuntimeError(
-                f"update_weights: {format_count(num_unfinished, 'request')} unfinished: finish or "
-                "abort all requests, then call update_weights again"
+                f"update_weights: {format_count(num_unfinished, 'request')} unfinished: call "
+                "pause() first, or finish or abort all requests"
             )
         write = self._parameters.prepare(params, check_finite=check_finite)
         self._loop.update_weights(write, version)

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from types import FrameType
 from weakref import WeakSet
 
@@ -52,6 +53,14 @@ def defer_interrupts() -> Iterator[None]:
             previous_handler(*interrupts[0])
 
 
+class PauseMode(StrEnum):
+    """What happens to unfinished requests when an engine pauses, with vLLM's names."""
+
+    KEEP = "keep"  # they continue after the pause
+    WAIT = "wait"  # the pause begins when they have finished
+    ABORT = "abort"  # they end, with the tokens that they have
+
+
 class EngineLoop:
     """Moves requests from the scheduler to the device, and tokens back. Not thread-safe.
 
@@ -65,6 +74,7 @@ class EngineLoop:
             weak, because watches refer to the scheduler: a cycle would delay freeing the engine,
             and a watch that the caller drops leaves the set.
         weights_version: Number of the weights that later steps use.
+        is_paused: Whether no step may be launched.
     """
 
     def __init__(
@@ -79,7 +89,7 @@ class EngineLoop:
         self.undelivered: dict[RequestState, None] = {}
         self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
-        self.weights_version = 0
+        self.weights_version, self.is_paused = 0, False
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
         self._constrained_sampler = ConstrainedSampler(
@@ -122,9 +132,9 @@ class EngineLoop:
             The requests that ended.
 
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: The engine is paused, or this step or an earlier step failed.
         """
-        self.check_alive()
+        self.check_running()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
         if self._unsampled_step is None:  # an interrupted turn may have left an unsampled step
@@ -155,8 +165,59 @@ class EngineLoop:
         while self._steps_in_flight and self._failure is None:
             self._read_step()
 
+    def check_running(self) -> None:
+        """Raise RuntimeError if the engine is paused, or a step failed."""
+        self.check_alive()
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume()")
+
+    def pause(self, mode: PauseMode, *, recompute: bool) -> None:
+        """Launch no more steps until `resume`, and read the steps in flight.
+
+        Args:
+            mode: What happens to unfinished requests.
+            recompute: Whether to free the KV of the unfinished requests.
+
+        Raises:
+            RuntimeError: A step failed, or `mode` is WAIT and the engine is paused already.
+        """
+        self.check_alive()
+        if mode is PauseMode.ABORT:
+            self._abort_requests()
+        while mode is PauseMode.WAIT and self.has_work:
+            self.advance(SchedulingGoal.LATENCY)
+        self.drain()
+        self.check_alive()
+        with self._critical_section(fatal=True):
+            self.is_paused = True
+            if recompute:
+                self.scheduler.drop_kv()
+
+    def _abort_requests(self) -> None:
+        """End all requests. Polled requests return the tokens that they have."""
+        with self._critical_section():
+            aborted = list(self.requests.values())
+            for state in aborted:
+                if self._constrained_sampler.compiling.pop(state, None) is None:
+                    self.scheduler.abort(state.request_id)
+                else:
+                    state.request.end_unqueued(FinishReason.ABORT)
+            self._update_requests(dict.fromkeys(aborted), ())
+
+    def resume(self) -> None:
+        """Launch steps again. Do nothing if the engine is not paused.
+
+        Raises:
+            RuntimeError: An earlier step failed.
+        """
+        self.check_alive()
+        self.is_paused = False
+
     def update_weights(self, write: WriteFunction, version: int | None) -> None:
-        """Read the steps in flight, then replace the weights. No request may be unfinished.
+        """Read the steps in flight, then replace the weights.
+
+        Requests must be finished, unless the engine is paused. They keep their KV. No KV of the old
+        weights is shared with later requests.
 
         A Ctrl-C is delayed until all weights are written. An error while they are written ends the
         engine, because some weights are old and others are new.
@@ -166,15 +227,18 @@ class EngineLoop:
             version: Number of the new weights; None for the next one.
 
         Raises:
-            ValueError: A prefix is pinned; the weights are unchanged.
+            ValueError: A prefix is pinned while a request is unfinished. The weights are unchanged.
             RuntimeError: An earlier step failed.
         """
         self.drain()
         self.check_alive()
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.check_pins_allow_new_weights()
         with self._critical_section(fatal=True):
             self._runner.update_parameters(write)
+            self.scheduler.end_sharing()
             self.weights_version = self.weights_version + 1 if version is None else version
+            for state in self.requests.values():
+                state.start_version(self.weights_version)
 
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests in their order.
@@ -202,6 +266,7 @@ class EngineLoop:
                 else:
                     self._enqueue(state)
                 self.requests[request.request_id] = state
+                state.start_version(self.weights_version)
                 self._num_constrained_requests += state.is_constrained
                 self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 

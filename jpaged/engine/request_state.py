@@ -125,6 +125,34 @@ class PromptLogprobs(TokenLogprobs):
     _are_sampled, _num_unscored = False, 1
 
 
+class WeightVersions:
+    """Which weights made which tokens of an answer: pairs (version, index of the first token)."""
+
+    def __init__(self) -> None:
+        self._starts: list[tuple[int, int]] = []
+
+    def add(self, version: int, index: int) -> None:
+        """Record that the tokens from `index` on are made by other weights."""
+        if self._starts and self._starts[-1][1] == index:
+            self._starts.pop()
+        if not self._starts or self._starts[-1][0] != version:
+            self._starts.append((version, index))
+
+    @property
+    def last(self) -> int:
+        """The newest version."""
+        return self._starts[-1][0]
+
+    def between(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return the versions of the tokens from `start` to `end`, with indices from `start`."""
+        ends = [index for _, index in self._starts[1:]] + [end]
+        return tuple(
+            (version, max(first - start, 0))
+            for (version, first), last in zip(self._starts, ends, strict=True)
+            if max(first, start) < min(last, end)
+        )
+
+
 def _detokenizer(
     tokenizer: Tokenizer | None, token_ids: SequenceOf[int], params: SamplingParams
 ) -> Detokenizer:
@@ -157,6 +185,7 @@ class SampleState:
     _is_complete: bool = False  # whether the grammar allows no more tokens
     _num_read: int = 0  # number of output tokens passed to the detokenizer
     _num_sent: int = 0  # output tokens returned in deltas
+    weight_versions: WeightVersions = field(default_factory=WeightVersions)
 
     def __post_init__(self):
         self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
@@ -220,6 +249,7 @@ class SampleState:
             logprobs=self._make_logprobs() if wants_logprobs else None,
             finish_reason=self.sequence.finish_reason,
             stop_reason=None if self.sequence.finish_reason is None else self._find_stop_reason(),
+            weight_versions=self.weight_versions.between(0, self.sequence.num_output_tokens),
         )
 
     @property
@@ -242,6 +272,7 @@ class SampleState:
             logprobs=list(self._make_logprobs(start)) if self.params.logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
+            weight_versions=self.weight_versions.between(start, self._num_sent),
         )
 
     def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
@@ -311,6 +342,7 @@ class RequestState:
     undelivered_samples: list[SampleState] = field(init=False)
     _reads_every_token: bool = field(init=False)  # any token may complete a stop string
     _is_ranked: bool = field(init=False)
+    _beam_versions: WeightVersions = field(default_factory=WeightVersions)  # of all beams
     _has_sent_prompt_logprobs: bool = False
     _prompt_scores: list[np.ndarray] = field(default_factory=list)  # packed, one row per token
     _num_scored: int = 0  # rows of `_prompt_scores`
@@ -339,6 +371,14 @@ class RequestState:
     def is_constrained(self) -> bool:
         """Whether the request has a grammar."""
         return self.constraint is not None
+
+    def start_version(self, version: int) -> None:
+        """Record that weights with this version make all tokens that are not read yet."""
+        for sample in self.samples:
+            if sample.sequence.finish_reason is None:
+                sample.weight_versions.add(version, sample.sequence.num_output_tokens)
+        if self.request.beam is not None and self.request.live_sequences:
+            self._beam_versions.add(version, self.request.live_sequences[0].num_output_tokens)
 
     def check_grammar(self) -> None:
         """Wait until the grammar is compiled. Raise GrammarError if the compilation failed."""
@@ -499,6 +539,7 @@ class RequestState:
             logprobs=scores.logprobs.tolist(),
             is_greedy=scores.is_greedy.tolist(),
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            weights_version=self.samples[0].weight_versions.last,
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -540,6 +581,7 @@ class RequestState:
             if hypothesis.is_ended
             else None,
             score=hypothesis.score,
+            weight_versions=self._beam_versions.between(0, len(token_ids)),
         )
 
     def _make_prompt_logprobs(self) -> PromptLogprobs | None:

@@ -406,23 +406,14 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 
 
-def test_weights_are_not_updated_while_a_request_or_a_pin_needs_the_old_ones(
-    expected: list[list[int]],
-):
+def test_weights_are_not_updated_while_a_request_runs(expected: list[list[int]]):
     engine = make_engine()
     engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    with pytest.raises(RuntimeError, match="1 request unfinished: finish or abort"):
-        engine.update_weights(tiny_params())
+    with pytest.raises(RuntimeError, match=r"1 request unfinished: call pause\(\) first"):
+        engine.update_weights(jax.tree.map(lambda it: it[::-1], tiny_params()))
     engine.abort_all()
-    pin = engine.pin_prefix(PREFIX)
-    other = jax.tree.map(lambda it: it[::-1], tiny_params())
-    with pytest.raises(ValueError, match="pinned"):
-        engine.update_weights(other)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    engine.unpin_prefix(pin)
-    engine.update_weights(other)
-    assert tokens(engine.generate(PROMPTS, GREEDY)) != expected
 
 
 UPDATES = {
@@ -629,7 +620,6 @@ PARAMS = {
         lambda: jax.device_put(tiny_params()["embed"], jax.local_devices()[1]),
         r"params\['embed'\] is on .*1, but a JaxModel runs on one device.*device_put",
     ),
-    "NaN": (lambda: with_embed(jnp.full((64, 32), jnp.nan)), r"params\['embed'\] has values that"),
     "host memory": (lambda: pinned(tiny_params()["embed"]), "is in pinned_host memory: pass"),
     "several devices": (
         lambda: jax.device_put(

@@ -39,14 +39,10 @@ def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[lis
     return token_ids(engine.generate(prompts, GREEDY))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full),
-        pytest.param({"quantization": "fp8"}, marks=pytest.mark.full),
-        pytest.param({"num_scheduler_steps": 1, "async_scheduling": False}, marks=pytest.mark.full),
-    ],
+    [{}, {"tensor_parallel_size": 2}, {"quantization": "fp8"}, {"async_scheduling": False}],
     ids=str,
 )
 def test_updated_engine_answers_as_a_new_one(
