@@ -8,7 +8,7 @@ from functools import partial, wraps
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +109,7 @@ def make_engine(
         memory_account=MemoryAccount(0, 0, 0, 0, None),
         scheduler=scheduler,
         runner=make_runner(runtime, clock),
-        parameters=None,  # pyright: ignore[reportArgumentType]  # no weights to update
+        parameters=cast(Any, SimpleNamespace(shared_names=())),  # no weights to update
     )
     config = EngineConfig(async_scheduling=mode is LoopMode.OVERLAPPED, skip_tokenizer_init=True)
     engine = Engine.from_parts(config, parts)

@@ -113,7 +113,13 @@ class Engine:
         self._parameters = parts.parameters
         self._preprocessor = parts.preprocessor
         mask_client = parts.preprocessor.mask_client
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, mask_client)
+        self._loop = EngineLoop(
+            parts.scheduler,
+            parts.runner,
+            self.config.loop_mode,
+            mask_client,
+            parts.parameters.shared_names,
+        )
 
     def add_request(
         self,
@@ -181,7 +187,8 @@ class Engine:
             filled the pipeline of the overlapped loop, or if the engine is paused.
 
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: This step or an earlier step failed, or a parameter of a `JaxModel` was
+                deleted or donated. In the second case, the engine is paused and keeps its requests.
         """
         self.advance()
         with defer_interrupts():  # An interrupted detokenizer would lose text.
@@ -214,7 +221,7 @@ class Engine:
         Do nothing while the engine is paused.
 
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: As for `step`.
         """
         if self.is_paused:
             self._loop.check_alive()
@@ -619,7 +626,8 @@ class Engine:
         """End a `pause`. Do nothing if the engine is not paused.
 
         Raises:
-            RuntimeError: An earlier step failed.
+            RuntimeError: An earlier step failed, or a parameter of a `JaxModel` was deleted or
+                donated since the last `update_weights`.
         """
         self._loop.resume()
 

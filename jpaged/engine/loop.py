@@ -64,6 +64,14 @@ class PauseMode(StrEnum):
 class EngineLoop:
     """Moves requests from the scheduler to the device, and tokens back. Not thread-safe.
 
+    Args:
+        scheduler: Scheduler that plans the steps.
+        runner: Model runner that launches the steps.
+        mode: Mode of the loop.
+        mask_client: Client of the mask worker; None without grammars.
+        shared_parameters: Names of the model's parameters, if they are arrays of the caller, who
+            may delete or donate them.
+
     Attributes:
         scheduler: Scheduler that plans the steps.
         requests: Unfinished requests by id, including requests whose grammars are being compiled.
@@ -83,6 +91,7 @@ class EngineLoop:
         runner: ModelRunner,
         mode: LoopMode,
         mask_client: MaskWorkerClient | None = None,
+        shared_parameters: tuple[str, ...] = (),
     ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
@@ -92,6 +101,7 @@ class EngineLoop:
         self.weights_version, self.is_paused = 0, False
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
+        self._shared_parameters = shared_parameters
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
@@ -135,6 +145,8 @@ class EngineLoop:
             RuntimeError: The engine is paused, or this step or an earlier step failed.
         """
         self.check_running()
+        if self._shared_parameters:
+            self._check_parameters_exist()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
         if self._unsampled_step is None:  # an interrupted turn may have left an unsampled step
@@ -208,10 +220,26 @@ class EngineLoop:
         """Launch steps again. Do nothing if the engine is not paused.
 
         Raises:
-            RuntimeError: An earlier step failed.
+            RuntimeError: An earlier step failed, or a parameter was deleted.
         """
         self.check_alive()
+        self._check_parameters_exist()
         self.is_paused = False
+
+    def _check_parameters_exist(self) -> None:
+        """Pause if the caller has deleted or donated a parameter that the engine shares.
+
+        Raises:
+            RuntimeError: A parameter was deleted. The engine is paused and keeps its requests.
+        """
+        index = self._runner.find_deleted_parameter() if self._shared_parameters else None
+        if index is not None:
+            self.pause(PauseMode.KEEP, recompute=False)
+            raise RuntimeError(
+                f"{self._shared_parameters[index]} was deleted or donated to another function, so "
+                "the engine is paused and keeps its requests: call update_weights with arrays that "
+                "exist, then resume()"
+            )
 
     def update_weights(self, write: WriteFunction, version: int | None) -> None:
         """Read the steps in flight, then replace the weights.

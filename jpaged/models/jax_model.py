@@ -424,6 +424,12 @@ class JaxParameters:
     shapes: Any
     device: Any
 
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the parameters, which are the caller's arrays, in the order of the engine."""
+        leaves = jax.tree.leaves_with_path(self.shapes)
+        return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
+
     def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
         """Check new parameters, and return a function that returns them.
 

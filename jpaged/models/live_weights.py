@@ -103,7 +103,12 @@ class ModelParameters:
     Args:
         plan: The plan that loaded the model.
         devices: Devices of the engine.
+
+    Attributes:
+        shared_names: Names of the parameters that are arrays of the caller: none.
     """
+
+    shared_names: tuple[str, ...] = ()
 
     def __init__(self, plan: ModelPlan, devices: Sequence[Any]):
         self._plan, self._devices = replace(plan, placements=None), tuple(devices)

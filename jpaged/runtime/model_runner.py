@@ -179,6 +179,10 @@ class ModelRunner:
         self._parameters = write(self._parameters)
         self._wait(self._parameters)
 
+    def find_deleted_parameter(self) -> int | None:
+        """Return the index of a parameter that was deleted or donated; None if all exist."""
+        return next((i for i, it in enumerate(self._parameters) if it.is_deleted()), None)
+
     def launch(self, plan: StepPlan, sampling: SamplingLookup) -> StepHandle:
         """Launch every part of a plan, in the order that `StepPlan` documents.
 

@@ -154,7 +154,7 @@ def test_partial_block_is_copied_even_if_a_full_one_is_cached():
     ]
 
 
-def test_swapped_request_finds_blocks_cached_again_after_a_reset():
+def test_swapped_request_gets_its_own_blocks_after_a_reset():
     driver = swapped_out(digest="xxh3")
     (sequence,) = samples(driver, "2")
     driver.scheduler.reset_prefix_cache()
@@ -165,7 +165,9 @@ def test_swapped_request_finds_blocks_cached_again_after_a_reset():
     manager.register_full_blocks(other, 4)
     swap_space, request = driver.scheduler.swap_space, driver.requests["2"]
     swap_space.swap_in(request, swap_space.measure_fit(request).hits)
-    assert sequence.block_table[0] == other.block_table[0]
+    # Other weights may have computed the block that is cached now.
+    assert manager.find_prefix(other, 4)
+    assert sequence.block_table[0] != other.block_table[0]
     assert sequence.num_registered_blocks == REGISTRATION_ENDED
 
 

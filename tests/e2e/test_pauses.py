@@ -285,3 +285,24 @@ def test_error_while_weights_are_written_ends_the_engine(monkeypatch: pytest.Mon
         engine.update_weights(NEW)
     with pytest.raises(RuntimeError, match="create a new engine"):
         engine.generate(PROMPTS[1], GREEDY)
+
+
+@pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
+def test_requests_survive_the_donation_of_their_weights(loop: str):
+    params = jax.tree.map(jnp.copy, tiny_params())
+    engine = make_engine(params=params, **LOOPS[loop])
+    engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
+    take_steps(engine, 4)
+    params["out"].delete()  # as a function that donates the array does
+    with pytest.raises(
+        RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
+    ):
+        engine.step()
+    old = read_tokens(engine, "kept")
+    assert engine.is_paused
+    with pytest.raises(RuntimeError, match=r"params\['out'\] was deleted"):
+        engine.resume()
+    engine.update_weights(NEW)
+    engine.resume()
+    assert run(engine)["kept"].outputs[0].token_ids == continued(PROMPTS[0], old)
+    engine.check_integrity()
