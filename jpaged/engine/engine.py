@@ -218,12 +218,12 @@ class Engine:
     def advance(self) -> None:
         """Do the work of `step` without returning outputs. `take_deltas` returns the new tokens.
 
-        Do nothing while the engine is paused.
+        Do nothing while the engine is paused or sleeping.
 
         Raises:
             RuntimeError: As for `step`.
         """
-        if self.is_paused:
+        if self.is_paused or self.is_sleeping:
             self._loop.check_alive()
         else:
             self._loop.advance(SchedulingGoal.LATENCY)
@@ -668,14 +668,53 @@ class Engine:
         if version is not None:
             check_int("version", version, low=0)
         self._loop.check_alive()
-        num_unfinished = len(self._loop.requests)
-        if num_unfinished and not self.is_paused:
-            raise RuntimeError(
-                f"update_weights: {format_count(num_unfinished, 'request')} unfinished: call "
-                "pause() first, or finish or abort all requests"
-            )
+        self._check_paused("update_weights")
         write = self._parameters.prepare(params, check_finite=check_finite)
         self._loop.update_weights(write, version)
+
+    def _check_paused(self, name: str) -> None:
+        """Raise RuntimeError if a request is unfinished and the engine launches steps."""
+        num_unfinished = len(self._loop.requests)
+        if num_unfinished and not (self.is_paused or self.is_sleeping):
+            raise RuntimeError(
+                f"{name}: {format_count(num_unfinished, 'request')} unfinished: call pause() "
+                "first, or finish or abort all requests"
+            )
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Free device memory until `wake_up`.
+
+        While the engine sleeps, it launches no steps, as during a `pause`. Cached prefixes are
+        removed. Requests that a pause keeps compute all their tokens again after `wake_up`.
+
+        Args:
+            level: 1 frees the pool of keys and values. 2 also frees the engine's copy of the
+                weights; `update_weights` must be called before the next request, before or after
+                `wake_up`. With a `JaxModel`, the engine drops its references to the arrays.
+
+        Raises:
+            ValueError: `level` is not 1 or 2, or a prefix is pinned.
+            RuntimeError: A request is unfinished and the engine is not paused, or an earlier step
+                failed.
+        """
+        check_int("level", level, low=1, high=2, requirement="1 or 2")
+        self._loop.check_alive()
+        self._check_paused("sleep")
+        self._loop.sleep(self._parameters.release if level == 2 else None)
+
+    def wake_up(self) -> None:
+        """End a `sleep`: allocate the pool again. Do nothing if the engine is not sleeping.
+
+        Raises:
+            RuntimeError: The device has too little free memory, and the engine keeps sleeping; or
+                an earlier step failed.
+        """
+        self._loop.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not called since."""
+        return self._loop.is_sleeping
 
     @property
     def weights_version(self) -> int:

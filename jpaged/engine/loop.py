@@ -14,7 +14,7 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
@@ -82,7 +82,8 @@ class EngineLoop:
             weak, because watches refer to the scheduler: a cycle would delay freeing the engine,
             and a watch that the caller drops leaves the set.
         weights_version: Number of the weights that later steps use.
-        is_paused: Whether no step may be launched.
+        is_paused: Whether `pause` was called, so that no step may be launched.
+        is_sleeping: Whether `sleep` has freed the pool, so that no step may be launched.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class EngineLoop:
         self.undelivered: dict[RequestState, None] = {}
         self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
-        self.weights_version, self.is_paused = 0, False
+        self.weights_version = 0
+        self.is_paused = self.is_sleeping = False
+        self._has_weights = True
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
         self._shared_parameters = shared_parameters
@@ -178,10 +181,14 @@ class EngineLoop:
             self._read_step()
 
     def check_running(self) -> None:
-        """Raise RuntimeError if the engine is paused, or a step failed."""
+        """Raise RuntimeError if the engine cannot launch steps now."""
         self.check_alive()
+        if self.is_sleeping:
+            raise RuntimeError("the engine is sleeping: call wake_up()")
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")
+        if not self._has_weights:
+            raise RuntimeError("sleep(level=2) has freed the weights: call update_weights")
 
     def pause(self, mode: PauseMode, *, recompute: bool) -> None:
         """Launch no more steps until `resume`, and read the steps in flight.
@@ -226,6 +233,40 @@ class EngineLoop:
         self._check_parameters_exist()
         self.is_paused = False
 
+    def sleep(self, release: Callable | None) -> None:
+        """Free the pool, and optionally the weights.
+
+        Unfinished requests compute their tokens again later. The engine must be paused if there are
+        any.
+
+        Args:
+            release: Function that frees the parameters, for `ModelRunner.release_parameters`. None
+                keeps the weights.
+
+        Raises:
+            ValueError: A prefix is pinned.
+            RuntimeError: An earlier step failed.
+        """
+        self.drain()
+        self.check_alive()
+        self.scheduler.reset_prefix_cache()
+        with self._critical_section(fatal=True):
+            if not self.is_sleeping:
+                self.scheduler.drop_kv()
+                self._runner.free_pool()
+                self.is_sleeping = True
+            if release is not None and self._has_weights:
+                self._has_weights = False
+                self._runner.release_parameters(release)
+
+    def wake_up(self) -> None:
+        """Allocate the pool again. If the memory does not suffice, the engine keeps sleeping."""
+        self.check_alive()
+        if self.is_sleeping:
+            with self._critical_section():
+                self._runner.restore_pool()
+                self.is_sleeping = False
+
     def _check_parameters_exist(self) -> None:
         """Pause if the caller has deleted or donated a parameter that the engine shares.
 
@@ -263,6 +304,7 @@ class EngineLoop:
         self.scheduler.check_pins_allow_new_weights()
         with self._critical_section(fatal=True):
             self._runner.update_parameters(write)
+            self._has_weights = True
             self.scheduler.end_sharing()
             self.weights_version = self.weights_version + 1 if version is None else version
             for state in self.requests.values():

@@ -430,6 +430,10 @@ class JaxParameters:
         leaves = jax.tree.leaves_with_path(self.shapes)
         return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
 
+    def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return no parameters: without references of the engine, the caller can free them."""
+        return ()
+
     def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
         """Check new parameters, and return a function that returns them.
 

@@ -46,6 +46,9 @@ from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX
 
 _FILE_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
+_KEPT_SUFFIXES = (".k_scale", ".v_scale", ".input_scale")
+"""Suffixes of the paths of small parameters that an update may leave as they are."""
+
 WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 """Function from the parameters of an engine to new ones. The old arrays are donated."""
 
@@ -136,6 +139,16 @@ class ModelParameters:
         if check_finite:
             check_all_finite(arrays)
         return partial(self._write, arrays, writes)
+
+    def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Free the parameters, and return them for the function that `prepare` returns.
+
+        Parameters that an update may leave as they are stay on the device.
+        """
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            if not path.endswith(_KEPT_SUFFIXES):
+                leaf.delete()
+        return leaves
 
     def _plan_writes(self, arrays: Mapping[str, jax.Array], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
@@ -232,9 +245,9 @@ class ModelParameters:
         mesh = self._plan.mesh
         for write in writes:
             tensors = tuple(_on_mesh(arrays[name], mesh) for name in write.names)
-            scale = None if write.scale_path is None else values[write.scale_path]
+            scale = None if write.scale_path is None else _allocated(values[write.scale_path])
             values[write.path], scale = _write_parameter(
-                values[write.path], scale, tensors, layout=write.layout
+                _allocated(values[write.path]), scale, tensors, layout=write.layout
             )
             if write.scale_path is not None:
                 values[write.scale_path] = scale
@@ -359,6 +372,11 @@ def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
 @partial(jax.jit, static_argnames="dtype")
 def _equals(one: jax.Array, other: jax.Array, dtype: np.dtype) -> jax.Array:
     return (one.astype(dtype) == other.astype(dtype)).all()
+
+
+def _allocated(leaf: jax.Array) -> jax.Array:
+    """Return the parameter, or zeros if it was released."""
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) if leaf.is_deleted() else leaf
 
 
 def _on_mesh(array: jax.Array, mesh: Mesh | None) -> jax.Array:

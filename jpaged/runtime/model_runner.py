@@ -135,11 +135,9 @@ class ModelRunner:
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
-        zeros = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), persistent_arrays),
-            out_shardings=jax.tree.map(lambda s: s.sharding, persistent_arrays),
-        )
-        self._persistent_arrays: dict[str, Any] = zeros()  # by the steps' argument names
+        self._pool_shapes = shapes.kv.pool
+        # The arrays that stay on the device, by the steps' argument names.
+        self._persistent_arrays: dict[str, Any] = _make_zeros(persistent_arrays)
         mesh, has_peers = split.mesh, shapes.peer_header is not None
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
@@ -178,6 +176,28 @@ class ModelRunner:
         """
         self._parameters = write(self._parameters)
         self._wait(self._parameters)
+
+    def release_parameters(
+        self, release: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    ) -> None:
+        """Release the parameters. No step may be launched until `update_parameters`.
+
+        Args:
+            release: Function that frees the parameters, and returns what `update_parameters` needs.
+        """
+        self._parameters = release(self._parameters)
+
+    def free_pool(self) -> None:
+        """Free the memory of the pool. No step may be launched until `restore_pool`."""
+        self.wait()
+        for array in jax.tree.leaves(self._persistent_arrays["state"].pool):
+            array.delete()
+
+    def restore_pool(self) -> None:
+        """Allocate the pool again, with zeros."""
+        pool = _make_zeros(self._pool_shapes)
+        self._wait(jax.tree.leaves(pool))
+        self._persistent_arrays["state"] = self._persistent_arrays["state"]._replace(pool=pool)
 
     def find_deleted_parameter(self) -> int | None:
         """Return the index of a parameter that was deleted or donated; None if all exist."""
@@ -506,6 +526,15 @@ class ModelRunner:
         if bias is not None:
             self._launch_small("load_bias", row=np.int32(row), bias=bias)
         return row
+
+
+def _make_zeros(shapes: Any) -> Any:
+    """Return arrays of zeros with the shapes, dtypes and shardings of a tree."""
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
+    return zeros()
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:

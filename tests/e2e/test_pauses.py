@@ -1,7 +1,9 @@
 """Requests of a paused engine: kept, recomputed, finished or aborted, and updated weights."""
 
+import gc
 import signal
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -306,3 +308,79 @@ def test_requests_survive_the_donation_of_their_weights(loop: str):
     engine.resume()
     assert run(engine)["kept"].outputs[0].token_ids == continued(PROMPTS[0], old)
     engine.check_integrity()
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(it.nbytes for it in jax.live_arrays())
+
+
+def test_sleep_frees_the_pool():
+    engine = make_engine()
+    expected = engine.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    pool_bytes = 65 * engine.runtime_config.block_size * 2 * 2 * (2 * 16) * 4
+    before = live_bytes()
+    engine.sleep()
+    assert engine.is_sleeping
+    assert before - live_bytes() == pool_bytes
+    with pytest.raises(RuntimeError, match=r"the engine is sleeping: call wake_up\(\)"):
+        engine.generate(PROMPTS[0], GREEDY)
+    engine.add_request(PROMPTS[0], GREEDY)
+    assert engine.step() == []
+    engine.wake_up()
+    assert (engine.is_sleeping, live_bytes()) == (False, before)
+    [output] = run(engine).values()
+    assert output.outputs[0].token_ids == expected
+    engine.check_integrity()
+
+
+@pytest.mark.full
+def test_sleeping_requests_are_computed_again():
+    swap = {"preemption_mode": "swap", "swap_space": 0.001}
+    engine = make_engine(num_blocks=9, **swap)
+    for i in range(3):
+        engine.add_request(PROMPTS[0], GREEDY, request_id=str(i))
+    with pytest.raises(RuntimeError, match=r"sleep: 3 requests unfinished: call pause\(\) first"):
+        engine.sleep()
+    while not engine.stats().num_swapped:
+        engine.step()
+    engine.pause()
+    engine.sleep()
+    engine.wake_up()
+    with pytest.raises(RuntimeError, match="the engine is paused"):
+        engine.generate(PROMPTS[0], GREEDY)
+    engine.resume()
+    expected = greedy_tokens(TINY, tiny_params(), PROMPTS[0])
+    assert [it.outputs[0].token_ids for it in run(engine).values()] == [expected] * 3
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("wakes_first", [True, False])
+def test_second_level_drops_the_arrays_of_the_caller(wakes_first: bool):
+    params = jax.tree.map(jnp.copy, tiny_params())
+    engine, embed = make_engine(params=params), ref(params["embed"])
+    engine.sleep()
+    engine.sleep(level=2)
+    assert not params["embed"].is_deleted()
+    del params
+    gc.collect()
+    assert embed() is None
+    if wakes_first:
+        engine.wake_up()
+        with pytest.raises(RuntimeError, match="has freed the weights: call update_weights"):
+            engine.generate(PROMPTS[0], GREEDY)
+    engine.update_weights(NEW)
+    engine.wake_up()
+    output = engine.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    assert output.token_ids == greedy_tokens(TINY, NEW, PROMPTS[0])
+
+
+def test_pinned_prefix_and_wrong_level_refuse_sleep():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="level=3 is out of range: it must be 1 or 2"):
+        engine.sleep(3)  # pyright: ignore[reportArgumentType]
+    engine.pin_prefix(PREFIX)
+    with pytest.raises(ValueError, match="pinned"):
+        engine.sleep()
+    assert not engine.is_sleeping

@@ -55,6 +55,8 @@ def test_updated_engine_answers_as_a_new_one(
     after = answers(engine)
     assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
     assert after == answers(new_engine(folders[1], **OPTIONS, **options)) != before
+    engine.sleep(level=2)
     engine.update_weights(tensors[0])
+    engine.wake_up()
     assert (answers(engine), engine.weights_version) == (before, 8)
     engine.check_integrity()
