@@ -651,9 +651,10 @@ class Engine:
         Args:
             params: For a checkpoint, a dict from the names of its tensors to JAX arrays, or an
                 `nnx.State` of the family's model. The engine casts, fuses, splits and quantizes the
-                arrays on the device, and keeps no reference to them. For a `JaxModel`, a pytree
-                with the structure, shapes, dtypes and device of the engine's `params`. The engine
-                uses these arrays without a copy, and releases the old ones.
+                arrays on the device, and keeps no reference to them. Or the `Path` of a folder with
+                safetensors files, which are read one parameter at a time. For a `JaxModel`, a
+                pytree with the structure, shapes, dtypes and device of the engine's `params`. The
+                engine uses these arrays without a copy, and releases the old ones.
             version: Number of the weights, as outputs report it; None for the next one.
             check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
                 arrays once.

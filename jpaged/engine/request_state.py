@@ -145,6 +145,8 @@ class WeightVersions:
 
     def between(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Return the versions of the tokens from `start` to `end`, with indices from `start`."""
+        if len(self._starts) == 1:  # usually
+            return ((self._starts[0][0], 0),) if start < end else ()
         ends = [index for _, index in self._starts[1:]] + [end]
         return tuple(
             (version, max(first - start, 0))

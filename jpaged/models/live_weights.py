@@ -7,7 +7,7 @@ passes through the host, and at most one unsharded parameter is extra in memory 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,18 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
+from typing_extensions import override
 
 from jpaged.models.checkpoint import (
     FILE_DTYPES,
+    FP8_FILE_DTYPE,
     CheckpointError,
     TensorInfo,
     WeightRule,
     WeightRules,
+    read_rows,
+    read_tensor_infos,
+    resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.fp8 import FP8Format
@@ -124,7 +129,8 @@ class ModelParameters:
 
         Args:
             params: A dict from the names of a checkpoint's tensors to JAX arrays, or an `nnx.State`
-                of the family's model, or the state as nested dicts.
+                of the family's model, or the state as nested dicts, or the path of a folder with
+                safetensors files.
             check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
@@ -132,10 +138,20 @@ class ModelParameters:
             ValueError: A name is missing or unknown, an array has a wrong shape, dtype or device,
                 was deleted, or is not finite. The message names the arrays.
         """
+        if isinstance(params, Path):
+            if check_finite:
+                raise ValueError("check_finite needs arrays: omit it, or load the files first")
+            tensors = read_tensor_infos(_check_folder(params))
+            arrays = _FileTensors(tensors)
+            return partial(self._write, arrays, self._plan_writes(tensors, arrays, is_state=False))
         arrays, is_state = _flatten(params)
         for name, array in arrays.items():
             _check_array(name, array, self._devices)
-        writes = self._plan_writes(arrays, is_state=is_state)
+        tensors = [
+            TensorInfo(name, Path(), _file_dtype(it), it.shape) for name, it in arrays.items()
+        ]
+        writes = self._plan_writes(tensors, arrays, is_state=is_state)
+        jax.block_until_ready(arrays)  # raises the error of a computation before the first write
         if check_finite:
             check_all_finite(arrays)
         return partial(self._write, arrays, writes)
@@ -150,23 +166,20 @@ class ModelParameters:
                 leaf.delete()
         return leaves
 
-    def _plan_writes(self, arrays: Mapping[str, jax.Array], *, is_state: bool) -> list[_Write]:
+    def _plan_writes(
+        self, tensors: Sequence[TensorInfo], arrays: Mapping[str, Any], *, is_state: bool
+    ) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
-        is_quantized = any(it.dtype == FILE_DTYPES["F8_E4M3"] for it in arrays.values())
+        is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
         if config.quantization is not None and not is_quantized:
             config = replace(config, quantization=replace(config.quantization, format=FP8Format))
             # The static scales of the activations stay as they are.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
-        shapes = {name: it.shape for name, it in arrays.items()}
         if is_state:
-            rules = _state_rules(config, specs, shapes)
+            rules, tensors = _state_rules(config, specs, tensors)
         else:
             rules = weight_rules(config)
-            self._check_head(arrays, rules)
-        tensors = [
-            TensorInfo(name, Path(), _file_dtype(arrays[name]), shape)
-            for name, shape in shapes.items()
-        ]
+            self._check_head(arrays)
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
@@ -179,26 +192,20 @@ class ModelParameters:
             placed.setdefault(placement.path, []).append(placement)
         return [self._plan_write(path, found) for path, found in placed.items()]
 
-    def _check_head(self, arrays: Mapping[str, jax.Array], rules: WeightRules) -> None:
+    def _check_head(self, arrays: Mapping[str, Any]) -> None:
         """Check that the head equals the embedding, if the engine's model ties them."""
         if not self._plan.config.tie_word_embeddings:
             return
         untied = weight_rules(replace(self._plan.config, tie_word_embeddings=False))
-        found = {
-            rule.target: (name, array)
-            for name, array in arrays.items()
-            if (rule := untied.find(name)) is not None
-        }
-        if (head := found.get("lm_head.weight")) is None:
-            return
-        embed = found.get("embed.weight")
+        names = {rule.target: name for name in arrays if (rule := untied.find(name)) is not None}
+        head, embed = names.get("lm_head.weight"), names.get("embed.weight")
         dtype = self._plan.unsharded_specs["embed.weight"].dtype
-        if embed is not None and not _are_equal(head[1], embed[1], dtype):
-            raise ValueError(
-                f"{head[0]} differs from {embed[0]}, but the engine's model ties them: omit "
-                f"{head[0]}, or set tie_word_embeddings to false in config.json and create a new "
-                "engine"
-            )
+        if head is None or embed is None or _are_equal(arrays[head], arrays[embed], dtype):
+            return
+        raise ValueError(
+            f"{head} differs from {embed}, but the engine's model ties them: omit {head}, or set "
+            "tie_word_embeddings to false in config.json and create a new engine"
+        )
 
     def _plan_write(self, path: str, placements: Sequence[TensorPlacement]) -> _Write:
         plan, rule = self._plan, placements[0].rule
@@ -236,7 +243,7 @@ class ModelParameters:
 
     def _write(
         self,
-        arrays: Mapping[str, jax.Array],
+        arrays: Mapping[str, Any],
         writes: Iterable[_Write],
         leaves: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
@@ -312,8 +319,8 @@ def _file_dtype(array: jax.Array) -> str:
 def _state_rules(
     config: ModelConfig,
     specs: Mapping[str, jax.ShapeDtypeStruct],
-    shapes: dict[str, tuple[int, ...]],
-) -> WeightRules:
+    tensors: Sequence[TensorInfo],
+) -> tuple[WeightRules, list[TensorInfo]]:
     """Return the rules that map the state of a model to the parameters of the engine.
 
     A parameter has its own name in the state. If the engine quantizes a projection, and the state
@@ -322,10 +329,13 @@ def _state_rules(
     Args:
         config: Config of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
-        shapes: Shapes of the arrays in the state by name. Weights that are quantized get the shape
-            [inputs, outputs] that the rules expect.
+        tensors: Arrays in the state.
+
+    Returns:
+        The rules, and the tensors. Weights that are quantized have the shape [inputs, outputs] that
+        the rules expect.
     """
-    quantized, rules = set[str](), list[WeightRule]()
+    quantized, rules, shapes = set[str](), list[WeightRule](), dict[str, tuple[tuple, tuple]]()
     for path in specs:
         module, _, name = path.rpartition(".")
         projection = config.projection(module)
@@ -335,11 +345,40 @@ def _state_rules(
             continue
         rules += projection.format.rules(projection, [module], module, transposed=False)
         quantized |= {path, f"{module}.weight_scale"}
-        if shapes.get(path) == (*projection.input_shape, *projection.output_shape):
-            sizes = projection.input_shape, projection.output_shape
-            shapes[path] = math.prod(sizes[0]), math.prod(sizes[1])
+        shapes[path] = projection.input_shape, projection.output_shape
     rules += [WeightRule(path, path) for path in specs if path not in quantized]
-    return WeightRules(rules)
+    return WeightRules(rules), [
+        replace(it, shape=tuple(math.prod(sizes) for sizes in found))
+        if (found := shapes.get(it.name)) is not None and it.shape == found[0] + found[1]
+        else it
+        for it in tensors
+    ]
+
+
+class _FileTensors(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name, which are read when they are needed."""
+
+    def __init__(self, tensors: Sequence[TensorInfo]):
+        self._tensors = {it.name: it for it in tensors}
+
+    @override
+    def __getitem__(self, name: str) -> np.ndarray:
+        return read_rows(self._tensors[name], slice(None))
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _check_folder(folder: Path) -> Path:
+    """Return the folder, which must exist and contain only regular files to read."""
+    if not folder.is_dir():
+        raise ValueError(f"params={str(folder)!r} is not a folder: pass a checkpoint's folder")
+    return resolve_checkpoint(folder)
 
 
 def check_all_finite(arrays: Mapping[str, jax.Array]) -> None:
@@ -362,7 +401,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array.astype(jnp.float32)).all()
 
 
-def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
+def _are_equal(one: Any, other: Any, dtype: DTypeLike) -> bool:
     """Return whether two arrays have equal values in `dtype`."""
     if one is other:
         return True
@@ -370,7 +409,7 @@ def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def _equals(one: jax.Array, other: jax.Array, dtype: np.dtype) -> jax.Array:
+def _equals(one: Any, other: Any, dtype: np.dtype) -> jax.Array:
     return (one.astype(dtype) == other.astype(dtype)).all()
 
 
@@ -379,12 +418,15 @@ def _allocated(leaf: jax.Array) -> jax.Array:
     return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) if leaf.is_deleted() else leaf
 
 
-def _on_mesh(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return the array with a copy on each tensor-parallel device, by transfers between devices."""
+def _on_mesh(array: Any, mesh: Mesh | None) -> Any:
+    """Return the array with a copy on each tensor-parallel device.
+
+    A JAX array does not pass through the host. An array of a file is in host memory.
+    """
     if mesh is None:
         return array
     replicated = axis_sharding(mesh, None)
-    if len(array.devices()) == 1:
+    if isinstance(array, np.ndarray) or len(array.devices()) == 1:
         return jax.device_put(array, replicated)
     return jax.jit(lambda it: it, out_shardings=replicated)(array)
 

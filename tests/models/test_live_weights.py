@@ -37,7 +37,7 @@ class Checkpoint:
         for parameter in model.parameters():
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
         model.save_pretrained(folder)
-        self._folder, self._dtype = folder, dtype or jnp.float32
+        self.folder, self._dtype = folder, dtype or jnp.float32
         self._mesh = make_mesh(jax.local_devices(), count)
         self.devices = jax.local_devices()[:count]
         self.tensors = load_file(folder / "model.safetensors")
@@ -47,24 +47,25 @@ class Checkpoint:
         self.parameters = ModelParameters(plan, self.devices)
 
     def plan(self, quantization: Any = None, load_format: str = "auto") -> ModelPlan:
-        config = read_model_config(read_config(self._folder), quantization)
+        config = read_model_config(read_config(self.folder), quantization)
         options = {"dtype": self._dtype, "load_format": load_format, "mesh": self._mesh}
-        return plan_model(self._folder, config, **options)
+        return plan_model(self.folder, config, **options)
 
     def state(self) -> Any:
         """Return the state of the family's model on one device, in float32."""
-        config = read_model_config(read_config(self._folder))
-        return nnx.state(plan_model(self._folder, config, dtype=jnp.float32).load())
+        config = read_model_config(read_config(self.folder))
+        return nnx.state(plan_model(self.folder, config, dtype=jnp.float32).load())
 
     def check(self, params: Any) -> None:
         copies = tuple(jnp.copy(it) for it in self.old)
-        written = self.parameters.prepare(params, check_finite=True)(copies)
+        is_folder = isinstance(params, Path)
+        written = self.parameters.prepare(params, check_finite=not is_folder)(copies)
         for found, expected, old in zip(written, self.expected, copies, strict=True):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
             assert found.sharding.is_equivalent_to(expected.sharding, found.ndim)
             np.testing.assert_array_equal(as_float32(found), as_float32(expected))
             assert old.is_deleted()
-        assert not any(it.is_deleted() for it in jax.tree.leaves(params))
+        assert is_folder or not any(it.is_deleted() for it in jax.tree.leaves(params))
 
 
 def leaves_of(plan: ModelPlan) -> Leaves:
@@ -82,6 +83,14 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def test_tensors_are_fused_and_cast(qwen: Checkpoint):
     qwen.check(qwen.tensors)
+
+
+def test_files_are_read_one_parameter_at_a_time(qwen: Checkpoint):
+    qwen.check(qwen.folder)
+    with pytest.raises(ValueError, match="check_finite needs arrays"):
+        qwen.parameters.prepare(qwen.folder, check_finite=True)
+    with pytest.raises(ValueError, match="params='/absent' is not a folder"):
+        qwen.parameters.prepare(Path("/absent"))
 
 
 def test_second_update_compiles_nothing(qwen: Checkpoint):
@@ -116,6 +125,7 @@ def test_devices_get_their_shards(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case, 2)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(nnx.to_pure_dict(checkpoint.state()))
+    checkpoint.check(checkpoint.folder)
     mesh = Mesh(np.array(checkpoint.devices), ("fsdp",))
     checkpoint.check({name: split(mesh, it) for name, it in checkpoint.tensors.items()})
 

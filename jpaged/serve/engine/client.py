@@ -22,6 +22,8 @@ from jpaged import EngineStats, RequestDelta, TextDelta, processes
 from jpaged.serve.engine.messages import (
     AbortRequests,
     Command,
+    ControlEngine,
+    ControlResult,
     EngineFailed,
     EngineInfo,
     EngineRequest,
@@ -200,7 +202,19 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         text="".join(each.text for each in deltas),
         token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
         logprobs=[entry for chunk in logprobs for entry in chunk] if logprobs else None,
+        weight_versions=_join_versions(deltas),
     )
+
+
+def _join_versions(deltas: Sequence[TextDelta]) -> tuple[tuple[int, int], ...]:
+    """Return the weight versions of joined deltas, with indices in the joined tokens."""
+    joined, num_tokens = list[tuple[int, int]](), 0
+    for delta in deltas:
+        for version, index in delta.weight_versions:
+            if not joined or joined[-1][0] != version:
+                joined.append((version, num_tokens + index))
+        num_tokens += len(delta.token_ids)
+    return tuple(joined)
 
 
 class EngineClient:
@@ -223,6 +237,8 @@ class EngineClient:
         self._accepts_requests = True
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._pool_diffs: asyncio.Future[PoolDiffs] | None = None
+        self._controls: dict[int, asyncio.Future[ControlResult]] = {}
+        self._num_controls = 0
         self._listen_task = asyncio.create_task(self._listen(reader))
         self.closed = asyncio.Event()
 
@@ -301,6 +317,29 @@ class EngineClient:
         self._send(FetchPoolDiffs(snapshot, tokens))
         return await self._pool_diffs
 
+    async def control(self, action: Any, **arguments: Any) -> ControlResult:
+        """Call a method of the engine, and return the engine's state after it.
+
+        Args:
+            action, arguments: See `ControlEngine`.
+
+        Raises:
+            ApiError: The engine refused the call, or is not running.
+        """
+        if not self.is_ready:
+            raise unavailable_error("the engine is not running")
+        self._num_controls += 1
+        control_id = self._num_controls
+        self._controls[control_id] = asyncio.get_running_loop().create_future()
+        self._send(ControlEngine(control_id, action, arguments))
+        try:
+            result = await self._controls[control_id]
+        finally:
+            del self._controls[control_id]
+        if result.error is not None:
+            raise error_from_info(result.error)
+        return result
+
     def abort_all(self) -> None:
         """Abort all requests, and accept no more. The streams end without an error."""
         self._accepts_requests = False
@@ -358,6 +397,10 @@ class EngineClient:
             case PoolDiffs():
                 if self._pool_diffs is not None and not self._pool_diffs.done():
                     self._pool_diffs.set_result(report)
+            case ControlResult():
+                future = self._controls.get(report.control_id)
+                if future is not None and not future.done():
+                    future.set_result(report)
 
     def close(self, reason: str) -> None:
         """Mark the connection as closed, and fail everything that waits for the engine."""
@@ -370,8 +413,9 @@ class EngineClient:
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
             self._info.exception()  # asyncio logs an exception that is never retrieved
-        if self._pool_diffs is not None and not self._pool_diffs.done():
-            self._pool_diffs.set_exception(unavailable_error("the engine is not running"))
+        for future in (self._pool_diffs, *self._controls.values()):
+            if future is not None and not future.done():
+                future.set_exception(unavailable_error("the engine is not running"))
 
 
 class EngineProcess:

@@ -45,6 +45,8 @@ class StubEngine:
         self._left: dict[str, tuple[int, int]] = {}  # tokens left and number of answers
         self._deltas: list[RequestDelta] = []
 
+    is_paused = is_sleeping = False
+
     @property
     def has_work(self) -> bool:
         return bool(self._left)
