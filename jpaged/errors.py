@@ -11,7 +11,7 @@ from typing import Self
 
 
 class ErrorKind(StrEnum):
-    """The kind of an error. HTTP answers 503 to UNAVAILABLE, 500 to INTERNAL, 400 to the others."""
+    """The kind of an error. The HTTP status is 503 for UNAVAILABLE, 500 for INTERNAL, else 400."""
 
     INVALID = "invalid"
     TOO_LARGE = "too_large"

@@ -488,7 +488,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
             )
 
     def _check_beams(self) -> None:
-        """Raise RequestError for parameters that conflict with beam search, or that need one."""
+        """Raise RequestError for parameters that do not work with, or without, beam search."""
         if self.beam_width is None:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:

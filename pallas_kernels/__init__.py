@@ -21,6 +21,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.experts import Routing, expert_down_gemm, expert_gated_gemm, route
 from pallas_kernels.gemm import (
+    BATCH_INVARIANT_UNIT,
     batch_invariant_gated_gemm,
     batch_invariant_gemm,
     batch_invariant_transposed_gemm,
@@ -73,6 +74,7 @@ from pallas_kernels.types import (
 )
 
 __all__ = [
+    "BATCH_INVARIANT_UNIT",
     "FP8",
     "FP8_GROUP_SIZE",
     "FP8_MAX",

@@ -1,4 +1,4 @@
-"""The test tiers, strict JAX, run-time shape checks, and one compilation cache for a whole run."""
+"""Configure all tests: tiers, strict JAX, shape checks at run time, a shared compilation cache."""
 
 import gc
 import os
@@ -11,36 +11,39 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
+# Set this before torch is imported. Torch's threads would busy-wait on processors that other test
+# processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Compiling takes most of the time of the tests, so machine code is optimised little, also in
-# processes that tests start. XLA's passes before that, which some tests examine, stay on.
+# Compiling takes most of the time of the tests, so skip most of LLVM's optimizations, also in
+# processes that tests start. XLA's own passes still run: some tests examine their result.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# XLA's older emitters for a CPU compile a fifth faster. A process ends over a flag that its XLA
-# does not know, so this is for the JAX that the flag was tried with.
+# On a CPU, XLA compiles a fifth faster without fusion emitters. XLA ends the process if it does not
+# know a flag, so set the flag only for the JAX version with which it was tried.
 if version("jax").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 from jaxtyping import install_import_hook
 
-# Before the first import of either package: every function with arrays checks their shapes.
+# Install the hook before the first import of these packages. Their functions then check the shapes
+# of their arrays.
 TYPED = ["jpaged.models", "jpaged.runtime", "jpaged.compile", "pallas_kernels"]
 install_import_hook(TYPED, "beartype.beartype")
 
 import pytest  # noqa: E402
 
-import jpaged  # noqa: E402  imports JAX only when an engine is asked for
+import jpaged  # noqa: E402  does not import JAX until an engine is created
 
 MAX_KEPT_ENGINES = 8
-"""XLA crashes at Linux's limit of 65,530 memory maps; an engine on a CPU takes about 1,300."""
+"""Maximum number of engines that are kept for other tests. XLA crashes at Linux's limit of 65,530
+memory maps, and an engine on a CPU takes about 1,300."""
 
 MAX_PROCESSOR_SECONDS = 30.0
-"""Processor time of one test of the default tier, fixtures included. In CI a test that needs more
-fails."""
+"""Maximum CPU time in seconds of one test of the default tier, including its fixtures. In CI, a
+test that needs more fails."""
 
 MAX_GROWTH = 2 * 2**30
-"""Bytes by which a test process may grow before it drops its engines and programs after a module.
-Without a limit a process of the default tier grows to 6 GiB."""
+"""Number of bytes by which a test process may grow. At the end of a test module that exceeds it,
+the process drops its engines and programs. Without this limit, a process grows to 6 GiB."""
 
 _STARTED = pytest.StashKey[float]()
 _ENGINES = pytest.StashKey[Callable[[], None]]()
@@ -48,7 +51,7 @@ _RESIDENT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--tier`."""
+    """Add the command-line option `--tier`."""
     parser.addoption(
         "--tier",
         choices=("default", "full"),
@@ -57,31 +60,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)  # there may be no xdist
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of processes of `-n auto`: one more than there are processors, since tests
-    of servers wait half of their time."""
+    """Return the number of processes for `-n auto`: one more than the number of processors.
+
+    Tests of servers wait for half of their time.
+    """
     return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell `covering.num_examples` the tier, and restore Ctrl-C, which some tests send: a shell
-    ignores it in processes of the background."""
+    """Pass the tier to `covering.num_examples`, and let SIGINT raise KeyboardInterrupt.
+
+    A shell makes background processes ignore SIGINT, but some tests send it.
+    """
     os.environ["JPAGED_TEST_TIER"] = str(config.getoption("tier"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all modules are imported
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Configure JAX before the first test module that may use it. `tests/core` never does, and
-    starts in half the time without."""
+    """Configure JAX before the first test module that may use JAX is imported.
+
+    Tests in `tests/core` never use JAX, and start in half the time if JAX is not imported.
+    """
     if "core" not in module_path.parts:
         _configure_jax()
 
 
 @cache
 def _configure_jax() -> None:
-    """Make type and rank promotion errors, and split the processor into eight devices."""
+    """Let JAX refuse implicit dtype and rank promotion, and create eight CPU devices."""
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -92,8 +102,8 @@ def _configure_jax() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full` in the default tier.
 
-    Tests on a GPU run in every tier: the tiers bound the processor's time. A test that the command
-    names runs too.
+    Tests marked `gpu` run in every tier, because the tiers limit CPU time only. A test that the
+    command line names (`file::test`) runs in every tier too.
     """
     if config.getoption("tier") == "full":
         return
@@ -114,20 +124,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the collected modules and tests, so that the garbage collector skips them."""
+    """Freeze the collected modules and tests, so that the garbage collector skips them, and collect
+    garbage rarely: tracing creates objects that are not garbage."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def _processor_seconds() -> float:
-    """Return the processor time of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and of the ended children that it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Optimise programs for a GPU as for users, also in processes that a test starts."""
+    """Enable XLA's optimizations for tests on a GPU only, also in processes that a test starts."""
     item.stash[_STARTED] = _processor_seconds()
     on_gpu = item.get_closest_marker("gpu") is not None
     jax: Any = sys.modules.get("jax")
@@ -151,7 +164,7 @@ def pytest_runtest_makereport(
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid} used {seconds:.0f} s of CPU time; the limit in the default tier is "
-                f"{MAX_PROCESSOR_SECONDS:g} s: make it smaller, or mark it `full`"
+                f"{MAX_PROCESSOR_SECONDS:g} s: make the test smaller, or mark it `full`"
             )
     return report
 
@@ -171,7 +184,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         stash.get(_ENGINES, lambda: None)()
         gc.collect()
         jax.clear_caches()
-        stash[_RESIDENT] = _resident_bytes()  # the allocator keeps some
+        stash[_RESIDENT] = _resident_bytes()  # higher than at the start
 
 
 @pytest.fixture
@@ -188,11 +201,11 @@ def jax_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of compiled programs that all processes of a run and their servers share.
+    """Return the folder for compiled programs that all processes of a test run share.
 
-    JAX writes its files in place. A file that is read half written fails zlib's check, gives a
-    warning that pyproject.toml ignores, and is compiled again. A test that kills a process while it
-    compiles gives that process another folder.
+    JAX writes files of this folder in place, so a process may read an incomplete file. JAX then
+    warns, which pyproject.toml ignores, and compiles the program again. A test that kills a process
+    during compilation passes another folder to that process.
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "jax-cache"
@@ -213,7 +226,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kept_engines(
     compilation_cache: Path, pytestconfig: pytest.Config
 ) -> Callable[..., "jpaged.Engine"]:
-    """Return a function that makes an engine, or returns a kept engine of the same options."""
+    """Return a function that returns an engine with given options, and reuses earlier engines."""
     make = partial(jpaged.Engine, compilation_cache_dir=compilation_cache)
     kept = lru_cache(MAX_KEPT_ENGINES)(make)
     pytestconfig.stash[_ENGINES] = kept.cache_clear

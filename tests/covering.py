@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 TIER = "JPAGED_TEST_TIER"
-"""Environment variable: the tier. conftest.py sets it before it imports any test module."""
+"""Name of the environment variable with the tier, which conftest.py sets before tests are
+imported."""
 
 
 def num_examples(in_full_tier: int) -> int:
-    """Return how many random examples a test runs: a quarter in the default tier."""
+    """Return `in_full_tier` in the full tier, and a quarter of it in the default tier.
+
+    Args:
+        in_full_tier: Number of random examples that a test runs in the full tier.
+    """
     is_full = os.environ.get(TIER) == "full"
     return in_full_tier if is_full else -(-in_full_tier // 4)
 
@@ -20,16 +25,18 @@ def num_examples(in_full_tier: int) -> int:
 def covering(
     *axes: Iterable[Any], strength: int = 2, keep: Callable[..., bool] = lambda *_: False
 ) -> list[Any]:
-    """Return every combination of some options, as `pytest.mark.parametrize` takes them.
+    """Return all combinations of the options' values as parameters for `pytest.mark.parametrize`.
 
-    Combinations outside a covering set are marked `full`: the full tier alone runs them. The set is
-    greedy and the same in every run: each combination in turn that adds the most new tuples.
+    The default tier runs a covering set, a small set of combinations that contains every pair of
+    values of two options. The other combinations are marked `full`. A greedy algorithm chooses the
+    set, which is the same in every run.
 
     Args:
         axes: The values of each option, plain or as `pytest.param` with an id and marks.
-        strength: How many options a tuple has: 2 covers every pair of values of two options, 1
-            every value.
-        keep: Called with the values of a combination; True adds it to the covering set.
+        strength: 2 if the set must contain every pair of values of two options. 1 if the set must
+            only contain every value of each option.
+        keep: Function of the values of a combination. If it returns True, the combination is in the
+            covering set.
     """
     params = [[_as_param(value) for value in axis] for axis in axes]
     combinations = list(itertools.product(*(range(len(axis)) for axis in params)))
@@ -55,7 +62,7 @@ def _as_param(value: Any) -> Any:
 
 
 def _tuples(combination: Sequence[int], strength: int) -> set[tuple[tuple[int, int], ...]]:
-    """Return every choice of `strength` options of a combination, each with its value."""
+    """Return all tuples of `strength` options of a combination, each as (option, value) indices."""
     return set(itertools.combinations(enumerate(combination), min(strength, len(combination))))
 
 

@@ -11,7 +11,7 @@ from jpaged.structured_outputs.compiler import GrammarCompiler
 from jpaged.structured_outputs.matcher import Matcher
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
-VOCAB_SIZE = len(TOKENIZER) + 40  # wider than the tokenizer, as many models' logits
+VOCAB_SIZE = len(TOKENIZER) + 40  # many models have more logits than tokens
 EOS = TOKENIZER.eos_token_id or 0
 GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
 ENDING = frozenset({EOS})
@@ -23,7 +23,7 @@ def matcher_of(spec: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
 
 
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
-    """Return the token ids that may follow, or raise the error of the answer."""
+    """Return the token ids that the next mask allows. Raise the error if the answer has failed."""
     masks = np.zeros((1, -(-size // 32)), np.int32)
     if (error := matcher.fill_mask(masks, 0)) is not None:
         raise error

@@ -1,4 +1,4 @@
-"""Structured-output specs that cost far more than their size suggests, and their limits."""
+"""Structured-output specs that are small but expensive to compile, and the limits they exceed."""
 
 import json
 from typing import Any
@@ -46,9 +46,9 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
         "regex has 1000000 repetitions within",
     ),
 }
-"""By name: the spec's fields, the limit in `bounds` and the error."""
+"""By name: fields of a spec, name of the limit in `bounds` that the spec exceeds, and the error."""
 
 
 def with_schema(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a spec whose grammar includes the JSON schema of `spec`."""
+    """Return the fields of a grammar that consists of the JSON schema in `spec`."""
     return {"grammar": f"start:%json {json.dumps(spec['json'], separators=(',', ':'))}"}

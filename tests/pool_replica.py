@@ -1,4 +1,4 @@
-"""Rebuild the state of a block pool from its changes."""
+"""Rebuild the state of a block pool from the changes that a pool watch reports."""
 
 from jpaged import PoolChanges
 from jpaged.observe.pool_changes import TableChange

@@ -1,5 +1,8 @@
-"""The start of an engine up to compilation; `python start_helpers.py FOLDER` prints the first
-worker's job and the runtime limits."""
+"""Start an engine up to the compilation of its programs.
+
+`python start_helpers.py FOLDER` prints the first compile worker's job and the runtime limits as
+JSON.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -23,10 +26,10 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Start:
-    """The start of the embedded model with two compile workers.
+    """State of an engine of the embedded model before its programs are compiled by two workers.
 
     Args:
-        cache: The folder of compiled programs.
+        cache: Folder for compiled programs.
     """
 
     def __init__(self, cache: Path):
@@ -47,7 +50,7 @@ class Start:
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
-    """Return the sorted names of programs."""
+    """Return the sorted names of the programs that the recipes compile."""
     return sorted(repr(recipe.name) for recipe in made)
 
 

@@ -27,7 +27,7 @@ PIECES = ["Hé", "", "llo ", "wörld"]
 
 
 class FakeEngine:
-    """An engine that answers `PIECES`; `script` runs before each step."""
+    """An engine that answers with one text of `PIECES` per step. `script` runs before each step."""
 
     made: "list[FakeEngine]" = []  # noqa: RUF012
     script: Any = staticmethod(lambda engine, i: None)
@@ -73,7 +73,7 @@ class FakeEngine:
         return [[], [], found]
 
     def _samples(self, count: int) -> Iterator[list[TextDelta]]:
-        """Return `count` samples; sample i repeats its number `count + 1 - i` times."""
+        """Yield the deltas of `count` samples per step. Sample i has `count + 1 - i` tokens i."""
         for turn in range(count + 1):
             yield [
                 TextDelta(f"{i}", (i,), "stop" if turn == count - i else None, index=i)
@@ -123,7 +123,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_engine(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
-    """Replace the engine; `setattr` would load the real one to save the old value."""
+    """Replace `jpaged.Engine`, but not by `setattr`, which would import the real engine first."""
     monkeypatch.setitem(vars(jpaged), "Engine", engine)
 
 
@@ -181,7 +181,7 @@ def test_terminal_shows_progress_and_the_first_answer_names_next_commands(
     assert main(["Hi"]) == 0
     assert "next: jpaged --stats" in capsys.readouterr().err
     assert main(["Hi", "--quiet"]) == 0
-    (tmp_path / ".cache/jpaged/compiled").mkdir(parents=True)  # as a first start leaves it
+    (tmp_path / ".cache/jpaged/compiled").mkdir(parents=True)  # not the first start
     assert main(["Hi"]) == 0
     assert capsys.readouterr().err == ""
     assert [engine.options["verbose"] for engine in FakeEngine.made] == [True, False, True]
@@ -198,7 +198,7 @@ def test_jpaged_alone_prints_five_lines_of_help(
 
 
 @pytest.mark.parametrize(("word", "command"), [("serv", "serve"), ("docter", "doctor")])
-def test_mistyped_command_gets_one_line_with_the_right_word(
+def test_error_for_a_mistyped_command_suggests_the_command(
     word: str, command: str, capsys: pytest.CaptureFixture[str]
 ):
     assert exit_code(word, "--port", "1") == 2
@@ -248,7 +248,8 @@ def test_flags_set_engine_and_sampling_options():
 def test_every_option_of_the_engine_is_a_flag():
     words = build_parser().format_help().split()
     for option in fields(EngineConfig):
-        if option.name not in ("verbose", "skip_tokenizer_init"):  # --quiet; there is text here
+        # These options have no flag of their name.
+        if option.name not in ("verbose", "skip_tokenizer_init"):
             flag = f"--{option.name.replace('_', '-')}"
             assert {flag, f"{flag},"} & {*words}, option.name
 
@@ -281,7 +282,7 @@ def test_stats_option_prints_tokens_blocks_and_speed(capsys: pytest.CaptureFixtu
     assert err.endswith("        1 +\n")
 
 
-def test_stats_option_uses_the_singular_for_one(
+def test_stats_option_prints_singular_nouns_after_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     stats = FakeEngine.stats
@@ -298,7 +299,7 @@ def test_stats_option_uses_the_singular_for_one(
 
 
 @pytest.mark.parametrize("options", [SamplingParams, EngineConfig, ServeConfig, Limits])
-def test_help_texts_begin_a_sentence(options: type[Options]):
+def test_help_text_of_an_option_does_not_begin_with_a_conjunction(options: type[Options]):
     for name, (_, option) in declared_options(options).items():
         first = option.help.partition(" ")[0]
         continuing = {"or", "and", "of", "to", "for", "until", "that", "without", "taken"}
@@ -343,7 +344,7 @@ def test_ctrl_c_aborts_a_beam_search(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Flags]]:
-    """Return the flags of each server that would start."""
+    """Replace the server, and return a list to which the flags of each started server are added."""
     flags = list[Flags]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr("jpaged.serve.http.lifecycle.run_server", lambda it: flags.append(it) or 0)
@@ -378,7 +379,7 @@ def test_serve_with_two_models_is_refused(served: list[Flags], capsys: pytest.Ca
     assert not served
 
 
-def test_serve_after_two_dashes_is_a_prompt(served: list[Flags]):
+def test_word_serve_after_two_dashes_is_a_prompt(served: list[Flags]):
     assert main(["--", "serve"]) == 0
     assert FakeEngine.made[0].prompts == ["serve"]
     assert not served
@@ -560,7 +561,7 @@ def test_conversation_keeps_its_history(
     assert capsys.readouterr().out == "Héllo wörld\nHéllo wörld\n\n"
 
 
-def test_failed_turn_is_left_out_of_the_history(
+def test_failed_message_is_left_out_of_the_conversation_history(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def fail_once(engine: FakeEngine, i: int) -> None:

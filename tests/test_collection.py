@@ -1,4 +1,4 @@
-"""Test that pytest finds the right helper modules whichever test files it collects."""
+"""Test that imports of test helpers work, no matter which test files pytest collects."""
 
 import ast
 from collections import Counter
@@ -24,9 +24,12 @@ def test_no_two_test_modules_share_a_name():
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-def test_files_import_helpers_of_their_folder_and_never_a_conftest():
-    """Only the folders of collected files and of their conftest.py are on the path, and the name
-    `conftest` means whichever was loaded first."""
+def test_files_import_no_helper_of_another_folder_and_no_conftest():
+    """Check that test files import helpers only from their own folder or from tests/.
+
+    pytest adds only the folders of collected test files to `sys.path`. All files named conftest.py
+    share one module name, so `import conftest` may import the file of another folder.
+    """
     wrong = [
         f"{file.relative_to(TESTS)} imports {name}"
         for file in FILES

@@ -1,4 +1,4 @@
-"""The documentation agrees with the code, and its commands and programs run."""
+"""Test that the documentation agrees with the code, and that its commands and programs run."""
 
 import ast
 import json
@@ -30,8 +30,8 @@ MONITORING = ROOT / "examples" / "monitoring"
 OPERATE = ("operators", "limits", "metrics", "security", "sizing", "upgrades", "docker")
 OPERATE += ("kubernetes", "replicas", "quickstart", "installation", "troubleshooting")
 METRIC = re.compile(r"\b(?:vllm|jpaged):(?!cpu|cuda)\w+")
-FOREIGN_FLAGS = {"--gpus", "--rm", "--target", "--time", "--shm-size"}  # docker's
-FOREIGN_FLAGS |= {"--model_args", "--tasks"}  # of lm-eval
+FOREIGN_FLAGS = {"--gpus", "--rm", "--target", "--time", "--shm-size"}  # flags of docker
+FOREIGN_FLAGS |= {"--model_args", "--tasks"}  # flags of lm-eval
 
 
 def page(name: str) -> str:
@@ -51,12 +51,12 @@ def test_reproducibility_page_names_tests_that_exist():
 
 
 @pytest.mark.parametrize("name", docs.PAGES)
-def test_generated_page_is_current(name: str):
+def test_generated_docs_page_is_up_to_date(name: str):
     text = (docs.DOCS / name).read_text(encoding="utf-8")
     assert text == docs.PAGES[name](), "run python -m tools.docs --write"
 
 
-def test_flags_on_the_pages_exist():
+def test_command_line_flags_in_the_docs_exist():
     known = {
         flag
         for parser in (build_parser(), command_parser(), bench_parser())
@@ -74,7 +74,7 @@ def test_flags_on_the_pages_exist():
     assert of_example <= named <= known
 
 
-def test_metrics_on_the_pages_and_in_the_monitoring_files_exist():
+def test_metrics_in_docs_and_monitoring_files_exist():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
     metrics.record_request(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
@@ -94,7 +94,7 @@ def test_grafana_dashboard_queries_the_same_metrics_as_the_alerts():
         assert any(name in query for query in queries), name
 
 
-def test_limits_on_the_page_have_the_values_of_the_code():
+def test_limits_in_the_docs_have_the_values_of_the_code():
     text = page("limits")
     assert f"| dashboard viewers | {MAX_VIEWERS} pages |" in text
     assert f"answers on up to {NUM_SPARE_CONNECTIONS} connections above the limit" in text
@@ -141,7 +141,7 @@ PROGRAMS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program_on_a_page_runs(program: str):
+def test_program_in_the_docs_runs(program: str):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )

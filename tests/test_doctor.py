@@ -1,4 +1,4 @@
-"""`jpaged doctor`: what it reports for a working machine and for broken ones."""
+"""Test what `jpaged doctor` reports for a working machine and for broken machines."""
 
 import json
 import subprocess
@@ -44,24 +44,24 @@ def test_doctor_reports_this_machine_as_usable():
     assert "plain XLA" in texts["jpaged uses"]
 
 
-def test_missing_plugin_is_a_problem_with_the_extra_as_remedy():
+def test_missing_gpu_plugin_is_reported_with_the_package_to_install():
     (found,) = problems(list(doctor.check_devices([CPU], "", [GPU_ROW], PACKAGES)))
     assert "JAX uses no GPU" in found.text
     assert 'pip install "jpaged[cuda13]"' in found.remedy
 
 
-def test_plugin_that_finds_no_gpu_is_a_problem():
+def test_gpu_plugin_that_finds_no_gpu_is_reported_as_a_problem():
     packages = PACKAGES | {"jax-cuda13-plugin": "0.11.2"}
     (found,) = problems(list(doctor.check_devices([CPU], "", [GPU_ROW], packages)))
     assert "JAX_PLATFORMS" in found.remedy
 
 
-def test_error_of_the_device_is_reported():
+def test_error_during_the_start_of_the_device_is_reported():
     (found,) = problems(list(doctor.check_devices([], "RuntimeError: no CUDA", [], PACKAGES)))
     assert found.text == "RuntimeError: no CUDA"
 
 
-def test_kernels_follow_from_the_compute_capability():
+def test_reported_kernels_depend_on_the_compute_capability():
     hopper, old = (list(doctor.check_devices([it], "", [GPU_ROW], PACKAGES)) for it in (H200, T4))
     assert not problems(hopper)
     assert hopper[1].text.startswith("Mosaic GPU and Triton; FP8 weights")
@@ -69,14 +69,14 @@ def test_kernels_follow_from_the_compute_capability():
 
 
 @pytest.mark.parametrize(("plugin", "is_too_old"), [("cuda13", True), ("cuda12", False)])
-def test_driver_must_be_recent_enough_for_the_cuda_version(plugin: str, is_too_old: bool):
+def test_driver_that_is_too_old_for_the_cuda_version_is_a_problem(plugin: str, is_too_old: bool):
     packages = PACKAGES | {f"jax-{plugin}-plugin": "0.11.2"}
     found = doctor.check_driver([GPU_ROW], packages)
     assert (found.status is Status.PROBLEM) == is_too_old
     assert ("580" in found.remedy) == is_too_old
 
 
-def test_plugin_of_another_version_than_jaxlib_is_a_problem():
+def test_gpu_plugin_with_another_version_than_jaxlib_is_a_problem():
     found = doctor.check_jax(PACKAGES | {"jax-cuda13-plugin": "0.10.0"})
     assert found.status is Status.PROBLEM
 

@@ -69,12 +69,12 @@ def resolved(
         ("swap_space", float("inf"), "swap_space=inf is out of range"),
     ],
 )
-def test_invalid_option_is_refused_by_name(option: str, value: object, message: str):
+def test_error_for_an_invalid_option_names_the_option(option: str, value: object, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_limits_and_choices_are_those_of_the_models_kernels_and_scheduler():
+def test_copied_limits_and_choices_equal_those_of_the_other_modules():
     assert config_module.MAX_GPUS == MAX_TENSOR_PARALLEL_SIZE
     assert QUANTIZATIONS == QUANTIZATION_METHODS
     assert config_module.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE
@@ -82,7 +82,7 @@ def test_limits_and_choices_are_those_of_the_models_kernels_and_scheduler():
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 256])
-def test_block_size_is_any_size_that_the_kernels_take(size: int):
+def test_every_block_size_of_the_kernels_is_accepted(size: int):
     assert EngineConfig(block_size=size).block_size == size
 
 
@@ -94,7 +94,7 @@ def test_boolean_option_refuses_a_number(option: str):
         EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]
 
 
-def test_limits_default_to_those_of_the_device():
+def test_default_limits_depend_on_the_device():
     config = resolved()
     assert config.max_num_seqs == CPU_DEFAULTS.max_num_seqs
     assert config.max_num_batched_tokens == CPU_DEFAULTS.max_num_batched_tokens
@@ -148,7 +148,7 @@ def test_contradicting_options_are_refused_before_limits_are_known():
         EngineConfig(preemption_mode="swap", swap_space=0)
 
 
-def test_limits_left_out_fit_the_pool_and_the_other_limits():
+def test_default_limits_fit_the_pool_and_the_given_limits():
     assert resolved(11).max_model_len == 160
     assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
     assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
@@ -159,7 +159,9 @@ def test_limits_left_out_fit_the_pool_and_the_other_limits():
     ("mode", "space", "expected"),
     [("recompute", 0.25, 0), ("swap", 0.25, 16), ("auto", 0.25, 16), ("swap", 0.5, 19)],
 )
-def test_host_blocks_fit_swap_space_and_pool(mode: str, space: float, expected: int):
+def test_number_of_host_blocks_is_limited_by_swap_space_and_pool(
+    mode: str, space: float, expected: int
+):
     config = EngineConfig(preemption_mode=mode, swap_space=space)
     assert with_swap(resolved(20), config, 16 * 2**20).num_host_blocks == expected
 
@@ -172,7 +174,7 @@ def test_swap_space_must_hold_a_block_unless_mode_is_auto():
     assert with_swap(resolved(), config, 4096).num_host_blocks == 0
 
 
-def test_memory_report_lists_host_memory_apart():
+def test_startup_memory_report_has_a_line_for_host_memory():
     account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
     assert account.total == 10
     devices, dtype = [SimpleNamespace(device_kind="X")], jnp.dtype("float8_e4m3fn")

@@ -1,4 +1,4 @@
-"""Test that a start refuses an invalid model folder quickly, with little memory and by name."""
+"""Test that an engine refuses an invalid model folder quickly, using little memory."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from jpaged.config import EMBEDDED_MODEL
 from jpaged.engine.startup import end_token_ids
 
 SECONDS = 60
-"""More than a refusal takes on a busy machine, and less than a hang."""
+"""Maximum seconds for refusing a folder on a busy machine."""
 
 SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size"]
 CHANGES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, **options: Any) -> str:
-    """Return the error of an engine of the folder; check its time and its memory."""
+    """Return the error of creating an engine, and check how long it took and how much memory."""
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ValueError) as caught:
         Engine(folder, compilation_cache_dir=None, **options)
@@ -49,12 +49,12 @@ def change(folder: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("field", CHANGES)
-def test_impossible_size_is_refused_by_its_field(folder: Path, field: str, load_format: str):
+def test_error_for_a_huge_size_names_its_config_field(folder: Path, field: str, load_format: str):
     change(folder, **CHANGES[field])
     assert f"{field}={CHANGES[field][field]} " in refusal(folder, load_format=load_format)
 
 
-def test_size_that_differs_from_the_checkpoint_is_named(folder: Path):
+def test_error_for_a_size_that_differs_from_the_checkpoint_names_it(folder: Path):
     change(folder, num_hidden_layers=1000)
     assert "num_hidden_layers=1000, but the checkpoint has" in refusal(folder)
     change(folder, num_hidden_layers=6, vocab_size=2**23)
@@ -81,11 +81,11 @@ def test_fifo_in_the_folder_is_refused(folder: Path, name: str):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]"])
-def test_file_that_is_not_a_json_object_is_named(folder: Path, name: str, content: str):
+def test_error_for_a_file_that_is_no_json_object_names_it(folder: Path, name: str, content: str):
     (folder / name).write_text(content)
     assert f"/{name} " in refusal(folder)
 
 
-def test_end_tokens_beyond_the_logits_are_ignored():
+def test_end_token_ids_above_the_vocabulary_size_are_ignored():
     model: Any = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
     assert end_token_ids(model, {"eos_token_id": [256, 264, -1, "x"]}, None) == {258, 256}

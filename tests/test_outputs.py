@@ -7,7 +7,7 @@ from jpaged.observe.statistics import EngineStats, RequestMetrics
 from jpaged.outputs import Logprob, TextDelta
 
 
-def test_delta_prints_as_its_text_and_says_if_it_is_the_last():
+def test_delta_prints_as_its_text_and_knows_whether_it_is_the_last():
     delta = TextDelta("héllo", token_ids=(1, 2), request_id="r")
     assert f"{delta}" == str(delta) == "héllo"
     assert not delta.finished
@@ -28,7 +28,7 @@ def test_outputs_are_frozen():
         TextDelta("x").text = "y"  # type: ignore[misc]
 
 
-def test_stats_compute_usage_and_waste():
+def test_engine_stats_compute_usage_and_waste_of_the_pool():
     stats = EngineStats(
         block_size=16, num_blocks=10, num_free_blocks=6, peak_used_blocks=5, num_waste_slots=8
     )

@@ -1,4 +1,4 @@
-"""The channel to a child process, and the child's end."""
+"""Test child processes: messages over the channel, and how children end."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     child.kill_and_close()
 
 
-def test_child_gets_arguments_and_answers(child: Child):
+def test_child_gets_arguments_and_answers_messages(child: Child):
     assert (receive(child.sock) or b"").endswith(b" ('1', 'two')")
     for message in (b"", b"a", bytes(10**6)):
         child.sock.settimeout(20)
@@ -59,7 +59,7 @@ def test_child_gets_arguments_and_answers(child: Child):
 def test_default_timeout_of_sockets_does_not_break_a_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A user's program may set it before it makes an engine."""
+    """A user's program may call `socket.setdefaulttimeout` before it creates an engine."""
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = socket.getdefaulttimeout()
@@ -75,7 +75,7 @@ def test_default_timeout_of_sockets_does_not_break_a_channel(
     child.kill_and_close()
 
 
-def test_closed_channel_ends_a_child_though_its_own_children_run(child: Child):
+def test_closed_channel_ends_a_child_whose_own_child_still_runs(child: Child):
     receive(child.sock)
     assert child.exit_code(0.0) is None
     child.sock.shutdown(socket.SHUT_WR)
@@ -83,22 +83,22 @@ def test_closed_channel_ends_a_child_though_its_own_children_run(child: Child):
     assert child.exit_code(20) == 3
 
 
-def test_killing_a_child_kills_its_group_once(child: Child):
+def test_killing_a_child_twice_kills_its_process_group_once(child: Child):
     other = int((receive(child.sock) or b"").split()[0])
     assert child.kill()
     assert child.process.returncode == -signal.SIGKILL
     until = time.monotonic() + 20
-    while Path(f"/proc/{other}").exists():  # a zombie until init has waited for it
+    while Path(f"/proc/{other}").exists():  # the other process may also become a zombie
         if ") Z" in Path(f"/proc/{other}/stat").read_text(encoding="ascii"):
             break
         assert time.monotonic() < until
     assert child.kill()
 
 
-def test_fork_of_the_parent_leaves_the_child_alone(child: Child):
+def test_kill_and_close_in_a_fork_of_the_parent_keeps_the_child_running(child: Child):
     receive(child.sock)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which the fork has no use for
+        warnings.simplefilter("ignore")  # Python warns about a fork with threads
         fork = os.fork()
     if fork == 0:
         child.kill_and_close()
@@ -108,7 +108,7 @@ def test_fork_of_the_parent_leaves_the_child_alone(child: Child):
     assert receive(child.sock) == b"still here"
 
 
-def test_message_that_is_cut_is_the_end():
+def test_receive_returns_none_for_an_incomplete_last_message():
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -118,7 +118,7 @@ def test_message_that_is_cut_is_the_end():
         assert receive(ours) is None
 
 
-def test_peer_that_closes_with_unread_messages_is_the_end():
+def test_receive_returns_none_if_the_peer_closed_with_unread_messages():
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -126,7 +126,7 @@ def test_peer_that_closes_with_unread_messages_is_the_end():
         assert receive(ours) is None
 
 
-def test_exit_is_described():
+def test_exit_code_of_a_child_is_described_in_words():
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
     assert describe_exit(-signal.SIGKILL) == "killed by SIGKILL: out of memory?"

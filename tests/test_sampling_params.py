@@ -26,7 +26,7 @@ def test_importing_parameters_imports_no_jax():
 
 
 NAN, INF = float("nan"), float("inf")
-INVALID: dict[str, tuple[tuple, tuple]] = {  # values out of range, and values of a wrong type
+INVALID: dict[str, tuple[tuple, tuple]] = {  # (out of range, wrong type)
     "temperature": ((-0.1, NAN, INF, 10**400), ("1", None, True, 1j)),
     "top_p": ((0.0, -0.5, 1.01, NAN), (True, "0.9")),
     "top_k": ((-2,), (1.0, True, None)),
@@ -59,7 +59,7 @@ INVALID: dict[str, tuple[tuple, tuple]] = {  # values out of range, and values o
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_value_out_of_range_or_of_a_wrong_type_is_refused_by_name(name: str):
+def test_error_for_an_invalid_value_names_the_parameter(name: str):
     for error, values in zip((ValueError, TypeError), INVALID[name], strict=True):
         for value in values:
             options: dict[str, Any] = {name: value}
@@ -88,7 +88,7 @@ def test_best_of_sets_the_number_of_samples_and_needs_logprobs():
     assert SamplingParams(best_of=1, temperature=0.0).num_samples == 1
     assert not SamplingParams(n=3).needs_logprobs
     assert SamplingParams(n=3, best_of=4).needs_logprobs
-    assert not SamplingParams(n=3, best_of=3).needs_logprobs  # nothing to rank
+    assert not SamplingParams(n=3, best_of=3).needs_logprobs  # all samples are returned
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_contradicting_options_are_refused(options: dict[str, Any], message: str
         SamplingParams(**options)
 
 
-def test_beam_search_takes_options_that_do_not_change_the_logits():
+def test_beam_search_accepts_options_that_do_not_change_logits():
     search: dict[str, Any] = {"beam_width": 3, "length_penalty": -0.5, "early_stopping": "never"}
     neutral: dict[str, Any] = {"temperature": 0, "top_k": -1, "stop": [], "logit_bias": {}}
     ends: dict[str, Any] = {"stop_token_ids": [5], "ignore_eos": True, "max_tokens": None}
@@ -137,7 +137,7 @@ NOT_WITH_BEAMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NOT_WITH_BEAMS)
-def test_option_that_beam_search_lacks_is_refused_by_name(name: str):
+def test_error_for_an_option_that_beam_search_lacks_names_it(name: str):
     options: dict[str, Any] = {"beam_width": 4, name: NOT_WITH_BEAMS[name]}
     message = rf"{name}=.* cannot be combined with beam_width=4, .*: leave {name} at"
     with pytest.raises(ValueError, match=message):
@@ -161,12 +161,12 @@ def test_request_with_more_sequences_than_max_num_seqs_is_refused(
         params.validate_for(100, max_num_seqs=8)
 
 
-def test_beam_width_is_bounded_by_the_candidates_of_a_step():
+def test_beam_width_and_end_tokens_together_are_limited():
     params = SamplingParams(beam_width=18, stop_token_ids=[4])
     params.validate_for(100, 20, (2,))
     with pytest.raises(ValueError, match=r"beam_width=18 is more than 17, the .*most 20"):
         params.validate_for(100, 20, (2, 3))
-    params.validate_for(20, 20, (2, 3))  # the whole vocabulary
+    params.validate_for(20, 20, (2, 3))  # 20 is the vocabulary size
 
 
 def test_beam_search_and_ranked_samples_cannot_be_streamed():
@@ -238,7 +238,7 @@ def test_ending_ids_include_the_models_eos_unless_ignored():
     assert ignoring.first_forbidden_ids((2,)) == {5}
 
 
-def test_options_that_forbid_all_given_tokens_are_named():
+def test_names_of_options_that_forbid_all_given_tokens_are_returned():
     params = SamplingParams(min_tokens=3, allowed_token_ids=[1, 2, 3], stop_token_ids=[1])
     assert params.names_that_forbid_all([1, 2], 0, ()) == []
     assert params.names_that_forbid_all([4, 5], 9, ()) == ["allowed_token_ids"]

@@ -1,4 +1,4 @@
-"""Options of speculative decoding are checked by name before anything loads."""
+"""Test that errors for options of speculative decoding name the option."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ from jpaged.config import EngineConfig, SpeculativeConfig
         ([], "speculative_config=[] must be a dict"),
     ],
 )
-def test_bad_field_is_refused_by_name(fields: Any, message: str):
+def test_error_for_an_invalid_field_names_the_field(fields: Any, message: str):
     with pytest.raises((TypeError, ValueError)) as error:
         EngineConfig.from_options("no/such/folder", {"speculative_config": fields})
     assert message in str(error.value)
 
 
-def test_fields_have_the_names_of_vllm():
+def test_speculative_config_accepts_the_field_names_of_vllm():
     fields = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     config = EngineConfig.from_options(None, {"speculative_config": fields})
     assert config.speculation == SpeculativeConfig("ngram", 3, 4, 1)

@@ -1,4 +1,4 @@
-"""Test the start of an engine: concurrent compilation, early refusals and clean failures."""
+"""Test the start of an engine: compilation during loading, early errors, cleanup after errors."""
 
 import json
 import subprocess
@@ -30,12 +30,12 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max
 
 
 class LoadingError(Exception):
-    """Raised to end a start while the model loads."""
+    """Raised by a test while the model loads, to end the start of an engine."""
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event that is set when the builder gets programs."""
+    """Return an event that is set when programs are added to the `ProgramBuilder`."""
     event, add = threading.Event(), ProgramBuilder.add
 
     def set_and_add(*arguments: Any, **keywords: Any) -> None:
@@ -47,7 +47,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def fail_load(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
-    """Make loading the model call `before` and raise."""
+    """Let loading a model call `before` and then raise `LoadingError`."""
 
     def load(*_: Any, **__: Any) -> None:
         before()
@@ -77,7 +77,7 @@ def test_missing_model_folder_is_refused_before_the_device_starts(
 
 
 def gpt2(folder: Path, width: int) -> dict[str, Any]:
-    """Return the options of an engine with a GPT-2 of that hidden size and two heads."""
+    """Return the options of an engine for a random GPT-2 with hidden size `width` and two heads."""
     config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": width, "n_head": 2, "n_layer": 1}
     (folder / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
     random = {"skip_tokenizer_init": True, "load_format": "dummy", "compilation_cache_dir": None}
@@ -184,7 +184,7 @@ def test_start_reports_compiled_and_loaded_programs(cache: Path, monkeypatch: py
     assert progress_of(1) == ["loaded 1 program"]
 
 
-def test_phase_without_measurable_time_is_not_reported(
+def test_startup_phase_that_takes_no_time_is_not_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     times = iter([1.0, 1.004, 2.0, 2.25])

@@ -1,4 +1,4 @@
-"""Test the tiers: covering sets, selection by mark and the limit of processor time."""
+"""Test the test tiers: covering sets, selection of tests by mark, and the limit of CPU time."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def test_covering_set_has_every_pair_and_the_full_tier_every_combination():
         assert pairs == set(itertools.product(axes[first], axes[second]))
 
 
-def test_covering_set_of_strength_one_has_every_value_and_what_is_kept():
+def test_covering_set_of_strength_one_has_every_value_and_kept_combinations():
     params = covering(
         range(3), "ab", strength=1, keep=lambda number, letter: (number, letter) == (0, "b")
     )
@@ -55,8 +55,11 @@ def test_default_tier_runs_a_quarter_of_the_random_examples(
 
 @pytest.fixture
 def run_pytest(tmp_path):
-    """Return a function that runs tests, given as source, under this project's settings, and
-    returns pytest's report. The tests are in a folder `core`, since those start without JAX."""
+    """Return a function that runs the source of a test module with this project's settings.
+
+    The function returns pytest's report. It writes the tests to a folder named `core`, because
+    conftest.py does not import JAX for tests in such a folder.
+    """
 
     def run(source: str, *options: str, test: str = "", ci: bool = False) -> str:
         folder = tmp_path / "core"
@@ -83,7 +86,7 @@ def test_large(): pass
 """
 
 
-def test_tiers_select_by_mark(run_pytest):
+def test_default_tier_skips_tests_marked_full(run_pytest):
     assert "1 passed, 1 deselected" in run_pytest(TWO)
     assert "1 passed" in run_pytest(TWO, test="/test_sample.py::test_large")
     assert "2 passed" in run_pytest(TWO, "--tier", "full")
@@ -103,8 +106,8 @@ def test_slow_but_full(): busy()
 """
 
 
-def test_slow_test_of_the_default_tier_fails_in_ci(run_pytest):
+def test_default_tier_test_above_the_cpu_time_limit_fails_in_ci(run_pytest):
     report = run_pytest(SLOW, "--tier", "full", ci=True)
     assert "1 error" in report or "1 failed" in report
     assert "test_slow used" in report
-    assert "make it smaller" in report
+    assert "make the test smaller" in report

@@ -22,7 +22,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ScriptedEngine:
-    """An engine that answers each request with the next text of its script."""
+    """An engine that answers each request with the next text in `script`."""
 
     script: tuple[str, ...] = ()
     writes_tools = True
@@ -143,7 +143,7 @@ def test_dashboard_offers_the_same_calculator():
     assert json.loads(re.sub(r",(\s*[}\]])", r"\1", named)) == CALCULATOR
 
 
-def test_calculator_answers_or_refuses_random_characters():
+def test_calculator_returns_a_number_or_an_error_for_random_characters():
     rng = random.Random(1)
     for _ in range(2000):
         text = "".join(rng.choices("0123456789.+-*/() eEj_x'\"[]", k=rng.randint(1, 60)))
@@ -210,7 +210,7 @@ def test_demo_runs_reasoning_several_calls_and_malformed_calls(
     ]
 
 
-def test_endless_tool_calls_are_stopped(engine: ScriptedEngine):
+def test_conversation_ends_after_the_maximum_number_of_tool_calls(engine: ScriptedEngine):
     demo = demo_of(engine, *[call_of("1 + 1")] * 20)
     assert len(demo.ask("?")) == 1 + 2 * 8
 
@@ -237,7 +237,7 @@ def test_ctrl_c_keeps_the_text_so_far(engine: ScriptedEngine, capsys: pytest.Cap
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
-    """Return the engines that the command line makes; each answers "Yes."."""
+    """Return a list of the engines that the command line creates. Each engine answers "Yes."."""
     engines: list[ScriptedEngine] = []
 
     def make(**options: Any) -> ScriptedEngine:
@@ -249,7 +249,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
     return engines
 
 
-def test_demo_asks_its_questions_or_the_prompt(
+def test_tools_demo_asks_the_example_questions_or_the_prompt(
     made: list[ScriptedEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "stdin", None)

@@ -1,4 +1,4 @@
-"""Train small tokenizers: byte-level (GPT-2, Qwen) and metaspace (LLaMA 2)."""
+"""Train small tokenizers for tests, with the structure of those of GPT-2, Qwen and LLaMA 2."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def byte_level_backend() -> Backend:
 
 @functools.cache
 def metaspace_backend() -> Backend:
-    """Return a backend like LLaMA 2's: metaspace before words, and byte fallback."""
+    """Return a tokenizer backend like LLaMA 2's: "▁" stands for a space, with byte fallback."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(
@@ -92,7 +92,7 @@ _QWEN_WORDS = (
 
 @functools.cache
 def qwen_like() -> Tokenizer:
-    """Return a tokenizer with Qwen's splitting, NFC and one added token that is not special."""
+    """Return a tokenizer like Qwen's: NFC, Qwen's splitting, an added token that is not special."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated")
@@ -135,7 +135,7 @@ TEMPLATES = {
     "{{ m.content | trim }}{{ '<|end|>\n' }}{% endfor %}",
     "roles": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
 }
-"""Chat templates that write contents in different ways."""
+"""Chat templates by name. They differ in how they write the content of messages."""
 
 
 @functools.cache
@@ -152,7 +152,7 @@ END_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }
 
 @functools.cache
 def full_width_like() -> Tokenizer:
-    """Return a tokenizer that finds `</s>` after NFKC normalization."""
+    """Return a tokenizer that searches for `</s>` after NFKC normalization of the text."""
     state = json.loads(byte_level_backend().to_str())
     backend = Backend.from_str(json.dumps(state))
     backend.normalizer = normalizers.NFKC()

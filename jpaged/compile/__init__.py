@@ -1,1 +1,2 @@
-"""Compilation of an engine's programs: recipes, stores, builder and worker processes."""
+"""Compile an engine's programs: which programs exist, where they are stored, and which thread or
+process compiles them."""

@@ -1,7 +1,7 @@
 """Trace, lower and compile an engine's programs in background threads.
 
-All programs are compiled before the engine serves requests, and launches call the executables.
-Launching an unexpected shape therefore raises an error instead of compiling a new program.
+All programs are compiled before the engine serves requests. A launch calls a compiled executable,
+so a launch with an unexpected shape raises an error instead of compiling a new program.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class ThreadSettings:
-    """JAX settings of the thread that creates the object, to be applied in other threads.
+    """JAX settings of the thread that creates this object. `run` applies the settings in another
+    thread.
 
     Only settings that JAX lets a thread override are included.
     """
@@ -46,8 +47,8 @@ def _read_thread_settings() -> Mapping[str, Any]:
 
 
 def _setting_context(name: str) -> Any:
-    """Return the function whose result sets a JAX setting inside a `with` block; None if JAX has no
-    such function for the setting."""
+    """Return JAX's function that creates a context manager for the setting `name`; None if JAX has
+    no such function for the setting."""
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
@@ -55,22 +56,23 @@ _CACHE_REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 _NUM_MEASURING_THREADS = 32
-"""Number of threads that compile programs with matrix products. These threads may wait for the
-measurements of `AutotuningCompiler`."""
+"""Number of threads that compile programs with matrix products. Many of these threads may only
+wait, while `AutotuningCompiler` measures matrix products."""
 
 
 class ProgramBuilder:
     """Builder of programs in background threads.
 
-    The builder is a context manager: on exit it cancels waiting programs and waits for its threads.
+    The builder is a context manager. On exit, it cancels programs that no thread has started to
+    build, and waits for its threads.
 
     Tracing and lowering hold the GIL, so one thread traces and lowers all programs in the order in
     which they were added. Compiling releases the GIL, so other threads compile many programs
     concurrently. All threads use the JAX settings of the thread that creates the builder.
 
     Args:
-        num_threads: Number of threads that compile programs without matrix products. Programs with
-            matrix products have `_NUM_MEASURING_THREADS` more threads.
+        num_threads: Number of threads that compile programs without matrix products.
+            `_NUM_MEASURING_THREADS` other threads compile programs with matrix products.
         store: Store of lowered programs; None to trace every program.
         report_progress: Function that `programs` calls with the number of programs built so far and
             the number of all programs.
@@ -91,7 +93,7 @@ class ProgramBuilder:
         self._measurers = ThreadPoolExecutor(_NUM_MEASURING_THREADS)
         self._futures: dict[ProgramName, Future[Any]] = {}
         self._loaded: set[ProgramName] = set()
-        self._last_lookup = local()  # per thread: whether JAX's cache had the program
+        self._last_lookup = local()  # whether JAX's cache had the thread's last program
         self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
@@ -104,7 +106,7 @@ class ProgramBuilder:
         self._closed = True
         jax.monitoring.unregister_event_listener(self._note_lookup)
         pools = self._tracer, self._compilers, self._measurers
-        for wait_for in (False, True):  # cancel in all pools before waiting for one
+        for wait_for in (False, True):  # cancel the work of all pools before waiting for any
             for pool in pools:
                 pool.shutdown(wait=wait_for, cancel_futures=True)
 
@@ -114,7 +116,7 @@ class ProgramBuilder:
         return len(self._loaded & self._futures.keys())
 
     def add(self, recipes: Iterable[Recipe]) -> None:
-        """Start to build programs, except programs whose name was added before."""
+        """Start to build the programs of `recipes`. Ignore a recipe whose name was added before."""
         for recipe in recipes:
             if recipe.name in self._futures:
                 continue
@@ -143,10 +145,11 @@ class ProgramBuilder:
     def workspace(self, recipes: Iterable[Recipe], while_compiling: Callable[[], None]) -> int:
         """Return the total bytes of temporaries and newly allocated outputs of several programs.
 
-        The store keeps the number. If the store does not have the number yet, compile the programs.
-        Programs that `while_compiling` adds are traced and lowered after `recipes`, and compiled
-        only when `recipes` are compiled. XLA compiles a Mosaic kernel only while the process
-        compiles nothing else, so `recipes` would otherwise wait for all added programs.
+        The store keeps the result. If the store does not have it, the programs are compiled.
+        Programs that `while_compiling` adds are traced and lowered after `recipes`, and are
+        compiled only after all `recipes` are compiled. The reason for this order: XLA compiles a
+        Mosaic kernel only while the process compiles nothing else, so `recipes` would otherwise
+        wait for all added programs.
 
         Args:
             recipes: Recipes of the programs.
@@ -174,8 +177,8 @@ class ProgramBuilder:
 
     def _compile_for_workspace(self, recipe: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, recipe.lower)
-        # Do not use `_compilers`: all its threads may wait in `_compile_when_allowed` until
-        # `workspace` has compiled this recipe.
+        # Do not use the thread pool `_compilers`: all its threads may be waiting in
+        # `_compile_when_allowed` until this recipe is compiled.
         return self._submit(self._measurers, self._compile, recipe, traced)
 
     def _compile(self, recipe: Recipe, traced: Future[Any]) -> Any:
@@ -189,7 +192,7 @@ class ProgramBuilder:
         return program
 
     def _note_lookup(self, event: str, **_: object) -> None:
-        """Record whether JAX's cache had a program. JAX calls the function in the thread that
+        """Record whether JAX's cache had a program. JAX calls this method in the thread that
         compiles the program."""
         if event == _CACHE_REQUEST_EVENT:
             self._last_lookup.was_hit = False
@@ -204,9 +207,9 @@ class ProgramBuilder:
 def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
     """Return the lowered program of a recipe.
 
-    With a store, load the exported program, or trace the recipe and store the exported program. The
-    exported program is lowered on every start, including the first: JAX's cache finds an executable
-    by the lowered text, and lowering the recipe directly would give a different text.
+    With a store, load the exported program, or trace the recipe and store the exported program.
+    Then lower the exported program, even if the recipe was just traced: JAX's cache finds an
+    executable by the lowered text, and lowering the recipe directly would give a different text.
 
     Args:
         recipe: The recipe to lower.

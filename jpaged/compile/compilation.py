@@ -31,15 +31,15 @@ __all__ = ["Compilation", "SizingResult", "prepare_jax", "with_usable_cache"]
 class Compilation:
     """Background work of an engine's start: sizing the engine and building its programs.
 
-    The object is a context manager. The work begins on entry; on exit all threads and processes
-    have ended.
+    The object is a context manager. The work begins on entry. On exit, all threads and processes of
+    the work are ended.
 
     Args:
         config: Options of the engine.
         folder: Checkpoint folder; None for a user's model.
         plan: Plan of the model. The weights of a checkpoint are not loaded yet.
         dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
-        devices: Devices of the engine, before weights are loaded to them.
+        devices: Devices of the engine. Weights must not be loaded to the devices yet.
         report: Function that receives lines of text about the start.
 
     Raises:
@@ -68,7 +68,7 @@ class Compilation:
         compiler = make_compiler(plan.abstract_model, backend, has_gemm_record=has_gemm_record)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._report_progress, compiler)
         jobs = []
-        if isinstance(plan, ModelPlan) and folder is not None:  # workers read the checkpoint
+        if isinstance(plan, ModelPlan) and folder is not None:  # workers can read only a checkpoint
             model_options = {
                 "tie_word_embeddings": plan.config.tie_word_embeddings,
                 "kv_cache_dtype": plan.config.kv_cache_dtype,
@@ -106,7 +106,7 @@ class Compilation:
         return self._builder.programs()
 
     def _run_sizing(self) -> SizingResult:
-        # If sizing needs a compilation, the workers start meanwhile.
+        # `workspace` starts the workers if it has to compile a program.
         sizing, start = self._sizing, self._workers.start
         return sizing.fit(sizing.workspace(self._builder, self._shared, start))
 
@@ -118,10 +118,11 @@ class Compilation:
     def _report_progress(self, done: int, total: int) -> None:
         """Report the number of compiled programs after every tenth program and after the last.
 
-        The reported number never falls. After the last program, also report how many programs were
-        loaded from the cache of an earlier start.
+        Do not report a number lower than a reported one. After the last program, also report the
+        number of programs that were loaded from the cache of an earlier start.
         """
-        # Programs of workers are also loaded from JAX's cache, but count as compiled by this start.
+        # With workers, this process loads the workers' programs from JAX's cache. These programs
+        # count as compiled, not as loaded.
         num_loaded = 0 if self._workers.processes else self._builder.num_loaded
         num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
         if num_compiled > self._num_reported and (is_last or num_compiled % 10 == 0):
@@ -132,15 +133,16 @@ class Compilation:
 
 
 def is_autotuned(device: Any, split: SplitModel, sizing: Sizing) -> bool:
-    """Return whether XLA needs no measurements for the matrix products of steps.
+    """Install the shipped measurements for a device, and return whether XLA needs no others for the
+    matrix products of steps.
 
-    This holds on a CPU, and if shipped measurements cover all row counts of the steps. The shipped
-    measurements are installed first.
+    XLA needs no other measurements on a CPU, or if the shipped measurements cover all row counts of
+    the steps.
 
     Args:
         device: One of the engine's devices.
         split: The model, or its shapes.
-        sizing: Sizing of the engine, which knows the row counts.
+        sizing: Sizing of the engine. It has the row counts of the steps.
     """
     record = install_gemm_record(device)
     return device.platform == "cpu" or record.covers(split.shard_leaves, sizing.gemm_row_counts)

@@ -1,16 +1,17 @@
 """Choose XLA's GEMM algorithms: from shipped measurements, or from a few measurements at the start.
 
-jpaged ships records of XLA's measurements, which `tools.record_products` writes. A record is valid
-for one kind of device, one version of XLA and one version of cuBLAS. The record has XLA's files of
-measurements. It also lists the models whose products were measured, identified by the shapes of
-their weights, and the row counts of these products.
+XLA has several algorithms for a GEMM (matrix product), and measures which one is fastest. jpaged
+ships records of these measurements, which `tools.record_products` writes. A record is valid for one
+kind of device, one version of XLA and one version of cuBLAS. The record contains the files in which
+XLA stores measurements. It also lists the models whose GEMMs were measured, identified by the
+shapes of their weights, and the numbers of rows of these GEMMs.
 
-Without a record, XLA would measure many algorithms for every matrix product and for many other
-fusions. Only one process at a time can measure on a device, so this would be most of a cold start.
-`AutotuningCompiler` therefore measures only products with many rows, and only cuBLASLt's
-algorithms, because cuBLASLt's default choice can be much slower for many rows. For fewer rows the
-default choice is as fast in a step (docs/decisions/0013). All other fusions use XLA's native
-kernels.
+Without a record, XLA would measure many algorithms for every GEMM and for many other fusions. Only
+one process at a time can measure on a device, so the measurements would take most of the time of a
+first start. `AutotuningCompiler` therefore measures only GEMMs with many rows, and only the
+algorithms of cuBLASLt: with many rows, cuBLASLt's default algorithm can be much slower than the
+best one. With fewer rows, a step with default algorithms is as fast (docs/decisions/0013). All
+other fusions use XLA's native kernels.
 """
 
 import fcntl
@@ -42,14 +43,14 @@ from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
 
 AUTOTUNING_DIR = Path(__file__).parent.parent / "assets" / "autotuning"
-"""Folder of the records."""
+"""Folder of the shipped records."""
 
 MIN_MEASURED_ROWS = 192
-"""Minimum number of rows of products that are measured."""
+"""Minimum number of rows of a matrix product that `AutotuningCompiler` measures."""
 
 MAX_WAIT_S = 60.0
-"""Maximum seconds to wait for other processes that measure. A stopped process (SIGSTOP) would keep
-the lock."""
+"""Maximum time in seconds to wait for other processes that measure. The wait is limited, because a
+process that is stopped by SIGSTOP keeps the lock."""
 
 CompilerOptions = dict[str, Any]
 
@@ -61,11 +62,12 @@ NO_AUTOTUNING: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_
 
 
 class Compiler:
-    """Compiler of lowered recipes. XLA measures products for which it finds no measurements."""
+    """Compiles lowered programs. XLA measures every matrix product for which it finds no
+    measurement."""
 
     key = ""
-    """Name of the compiler. `ProgramBuilder.workspace` stores one number per compiler, because
-    different compilers make different programs from the same text."""
+    """Name of the compiler, for `ProgramBuilder.workspace`. Different compilers make different
+    programs from the same text, so the workspace is stored for each compiler."""
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """Compile a lowered program, and return the executable.
@@ -78,14 +80,14 @@ class Compiler:
 
 
 class AutotuningCompiler(Compiler):
-    """Compiler of programs whose matrix products have no shipped measurements.
+    """Compiles programs whose matrix products have no shipped measurements.
 
-    Before the first program with a given number of rows is compiled, its products are measured
-    separately. A lock lets only one of the processes that share the folder measure at a
-    time, so that one measurement does not slow down another.
+    Before the first program with a new number of rows is compiled, its matrix products are measured
+    in separate programs. A lock in the folder lets only one process measure at a time, so that
+    measurements do not slow each other down.
 
-    If a program fuses a product differently, XLA measures the fusion again when it compiles the
-    program. This measurement is less exact.
+    If XLA fuses a matrix product differently in the compiled program, XLA measures the fusion
+    again. This second measurement is less exact.
 
     Args:
         model: The model, or its shapes.
@@ -98,8 +100,8 @@ class AutotuningCompiler(Compiler):
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
-        # Paths of the files that `_measure` creates after each measurement. In a read-only folder,
-        # only this set prevents a second measurement.
+        # Paths of the files that `_measure` creates to mark what has been measured. If the folder
+        # is read-only, there are no files, and this set prevents a second measurement.
         self._measured: set[Path] = set()
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
@@ -134,7 +136,8 @@ class AutotuningCompiler(Compiler):
 def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
     """Make XLA measure the matrix products of a layer or of the output head.
 
-    Products of jpaged's own kernels are skipped, because XLA does not choose their algorithms.
+    Matrix products that jpaged's kernels compute are skipped, because XLA does not choose their
+    algorithms.
 
     Args:
         model: The model, or its shapes.
@@ -157,20 +160,24 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
             arguments = jax.tree.map(to_global, arguments)
             bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
-        if "stablehlo.dot" in lowered.as_text():  # no dot if jpaged's kernels compute the product
+        if "stablehlo.dot" in lowered.as_text():  # else jpaged's kernels compute the product
             lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1
     return num_compiled
 
 
 GemmStep = tuple[nnx.Module, Callable[..., Any], list[tuple[int, ...]]]
-"""A module, a function that computes matrix products of the module, and the shape of each input
-without the row axis."""
+"""A tuple of a module, a function that computes matrix products of the module, and the shapes of
+the function's inputs. The shapes leave out the axis of rows."""
 
 
 def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
-    """Yield the matrix products of a layer of each kind, with a bias or the residual stream where
-    programs add one. XLA fuses these additions with the product and measures the fusion."""
+    """Yield functions that compute the matrix products of one layer of each kind, such as dense and
+    sparse.
+
+    Where a step adds a bias or the residual to a product, the function does so too, because XLA
+    fuses the addition with the product and measures the fusion.
+    """
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
@@ -195,8 +202,8 @@ def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: 
 
 @contextmanager
 def _measurement_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock for measurements. Proceed without the lock after `MAX_WAIT_S` seconds,
-    or if the lock file cannot be created or locked."""
+    """Hold the lock of the folder, so that no other process measures. After `MAX_WAIT_S` seconds,
+    or if the lock file cannot be created or locked, continue without the lock."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "measuring.lock").open("w")
@@ -215,11 +222,11 @@ def _measurement_lock(folder: Path) -> Iterator[None]:
 
 
 class GemmRecord(msgspec.Struct, frozen=True):
-    """Record of XLA's measurements on one kind of device.
+    """XLA's measurements of matrix products on one kind of device.
 
     Attributes:
-        rows: Measured row counts, by the result of `weights_digest` for each model.
-        results: Contents of XLA's files, by their paths in XLA's folder of measurements. In JSON,
+        rows: Measured numbers of rows by model. The keys are results of `weights_digest`.
+        results: Contents of XLA's files of measurements, by path in XLA's folder. In JSON, the
             contents are base64.
     """
 
@@ -227,11 +234,11 @@ class GemmRecord(msgspec.Struct, frozen=True):
     results: dict[str, bytes]
 
     def covers(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
-        """Return whether all products of a model are recorded.
+        """Return whether the record has measurements of all matrix products of a model.
 
         Args:
             leaves: The model's parameters, or their shapes.
-            rows: Row counts of the products.
+            rows: Numbers of rows of the matrix products.
         """
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
@@ -245,11 +252,12 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
     Args:
         model: The model, or its shapes.
         backend: Implementation of the kernels.
-        has_gemm_record: Whether XLA needs no measurements for the products: a record covers the
-            products, or the device is a CPU.
+        has_gemm_record: Whether XLA needs no measurements for the matrix products, because a record
+            has them or because the device is a CPU.
 
     Returns:
-        The compiler. For a user's model XLA measures all products, because no record names them.
+        A `Compiler` or an `AutotuningCompiler`. A user's model always gets a `Compiler`, with which
+        XLA measures all matrix products.
     """
     if has_gemm_record or not isinstance(model, Decoder):
         return Compiler()
@@ -259,9 +267,11 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:
-    """Return a digest of the shapes and dtypes of a model's weights, which determine its products.
+    """Return a digest of the shapes and dtypes of a model's weights, which determine the matrix
+    products.
 
-    Scalars, such as the scales of the KV cache, are ignored because no product depends on them.
+    Scalars, such as the scales of the KV cache, are ignored, because no matrix product depends on
+    them.
     """
     weights = [leaf for leaf in leaves if math.prod(leaf.shape) > 1]
     return _digest(*sorted((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in weights))
@@ -275,8 +285,8 @@ def install_gemm_record(device: Any) -> GemmRecord:
     """Copy the shipped measurements for a device to the folder in which XLA keeps its measurements.
 
     Existing files of the folder are kept. XLA finds a measurement by the properties of the device
-    and the text of the product, and uses the measurement if the version of the recorded library is
-    unchanged. XLA measures all other products.
+    and the text of the matrix product. XLA uses the measurement only if the version of cuBLAS is
+    the recorded version, and measures all other matrix products.
 
     Returns:
         The installed record; an empty record if there is no record for the device, or if XLA has no
@@ -301,7 +311,7 @@ def install_gemm_record(device: Any) -> GemmRecord:
 
 
 def read_record(path: Path) -> GemmRecord:
-    """Read a record.
+    """Read a record of measurements from a JSON file.
 
     Raises:
         OSError: The file cannot be read.
@@ -318,8 +328,8 @@ def read_record(path: Path) -> GemmRecord:
 def gemm_record_path(device: Any) -> Path:
     """Return the path of the record for a device, which may not exist.
 
-    The path names the versions of jaxlib and cuBLAS. XLA stores the number of a cuBLAS algorithm,
-    which may mean another algorithm in another version.
+    The path contains the versions of jaxlib and cuBLAS: XLA stores the number of a cuBLAS
+    algorithm, and the same number may mean another algorithm in another version.
     """
     kind = device.device_kind.replace(" ", "_").replace("/", "_")
     return AUTOTUNING_DIR / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"

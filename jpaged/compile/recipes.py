@@ -1,4 +1,5 @@
-"""Recipes of an engine's programs: step functions and the shapes of their arguments."""
+"""Recipes of an engine's programs. A recipe is the input of a compilation: a step function and the
+shapes of its arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,8 +36,9 @@ from jpaged.runtime.steps import (
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
-# By default JAX refuses to export these kernel calls, because another version of JAX may not read
-# them. A stored program is only loaded by the version of JAX that exported the program.
+# By default, JAX refuses to export programs with these kernel calls, because another version of JAX
+# may be unable to load them. Allow the calls, because only the version of JAX that exported a
+# program loads it.
 ALLOWED_KERNEL_CALLS = [
     export.DisabledSafetyCheck.custom_call(target)
     for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
@@ -44,19 +46,19 @@ ALLOWED_KERNEL_CALLS = [
 
 SYNCHRONOUS_COLLECTIVES = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 """XLA compiler options that run collectives on the stream of the step. By default XLA may run a
-collective on another stream. The step waits for every collective anyway, so changing streams only
-takes time (docs/decisions/0015)."""
+collective on another stream. A step waits for every collective anyway, so switching streams would
+only take time (docs/decisions/0015)."""
 
 REPLICATED = PartitionSpec()
-"""Sharding of results that every device has completely."""
+"""Sharding of a result of which every device has a complete copy."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Input of a program's compilation: a step function and the shapes of its arguments.
 
-    With tensor parallelism, the shapes are shapes of global arrays. The function takes the shards
-    of one device, until `on_mesh` maps the function over the mesh.
+    With tensor parallelism, `arguments` and `keywords` are shapes of global arrays. `function`
+    takes the shards of one device. `on_mesh` returns a recipe whose function takes global arrays.
 
     Attributes:
         name: Name of the program: the name of the step, and a key.
@@ -64,15 +66,15 @@ class Recipe:
         arguments: Shapes of the positional arguments.
         keywords: Shapes of the keyword arguments, by name.
         donate: Names of the arguments whose memory the program reuses for results.
-        gemm_key: Part of the model whose matrix products the program has, and the number of their
-            rows. Programs with equal keys have the same products, except for the output head.
-            None: The program has no products that XLA measures.
+        gemm_key: Pair of the part of the model whose matrix products the program computes, and
+            their number of rows. Programs with equal keys have the same matrix products, except in
+            the output head. None if the program has no matrix products that XLA measures.
         num_logits_rows: Number of rows that the output head computes.
         needs_pool: Whether the program depends on the size of the pool.
         options: XLA's compiler options by name. Code that compiles the lowered program must pass
             these options.
-        logprobs_mode: Values that the scores of sampled tokens contain; None if the program returns
-            no such scores.
+        logprobs_mode: Kind of values in the scores of sampled tokens, such as log-probabilities or
+            logits; None if the program returns no such scores.
     """
 
     name: ProgramName
@@ -140,10 +142,10 @@ class Recipe:
         return self.lower(exported).compile(dict(self.options))
 
     def with_unique_name(self) -> "Recipe":
-        """Return this recipe with a unique name, so that JAX's cache has no program of that name.
+        """Return this recipe with a unique name, so that JAX's cache cannot have the program.
 
-        Use the result to read the memory analysis of a compiled program, which may be missing if
-        the program comes from the cache.
+        Use the result to read the memory analysis of the compiled program. A program from the cache
+        may have no memory analysis.
         """
         return self._with_function(self.function, f"draft_{uuid4().hex}")
 
@@ -152,7 +154,7 @@ class Recipe:
         return self._with_function(exported.call, exported.fun_name).jitted_step
 
     def _with_function(self, function: Callable, name: str) -> "Recipe":
-        @wraps(self.function)  # keeps the argument names, which `donate` refers to
+        @wraps(self.function)  # keeps the names of the arguments, which `donate` contains
         def run(*arguments, **keywords):
             return function(*arguments, **keywords)
 
@@ -161,7 +163,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Text that identifies the recipe among all recipes of an engine's steps."""
+        """Text that differs between any two different recipes of an engine's steps."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
         options = sorted(self.options.items())
@@ -169,8 +171,8 @@ class Recipe:
 
 
 class SharedCalls:
-    """Caller of functions that several programs share. Each function is lowered once per set of
-    argument shapes.
+    """Calls functions that several programs share. Each function is lowered once per set of
+    argument shapes, and not once per program.
 
     JAX's settings and the device must be the same for all calls.
 
@@ -184,7 +186,7 @@ class SharedCalls:
         self._exported: dict[tuple, export.Exported] = {}
 
     def __call__(self, function: partial, *arrays: Any, **named: Any) -> Any:
-        """Return the result of `function` for trees of arrays.
+        """Call `function` with trees of arrays, and return the result.
 
         Args:
             function: A `partial` of a module-level function, with hashable keywords.
@@ -221,9 +223,9 @@ class Recipes:
 
     Args:
         split: The model, or its shapes.
-        shapes: Shapes of the arrays that live on the device.
+        shapes: Shapes of the arrays that stay on the device.
         config: Sizes and limits of the runtime.
-        shared_calls: Caller of functions that several programs share; None to create one.
+        shared_calls: Object that calls functions which several programs share; None to create one.
     """
 
     def __init__(
@@ -245,10 +247,10 @@ class Recipes:
         }
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Iterate over all recipes; steps and bursts with the fewest tokens come first.
+        """Iterate over all recipes. The decode steps and bursts with the fewest tokens come first.
 
-        Only these programs have the kernel of a fused layer, and XLA compiles that kernel only
-        while the process compiles nothing else.
+        Only these programs contain the kernel of a fused layer. XLA compiles this kernel only while
+        the process compiles nothing else, so it is compiled before other programs.
         """
         smallest = self._config.buckets.decode_batch_sizes[0]
 
@@ -284,7 +286,7 @@ class Recipes:
             arguments,
             keywords,
             donate=tuple(result for result in step.results if result in step.arguments),
-            # XLA measures no products on a CPU.
+            # On a CPU, XLA measures no matrix products.
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,
@@ -308,7 +310,7 @@ class Recipes:
     def largest_step(self) -> tuple[Recipe, Recipe]:
         """Return the prefill program and the sampling program that need the largest workspace.
 
-        The choice does not depend on `num_blocks`.
+        The result does not depend on the number of blocks in the pool.
         """
         buckets = self._config.buckets
         prefill, sample = max(buckets.prefill_shapes), (max(buckets.decode_batch_sizes), FULL_LEVEL)
@@ -319,8 +321,8 @@ class Recipes:
         return ((step.name, key) for step in steps for key in step.keys(config, shapes))
 
     def _value_shape(self, name: str, sizes: ProgramSizes) -> Any:
-        """Return the shape of a step's input or result; None for a result that is not in
-        `INPUT_SHAPES`, which every device has completely."""
+        """Return the shape of a step's input or result. Return None for a result that is not in
+        `INPUT_SHAPES`: every device has a complete copy of such a result."""
         return (
             INPUT_SHAPES[name](self._config, self._shapes, sizes) if name in INPUT_SHAPES else None
         )
@@ -329,8 +331,8 @@ class Recipes:
 def _partition_specs(tree: Any) -> Any:
     """Return the `PartitionSpec` of each shape in a tree.
 
-    The specification of a shape without a sharding is `REPLICATED`. `tree` is None for a result
-    that is replicated.
+    A shape without a sharding has the specification `REPLICATED`. If `tree` is None, return
+    `REPLICATED`.
     """
     if tree is None:
         return REPLICATED

@@ -1,4 +1,4 @@
-"""Choose an engine's sizes and limits, and divide the device memory by purpose."""
+"""Choose an engine's sizes and limits, and decide how much device memory each purpose gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,31 +32,33 @@ from jpaged.runtime.swap import staging_bytes
 from pallas_kernels import Backend, select_backend
 
 _MINIMAL_POOL_BLOCKS = 2
-"""Number of blocks in the pool with which the workspace of the largest step is measured. The
-workspace does not depend on this number."""
+"""Number of blocks in the pool for which the largest step is compiled to measure its workspace. The
+workspace does not depend on the size of the pool."""
 
 _SMALL_ARRAY_BYTES = 256 * 2**20
-"""Bytes reserved for arrays that no program's memory analysis counts: inputs of steps, results in
-transfer to the host, the buffers of `jpaged.runtime.allocation_guard`, the exchange memory of
-`jpaged.runtime.peer_memory`, and gaps between allocations."""
+"""Number of bytes reserved for arrays that XLA's memory analysis of a program does not include:
+inputs of steps, results in transfer to the host, the buffers of `jpaged.runtime.allocation_guard`,
+the exchange memory of `jpaged.runtime.peer_memory`, and gaps between allocations."""
 
 _STEPS_IN_FLIGHT = 2
 """Maximum number of large steps whose workspaces exist at the same time: the running step and the
-next launched step. Decode steps of a burst may be launched one by one, so more of these steps can
-be in flight; `_burst_logits_bytes` counts their logits."""
+next launched step. The decode steps of a burst may also be launched one by one, so more decode
+steps may be in flight. `_burst_logits_bytes` counts the logits of these steps."""
 
 POOL_BLOCK_MULTIPLE = 64
-"""The number of blocks of a pool sized to the device is rounded down to a multiple of this number.
-Starts with nearly equal free memory then find the same compiled programs."""
+"""If the engine chooses the size of the pool, it rounds the number of blocks down to a multiple of
+this number. Starts with nearly equal free memory then have the same size, and can reuse compiled
+programs."""
 
 MAX_BLOCKS = 2**18
-"""Maximum number of blocks in a pool sized to the device. Without a limit, a tiny model would get
-more blocks than the host can manage."""
+"""Maximum number of blocks in a pool whose size the engine chooses. Without a limit, a tiny model
+would get more blocks than the host can manage."""
 
 
 @dataclass(frozen=True)
 class PlatformDefaults:
-    """Default values of engine options on one kind of device, for options that are None.
+    """Default values of engine options on one kind of device. A default applies if the option is
+    None.
 
     Attributes:
         max_num_seqs: Maximum number of sequences in a step.
@@ -74,15 +76,15 @@ class PlatformDefaults:
 
 
 MAX_BURST_WEIGHT_BYTES = 5 * 10**9
-"""Maximum bytes of weights per device for which bursts are on by default: about as many as an H200
-reads (4 TB/s) in the 1.3 ms that the host takes to launch a step. With larger models the device
-takes longer than the host, so bursts do not help."""
+"""Maximum number of bytes of weights per device for which bursts are on by default. An H200 reads
+about this number of bytes (at 4 TB/s) in the 1.3 ms that the host takes to launch a step. With more
+weights, a step takes the device longer than the host, so bursts do not help."""
 
 # The host takes about 1.3 ms to launch a step. A step of a small model can take only 0.7 ms, so
 # bursts keep the device busy.
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, num_scheduler_steps=4)
-# A CPU has few cores to compile each bucket, and shares its memory with the rest of the machine.
-# Matrix products on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
+# On a CPU, few cores compile the programs, and other processes need the memory too. Matrix products
+# on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
 CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -102,10 +104,10 @@ class SizingResult(NamedTuple):
 
 
 class Sizing:
-    """Sizing of an engine: chooses its sizes and limits, and accounts for the device memory.
+    """Chooses an engine's sizes and limits, and computes how much device memory each purpose needs.
 
-    Create the object before the weights are loaded: device memory in use at that time is treated as
-    memory of other programs, except for arrays in `split`.
+    Create this object before the weights are loaded. Device memory that is in use at that time
+    counts as memory of other programs, except for the arrays in `split`.
 
     Args:
         config: Options of the engine.
@@ -130,11 +132,12 @@ class Sizing:
         device = devices[0]
         self._model, self._num_devices = model.shard(len(devices)), len(devices)
         self._weight_bytes = per_device_bytes(split.leaves)
-        # The parameters of a user's model are on the device already, and count as weights.
+        # The parameters of a user's model are on the device already. They count as weights, not as
+        # memory of other programs.
         loaded = per_device_bytes([it for it in split.leaves if isinstance(it, jax.Array)])
         limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
-        if self._weight_bytes > self._max_bytes:  # fail before any weight is loaded
+        if self._weight_bytes > self._max_bytes:  # raise the error before any weights are loaded
             can_split = self._device_limit is not None and isinstance(model, ModelConfig)
             more = ", or more devices (tensor_parallel_size)" if can_split else ""
             raise ValueError(
@@ -153,17 +156,19 @@ class Sizing:
         has_peers = not model.batch_invariant and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
-        # Until the size of the pool is known, only swap_space limits the blocks in host memory.
+        # The size of the pool also limits the number of blocks in host memory, but is not known
+        # yet.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))
 
     @property
     def _host_block_bytes(self) -> int:
-        """Bytes of host memory that one block takes, including the shards of all devices."""
+        """Number of bytes of host memory for one swapped block, with the shards of all devices."""
         return self._num_devices * self._block_bytes
 
     @property
     def gemm_row_counts(self) -> set[int]:
-        """Row counts of the matrix products in all programs that compute the scheduler's plans."""
+        """Numbers of rows of the matrix products, for all programs that compute the scheduler's
+        plans."""
         limits, shapes = self._limits, self._minimal_pool_shapes
         keys = [(step, key) for step in PLAN_PROGRAMS for key in step.keys(limits, shapes)]
         return {step.sizes(limits, key)["num_tokens"] for step, key in keys}
@@ -174,18 +179,20 @@ class Sizing:
         shared_calls: SharedCalls,
         start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
-        """Return the bytes of temporaries and new outputs of the largest step; 0 on a CPU.
+        """Return the number of bytes of temporaries and new outputs of the largest step; 0 on a
+        CPU.
 
-        If the size is not stored yet, the step is compiled. Programs that do not depend on the pool
-        are started meanwhile.
+        If the number is not stored yet, the step is compiled. At the same time, the compilation of
+        programs that do not depend on the pool begins.
 
         Args:
             builder: Builder that compiles the step.
-            shared_calls: Caller of functions that several programs share.
-            start_workers: Function that starts compile workers and returns whether workers run. If
-                no workers run, the builder compiles the programs that do not depend on the pool.
+            shared_calls: Object that calls functions which several programs share.
+            start_workers: Function that starts compile workers, and returns whether any worker
+                runs. If no worker runs, the builder compiles the programs that do not depend on the
+                pool.
         """
-        if self._device_limit is None:  # on a CPU, the workspace is not counted
+        if self._device_limit is None:  # on a CPU, the workspace is not limited
             return 0
         recipes = Recipes(self._split, self._minimal_pool_shapes, self._limits, shared_calls)
 
@@ -199,7 +206,7 @@ class Sizing:
         """Choose the size of the pool and of swap space, and return all sizes.
 
         Args:
-            workspace: Bytes of the largest step's workspace, from `workspace`.
+            workspace: Number of bytes that `workspace` returned.
 
         Raises:
             ValueError: The configured engine does not fit in memory.
@@ -227,7 +234,8 @@ class Sizing:
 
     @property
     def _max_bytes(self) -> int:
-        """Maximum bytes per device. Virtual devices of a CPU share the memory of the machine."""
+        """Maximum number of bytes that the engine may use per device. Virtual devices of a CPU
+        share the memory of the machine."""
         return (
             physical_memory_bytes() // self._num_devices
             if self._device_limit is None
@@ -263,21 +271,26 @@ class Sizing:
         return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
-        """Return the bytes of the logits of a burst's steps, if they are launched one by one."""
+        """Return the number of bytes of the logits of all steps of a burst, for a burst whose steps
+        are launched one by one."""
         limits = self._limits
         rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _verify_logits_bytes(self) -> int:
-        """Return the bytes of a verify step's logits, and of the arrays that sampling derives from
-        them: scaled logits, noise and mask."""
+        """Return the number of bytes of a verify step's logits, and of three arrays of the same
+        size that sampling computes from them: scaled logits, noise and mask."""
         sizes = self._limits.buckets.verify_batch_sizes
         rows = max(MAX_VERIFY_LOGITS_ROWS, *sizes) if sizes else 0
         return 4 * rows * self._limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _scoring_bytes(self) -> int:
-        """Return the bytes of a launch that scores prompt tokens, while its prefill step's results
-        exist: the logits of `prompt_logprobs_step`, twice if devices exchange them."""
+        """Return the number of bytes that scoring prompt tokens needs in addition to the results of
+        the prefill step.
+
+        These are the logits of `prompt_logprobs_step`, twice if devices exchange them, and the
+        hidden states of the scored tokens.
+        """
         limits, shapes = self._limits, self._minimal_pool_shapes
         num_rows = num_scored_rows(limits, limits.buckets.prefill_token_sizes[-1])
         copies = 1 + shapes.is_vocab_sharded
@@ -298,8 +311,8 @@ class Sizing:
         return min(self._fit_blocks(CPU_KV_CACHE_BYTES), useful)
 
     def _fit_blocks(self, available: int) -> int:
-        """Return how many blocks fit in `available` bytes. A number above `POOL_BLOCK_MULTIPLE` is
-        rounded down to a multiple of `POOL_BLOCK_MULTIPLE`."""
+        """Return the number of blocks that fit in `available` bytes. If the number is above
+        `POOL_BLOCK_MULTIPLE`, round it down to a multiple of `POOL_BLOCK_MULTIPLE`."""
         blocks = max(available, 0) // self._block_bytes
         return (
             blocks // POOL_BLOCK_MULTIPLE * POOL_BLOCK_MULTIPLE
@@ -309,7 +322,7 @@ class Sizing:
 
 
 def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
-    """Return the default values of options for a device that holds `weight_bytes` of weights."""
+    """Return the default values of options for a device with `weight_bytes` bytes of weights."""
     if device.platform == "cpu":
         return CPU_DEFAULTS
     if weight_bytes > MAX_BURST_WEIGHT_BYTES:
@@ -318,7 +331,8 @@ def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
 
 
 def _memory_limit(device: Any) -> int | None:
-    """Return the bytes that JAX has reserved minus the bytes in use; None without a limit."""
+    """Return the number of bytes that JAX may use on a device and that are free; None if the device
+    has no limit."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -333,14 +347,15 @@ def resolve_limits(
     backend: Backend,
     defaults: PlatformDefaults,
 ) -> RuntimeConfig:
-    """Return the runtime's sizes and limits, with `num_blocks` and `num_host_blocks` still 0.
+    """Return the sizes and limits of the runtime, except the size of the pool: `num_blocks` and
+    `num_host_blocks` are 0.
 
     Args:
         config: Options of the engine.
         model_max_len: Number of positions that the model supports.
         vocab_size: Width of the logits.
         backend: Implementation of the kernels.
-        defaults: Values of options that are None.
+        defaults: Values for the options that are None.
 
     Raises:
         ValueError: Options contradict each other or the model.
@@ -386,10 +401,12 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
     Args:
         limits: Result of `resolve_limits`.
         num_blocks: Number of blocks in the pool, including the null block.
-        config: Options of the engine. If `max_model_len` is set there, it is not lowered.
+        config: Options of the engine. If the option `max_model_len` is set, `max_model_len` is not
+            lowered.
 
     Raises:
-        ValueError: The pool has no usable block, or `max_model_len` in `config` exceeds the pool.
+        ValueError: The pool has no usable block, or a sequence with the `max_model_len` of `config`
+            does not fit in the pool.
     """
     capacity = (num_blocks - 1) * limits.block_size
     if capacity < 1:
@@ -409,12 +426,13 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
 
 
 def with_swap(runtime: RuntimeConfig, config: EngineConfig, bytes_per_block: int) -> RuntimeConfig:
-    """Return `runtime` with the number of blocks in host memory, at most as many as in the pool.
+    """Return `runtime` with `num_host_blocks` set: the number of blocks that fit in `swap_space`,
+    but not more than the pool has.
 
     Args:
         runtime: Sizes and limits of the runtime, including the size of the pool.
         config: Options of the engine.
-        bytes_per_block: Bytes of host memory per block.
+        bytes_per_block: Number of bytes of host memory per block.
 
     Raises:
         ValueError: `preemption_mode` is "swap", but `swap_space` holds no block.

@@ -1,9 +1,8 @@
 """Store lowered programs on disk, and set up JAX's cache of compiled programs.
 
-A lowered program is stored as `jax.export` serialises it. The file name is a digest of everything
-that the program depends on: the code in memory that steps are traced from, the shapes, the model,
-the settings and versions of JAX, and the device (docs/decisions/0008). A program whose file cannot
-be read is traced again.
+A lowered program is stored in the format of `jax.export`. The file name is a digest of everything
+that the program depends on: the code of the steps, the shapes, the model, the settings and versions
+of JAX, and the device (docs/decisions/0008). If a file cannot be read, its program is traced again.
 """
 
 import hashlib
@@ -33,15 +32,17 @@ from jpaged.models.sizes import ModelSizes
 from pallas_kernels import select_backend
 
 MAX_STORE_BYTES = 256 * 2**20
-"""Maximum bytes of all files in a store. The least recently used files are deleted."""
+"""Maximum total size in bytes of the files in a store. Above it, the least recently used files are
+deleted."""
 
 _TRACED_MODULES = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
 _SETTING_PREFIXES = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
 _IGNORED_PREFIXES = ("TF_CPP_", "NVIDIA_VISIBLE_", "NVIDIA_DRIVER_", "NVIDIA_REQUIRE_")
-"""Prefixes of environment variables that programs do not depend on: what is logged, and which GPUs
-a container has."""
+"""Prefixes of environment variables that programs do not depend on. These variables set what is
+logged, and which GPUs a container has."""
 _CACHE_PREFIXES = ("_abc_", "__msgspec_")
-"""Prefixes of class attributes in which libraries cache data."""
+"""Prefixes of class attributes in which libraries cache data. The digest of the code ignores these
+attributes."""
 _DIGEST_BYTES = 32
 
 
@@ -50,8 +51,8 @@ class ProgramStore:
 
     Args:
         folder: Folder of the store; created by the first write.
-        dependencies: Object that all programs of an engine depend on, in addition to code, shapes
-            and JAX. Different objects must have different results of `repr`.
+        dependencies: Object on which all programs of an engine depend, in addition to code, shapes
+            and JAX. The digest contains its `repr`.
         device: Device that the programs run on.
     """
 
@@ -67,7 +68,7 @@ class ProgramStore:
         return self._common_digest.hex()
 
     def has(self, key: str) -> bool:
-        """Return whether the store has a file for `key`. The file may be damaged."""
+        """Return whether the store has a file for `key`, even a damaged one."""
         return self._path(key).is_file()
 
     def load(self, key: str) -> export.Exported | None:
@@ -84,7 +85,7 @@ class ProgramStore:
             return None
 
     def save(self, key: str, exported: export.Exported) -> None:
-        """Store a program. The first failure gives a warning and turns off storing."""
+        """Store a program. If this fails, warn, and store no further programs."""
         if not self._can_save:
             return
         try:
@@ -94,7 +95,8 @@ class ProgramStore:
             warnings.warn(f"programs are not stored: {error}", stacklevel=2)
 
     def load_or_compute(self, key: str, compute: Callable[[], int]) -> int:
-        """Return the number stored under `key`; compute and store a missing number."""
+        """Return the number stored under `key`. If the number is missing, call `compute`, and store
+        the result."""
         payload = self._read(key)
         if payload is not None and payload.isdigit():
             return int(payload)
@@ -135,7 +137,7 @@ class ProgramStore:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically, and create its folder if necessary.
 
-    Readers, also in other processes, see either the complete new content or the previous state.
+    A reader, even in another process, sees either the previous file or the complete new file.
 
     Raises:
         OSError: The file cannot be written. No partial file remains.
@@ -158,7 +160,7 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def traced_modules() -> list[str]:
-    """Return the sorted names of the imported modules that steps are traced from."""
+    """Return the sorted names of the imported modules whose code the steps contain."""
     roots = tuple(f"{root}." for root in _TRACED_MODULES)
     return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
 
@@ -166,8 +168,9 @@ def traced_modules() -> list[str]:
 def jax_settings() -> dict[str, Any]:
     """Return the values of JAX's settings in this thread, by name.
 
-    Settings that no program depends on are left out: settings of caches, and options of the client.
-    The fraction of the device memory is one of these options; `device_memory_bytes` covers it.
+    Settings on which no program depends are left out: settings of caches, and options of the device
+    client. One of these options is the fraction of the device memory, on which programs do depend;
+    `device_memory_bytes` returns the resulting memory instead.
     """
     values = jax.config.values.items()
     return {
@@ -194,7 +197,7 @@ def _describe_environment(device: Any) -> str:
     }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    # Some kernels launch one program per core, and a shared device may offer only some cores.
+    # Some kernels launch one thread block per core, and a shared device may have fewer cores.
     cores = getattr(device, "core_count", None)
     chip = (
         client.platform,
@@ -208,8 +211,8 @@ def _describe_environment(device: Any) -> str:
 
 
 def _code_digest() -> bytes:
-    """Return a digest of the modules that steps are traced from: of their files and, in case a
-    function or constant was patched, of their current contents."""
+    """Return a digest of the modules whose code the steps contain. The digest covers the files of
+    the modules, and their functions and constants in memory, which may have been patched."""
     modules = [sys.modules[name] for name in traced_modules()]
     tables = sorted((Path(sys.modules["pallas_kernels"].__path__[0]) / "tuned").glob("*.json"))
     files = [Path(module.__file__) for module in modules if module.__file__] + tables
@@ -258,20 +261,21 @@ def _value_part(value: object) -> bytes:
     if isinstance(function, FunctionType):
         return marshal.dumps(
             function.__code__, 2
-        )  # later versions have back references, which vary
+        )  # format 2: later formats have back references, which vary between runs
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
 
 
 CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
-"""Environment variable of JAX that selects the GPU client if no client option does."""
+"""Environment variable of JAX that selects the GPU client, unless a client option selects it."""
 
 
 def with_usable_cache(config: EngineConfig) -> EngineConfig:
-    """Create the folder of compiled programs, and return the configuration.
+    """Create the cache folder of compiled programs, and return the configuration with a folder that
+    can be used.
 
-    If the folder is read-only, return the configuration and warn. If the folder is the default and
-    cannot be used at all, warn and set `compilation_cache_dir` to None.
+    If the folder is read-only, warn, and return the configuration unchanged. If the folder is the
+    default folder and cannot even be read, warn, and set `compilation_cache_dir` to None.
 
     Raises:
         ValueError: A folder other than the default can be neither written nor read.
@@ -304,11 +308,11 @@ def prepare_jax(config: EngineConfig) -> None:
 
     The client options take effect only if the process has not used a device before.
 
-    By default JAX reserves three quarters of a GPU. `gpu_memory_utilization` replaces this
-    fraction. The client that launches from a separate thread is selected, unless the environment
-    variable `CLIENT_VARIABLE` is set.
-    With this client, a launch blocks the engine's thread for less time. The device waits for that
-    thread if the model is small (docs/performance.md).
+    By default, JAX reserves three quarters of a GPU's memory. `gpu_memory_utilization` replaces
+    this fraction. Unless the environment variable `CLIENT_VARIABLE` is set, the function also
+    selects the device client that launches programs from a separate thread. With this client, a
+    launch blocks the engine's thread for less time, which makes steps of small models faster
+    (docs/performance.md).
 
     Args:
         config: Options of the engine.
@@ -329,8 +333,8 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    Only programs of models in the package `jpaged` are stored: the store's digest covers only the
-    code of these models.
+    Only programs of models in the package `jpaged` are stored, because the digest covers only the
+    code of this package.
 
     Args:
         cache: The engine's `compilation_cache_dir`.

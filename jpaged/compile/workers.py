@@ -1,9 +1,9 @@
 """Worker processes that compile programs while an engine starts (docs/decisions/0012).
 
-Within one process, tracing holds the GIL, and XLA compiles a Mosaic kernel only while the
-process compiles nothing else. Several processes work in parallel. Each worker compiles some of the
-programs and writes them to the caches on disk, from which the engine's process loads them. The
-engine's process compiles every program that no worker reports.
+Threads of one process would not suffice: tracing holds the GIL, and XLA compiles a Mosaic kernel
+only while the process compiles nothing else. So each worker process compiles some of the programs,
+and writes them to the caches on disk. The engine's process loads the programs from there, and
+compiles every program that no worker reports as compiled.
 """
 
 import gc
@@ -50,13 +50,13 @@ from jpaged.runtime.steps import PROGRAMS
 T = TypeVar("T")
 
 _NICENESS = 5
-"""Niceness of workers. The engine's process, which loads the model and sizes the pool at the same
-time, has precedence."""
+"""Niceness of workers. The engine's process gets CPU time first, because it loads the model and
+sizes the pool at the same time."""
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Job of one worker. JSON can represent every field.
+    """What one worker has to do. Every field can be represented in JSON.
 
     Attributes:
         cache_dir: The engine's `compilation_cache_dir`.
@@ -64,9 +64,10 @@ class CompileJob:
         dtype: Dtype of the weights.
         jax_settings: JAX's settings in the thread that creates the engine.
         client_options: Options of JAX's device client in the engine's process.
-        modules: Names of the modules that steps are traced from.
+        modules: Names of the modules whose code the steps contain.
         dependency_digest: `ProgramStore.dependency_digest` in the engine's process.
-        tie_word_embeddings: Whether the output head is the embedding; None to read config.json.
+        tie_word_embeddings: Whether the output head has the weights of the embedding; None to read
+            it from config.json.
         quantization: The engine's `quantization`.
         kv_cache_dtype: `kv_cache_dtype` of the `ModelConfig`.
         enable_expert_parallel: `enable_expert_parallel` of the `ModelConfig`.
@@ -74,7 +75,7 @@ class CompileJob:
         num_devices: Number of tensor-parallel devices.
         worker_index: Index of the worker.
         num_workers: Number of workers.
-        num_threads: Number of threads that compile.
+        num_threads: Number of threads that compile programs.
         limits: Sizes and limits of the runtime before the pool is sized; None until the worker is
             started.
         has_gemm_record: Whether XLA needs no measurements for matrix products: a record covers the
@@ -104,14 +105,14 @@ class CompileJob:
 def select_worker_recipes(
     recipes: Iterable[Recipe], worker_index: int, num_workers: int
 ) -> list[Recipe]:
-    """Return the programs that one worker compiles, so that all workers take about equally long.
+    """Return the programs that one worker compiles. All workers take about equally long.
 
     Programs that share kernels form a group, such as all sampling levels of one batch size. Each
     group goes to the worker with the lowest total of estimated compile times.
 
-    Groups that do not need the pool are assigned first, so their assignment is the same with and
-    without the other groups. Within each kind, groups are assigned in the order of
-    their compile times, the longest first.
+    Groups that do not depend on the size of the pool are assigned first, so that their assignment
+    is the same before the size of the pool is known. Then the other groups are assigned. In both
+    cases, the group with the longest compile time comes first.
 
     Args:
         recipes: Recipes of the programs of all workers.
@@ -138,7 +139,7 @@ def _group_seconds(group: list[Recipe]) -> float:
 def run_compile_job(
     job: CompileJob, wait_for_runtime: Callable[[], RuntimeConfig]
 ) -> Iterator[ProgramName]:
-    """Compile a worker's programs, beginning with programs that do not depend on the pool.
+    """Compile a worker's programs. Programs that do not depend on the size of the pool come first.
 
     Args:
         job: Job of the worker.
@@ -148,8 +149,8 @@ def run_compile_job(
         Name of each compiled program.
 
     Raises:
-        ValueError: Programs would depend on other code, settings or devices than in the engine's
-            process.
+        ValueError: The worker has different code, settings or devices than the engine's process, so
+            the engine could not use the worker's programs.
     """
     _apply_engine_settings(job)
     device = jax.local_devices()[0]
@@ -202,8 +203,8 @@ def _apply_engine_settings(job: CompileJob) -> None:
             jax.config.update(name, value)
     jax.config.update(
         "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # cache also programs that compile fast
-    # The engine's process has reserved its fraction of the device memory already.
+    )  # Cache programs even if they compile fast.
+    # Reserve no device memory: the engine's process has already reserved its fraction.
     client_options = job.client_options | {"preallocate": False}
     jax.config.update("jax_pjrt_client_create_options", client_options)
     for module in job.modules:
@@ -213,35 +214,36 @@ def _apply_engine_settings(job: CompileJob) -> None:
 def main(sock: socket.socket) -> None:
     """Run a worker process: compile the parent's job, report each compiled program, and exit.
 
-    The parent sends a `CompileJob`, and later the `RuntimeConfig`. When the worker reports a
-    program, the program is in the program store and in JAX's cache.
+    The parent sends a `CompileJob`, and later the `RuntimeConfig`. The worker reports a program
+    after it has written the program to the program store and to JAX's cache.
 
     Args:
         sock: Channel to the parent.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore SIGTERM
     os.nice(_NICENESS)
-    gc.disable()  # collecting a trace's millions of objects is slow, and the process ends soon
+    gc.disable()  # a trace has millions of objects, so collections are slow
     exit_with_parent(sock)
     code = 0
     try:
-        job = from_json(receive(sock) or b"", CompileJob)  # fails if the channel is closed
+        job = from_json(receive(sock) or b"", CompileJob)  # raises if the channel is closed
         for name in run_compile_job(job, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
     except Exception as error:
         code = 1
         with suppress(OSError):
             send(sock, to_json({"failed": f"{type(error).__name__}: {error}"}))
-    os._exit(code)  # skip cleanup, which would wait for other threads
+    os._exit(code)  # skip the normal exit, which would wait for other threads
 
 
 def to_json(record: object) -> bytes:
-    """Return a record as JSON. ASCII escapes also represent paths that are not valid UTF-8."""
+    """Return a record as JSON. Strings are escaped to ASCII, because a path may not be valid
+    UTF-8."""
     return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index)).encode()
 
 
 def from_json(message: bytes, kind: type[T]) -> T:
-    """Return the record of type `kind` that `to_json` encoded."""
+    """Decode a message that `to_json` returned to a record of type `kind`."""
     return msgspec.convert(json.loads(message), type=kind)
 
 
@@ -249,9 +251,9 @@ MAX_WORKERS = 16
 _CPUS_PER_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_PER_WORKER = 2**30
-"""Bytes of device memory reserved for the GPU context and programs of a worker."""
+"""Number of bytes of device memory for the GPU context and the programs of one worker."""
 _MEASURING_WORKER_DEVICE_BYTES = 7 * 2**28
-"""Bytes of device memory reserved for a worker that also measures matrix products."""
+"""Number of bytes of device memory for one worker that also measures matrix products."""
 
 
 def choose_num_workers(config: EngineConfig, device: Any, *, has_gemm_record: bool) -> int:
@@ -289,8 +291,9 @@ def make_compile_jobs(
 ) -> list[CompileJob]:
     """Return one job per worker, with JAX's settings of the current thread.
 
-    The result is empty if `choose_num_workers` returns 0, if the engine would not find the workers'
-    programs in a store or in JAX's cache, or if no Python interpreter can be started.
+    The result is empty if `choose_num_workers` returns 0, if there is no program store or no
+    writable cache through which workers could pass programs to the engine, or if no Python
+    interpreter is known.
 
     Args:
         config: Options of the engine.
@@ -327,7 +330,7 @@ def make_compile_jobs(
 
 
 class CompilePool:
-    """Pool of workers that compile an engine's programs.
+    """Starts and stops the workers that compile an engine's programs.
 
     The pool is a context manager that kills all workers on exit.
 
@@ -360,16 +363,17 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._start_lock:  # another thread may be starting workers; none start after this
+        with self._start_lock:  # another thread may be starting workers
             self._closed = True
-        for child in self.processes:  # kill all workers before waiting for one
+        for child in self.processes:  # kill all workers before waiting for any
             child.process.kill()
         self._listeners.shutdown()
         for child in self.processes:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Start the workers, which begin with programs that do not depend on the pool.
+        """Start the workers. They first compile the programs that do not depend on the size of the
+        pool.
 
         Args:
             limits: Sizes and limits of the runtime before the pool is sized.
@@ -382,7 +386,7 @@ class CompilePool:
             try:
                 for job in () if self._closed else self._jobs:
                     self._start_worker(replace(job, limits=limits))
-            except (OSError, RuntimeError) as error:  # limit of processes or of threads reached
+            except (OSError, RuntimeError) as error:  # the limit of processes or threads is reached
                 self._report(
                     "a compile worker could not be started, so the engine's process compiles its "
                     f"programs: {error}"
@@ -397,8 +401,8 @@ class CompilePool:
     ) -> Iterator[Recipe]:
         """Yield each recipe when a worker has compiled it, or when no worker will compile it.
 
-        If the workers were not started before and many programs are missing in the store, start the
-        workers.
+        The method starts the workers if they are not running and many programs are missing in the
+        store.
 
         Args:
             needed: Recipes of all programs of the engine.
@@ -443,7 +447,8 @@ class CompilePool:
     def _reported_names(self, needed: Sequence[Recipe]) -> Iterator[str]:
         """Yield the name of each program that a worker reports.
 
-        When a worker has ended or was not started, yield the names of all its programs.
+        If a worker has ended or was not started, yield the names of all programs assigned to the
+        worker.
         """
         running = len(self.processes)
         for job in self._jobs[running:] if running else ():
@@ -466,12 +471,13 @@ class CompilePool:
 
 
 def _send(child: Child, record: CompileJob | RuntimeConfig) -> None:
-    with suppress(OSError):  # the worker has ended; its listener reports that
+    with suppress(OSError):  # the worker has ended, which its listener reports
         send(child.sock, to_json(record))
 
 
 def _num_available_cpus() -> int:
-    """Return the number of CPUs that this process may use, or of all CPUs if that is unknown."""
+    """Return the number of CPUs that this process may use. If this number is unknown, return the
+    number of all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -486,10 +492,10 @@ def _has_writable_cache() -> bool:
 
 
 def _json_settings() -> dict[str, Any]:
-    """Return JAX's settings that JSON can represent, including settings of caches.
+    """Return the settings of JAX that can be represented in JSON, including settings of caches.
 
-    If another setting differs in a worker, the worker's `dependency_digest` differs, and the worker
-    refuses the job.
+    If one of the other settings differs in a worker, its `dependency_digest` differs, and the
+    worker refuses the job.
     """
     caches = {name: value for name, value in jax.config.values.items() if "cache" in name}
     plain = (bool, int, float, str, type(None))

@@ -13,7 +13,7 @@ from jpaged.core.swap import SwapSpace
 from jpaged.errors import ErrorKind, RequestError, format_count
 
 ROWS_PER_FREE_ROW = 32
-"""Divisor of `max_num_seqs` for the number of free batch rows that make a prefill worthwhile."""
+"""A step with prompts is worthwhile when `max_num_seqs / ROWS_PER_FREE_ROW` batch rows are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # The last refusal by `find_fit`: the request's first sequence with the state of the pool at
-        # that time, and the cached prefix of the sequence.
+        # State when `find_fit` last returned None: the request's first sequence, counters of the
+        # pool, and the cached prefix of that sequence.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The last refusal by `would_fit_after_preemption`, in the same form.
+        # The same state when `would_fit_after_preemption` last returned False.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
@@ -131,7 +131,8 @@ class Admission:
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # Cached blocks that victims hold count as needed: preempting the victims would free them.
+        # If the victims hold blocks of the request's cached prefix, preempting the victims makes
+        # these blocks free, and the request then takes them from the free blocks.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
@@ -186,7 +187,7 @@ class Admission:
             first = request.live_sequences[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            # One block is enough to look up: any cached prefix includes the prompt's first block.
+            # Look up only the prompt's first block: without it, no prefix is cached.
             max_prefix_tokens = min(manager.block_size, _max_prefix_tokens(request))
             is_cached = not first.block_table and manager.find_prefix(first, max_prefix_tokens)
             if is_cached or not manager.can_admit(first, num_blocks):

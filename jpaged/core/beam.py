@@ -91,10 +91,10 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of most probable next tokens per beam that make the search exact.
+        """Number of most probable next tokens that `advance` needs of each beam.
 
-        A step needs the `width` best continuations, and the `width` best without an end token. One
-        beam supplies at most `width` of each, and only end tokens can rank between them.
+        All `width` best continuations that are not end tokens may extend the same beam, and every
+        end token of this beam may be more probable than they are.
         """
         return self.width + len(self.end_token_ids)
 

@@ -264,8 +264,8 @@ class BlockManager:
             sequence: Sequence whose known tokens are looked up. A sequence that may register no
                 blocks finds none either, because its KV may come from other weights.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
-                a step must compute at least one token to sample from. A sequence whose prompt is
-                scored has a limit of its own.
+                a step must compute at least one token to sample from. The prefix is never longer
+                than `sequence.max_cached_tokens`.
         """
         tokens, limit = sequence.token_ids, sequence.max_cached_tokens
         most = len(tokens) - 1 if max_tokens is None else max_tokens
@@ -384,7 +384,7 @@ class BlockManager:
             holder_counts.update(sequence.block_table)
         counted = {b.block_id: b.ref_cnt for b in self.pool.blocks if b.ref_cnt}
         wrong = sorted({block_id for block_id, _ in counted.items() ^ holder_counts.items()})
-        require(not wrong, f"the ref_cnt of blocks {wrong} is not their number of holders")
+        require(not wrong, f"the ref_cnt of blocks {wrong} differs from their number of holders")
 
     def _check_table(self, sequence: Sequence) -> None:
         table = sequence.block_table
@@ -394,7 +394,8 @@ class BlockManager:
             num_held = len(sequence.host_block_table)
         has_enough = num_held == needed
         if self.has_reservations:
-            # A step in flight returns no token if the steps before it have filled all slots.
+            # With a step in flight, the sequence may hold too few blocks. If the steps before it
+            # accept so many drafts that all slots are full, this step computes no token.
             has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
         is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(

@@ -34,7 +34,8 @@ def set_common_prefix(request: Request) -> None:
 def common_prefix_length(sequences: list[Sequence]) -> int:
     """Return the length of the longest common prefix of the sequences' tokens."""
     token_lists = [sequence.token_ids for sequence in sequences]
-    low, high = min(token_lists), max(token_lists)  # lexicographic bounds of all others
+    # All other lists lie between these two in lexicographic order, and so share their prefix.
+    low, high = min(token_lists), max(token_lists)
     pairs = zip(low, high, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
 
@@ -74,7 +75,8 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
     work = []
     for sequence in request.live_sequences:
         known = len(sequence.token_ids)
-        # A sample's next token is its pending token. The next token of a beam is not known yet.
+        # Steps in flight sample the pending tokens of a sample, so the next step can compute their
+        # KV. A beam gets its next token only when its step has been read.
         if request.beam is None:
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:

@@ -26,8 +26,8 @@ class RequestStatus(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again; all tokens must be recomputed
-    SWAPPED = "swapped"  # waiting again; computed KV is in host memory
+    PREEMPTED = "preempted"  # the request waits again, and all its tokens must be recomputed
+    SWAPPED = "swapped"  # the request waits again, and its computed KV is in host memory
     FINISHED = "finished"
 
 

@@ -89,8 +89,10 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._preempted: list[str] = []  # ids of requests preempted since the last plan
-        self._failed: list[tuple[Request, Exception]] = []  # failed since the last plan or update
+        # Ids of requests that were preempted since the last plan.
+        self._preempted: list[str] = []
+        # Requests that failed since the last plan or update.
+        self._failed: list[tuple[Request, Exception]] = []
 
     @property
     def num_swapped(self) -> int:
@@ -265,8 +267,8 @@ class Scheduler:
     ) -> StepUpdate:
         """Append the sampled tokens of a finished step, and end completed sequences.
 
-        Of a verify step, only the first token of each sequence is appended. The caller then passes
-        the other positions to `append_accepted`, and may end sequences in between.
+        If the step verified drafts, only the first token of each sequence is appended. The caller
+        then passes the other positions to `append_accepted`, and may end sequences in between.
 
         An error of one request, or a missing token (`NO_TOKEN`), ends only that request.
         `StepUpdate.failed` lists such requests.
@@ -274,7 +276,7 @@ class Scheduler:
         Args:
             plan: The oldest plan that is not read yet.
             sampled_token_ids: int [rows]; sampled token of each sequence in `plan.scheduled`.
-                Ignored for rows that do not sample and for sequences that have ended. Of a verify
+                Ignored for rows that do not sample and for sequences that have ended. For a verify
                 step, int [rows, 1 + plan.num_drafts]: the tokens of a row, followed by `REJECTED`
                 or `NO_DRAFT`. A row that begins with `NO_DRAFT` returns no token.
             candidates: Next-token candidates, one row per scheduled sequence. Required if the step
@@ -334,7 +336,7 @@ class Scheduler:
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
     def _check_update(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """Raise ValueError unless the plan is the next to read, and has as many tokens."""
+        """Raise ValueError unless the plan is the next to read and the array fits the plan."""
         if not self._num_updated == plan.step_id < self._num_planned:
             raise ValueError(
                 f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
@@ -379,7 +381,10 @@ class Scheduler:
         return StepUpdate(emitted, [], failed)
 
     def _settle_rows(self, plan: StepPlan, token_ids: np.ndarray) -> None:
-        """Count the tokens that the rows of a step returned, drafts excluded."""
+        """Correct the token counters of each row, now that it is known which rows returned tokens.
+
+        Accepted drafts are counted later, by `append_accepted`.
+        """
         token_ids = token_ids.reshape(len(plan.scheduled), -1)
         has_token = (token_ids[:, 0] >= NO_TOKEN).tolist()
         for row, num_tokens in zip(plan.scheduled, has_token, strict=True):
@@ -633,7 +638,7 @@ class Scheduler:
         step. Drafts without a slot are dropped by the device.
         """
         manager, limits = self.block_manager, []
-        # As many block updates as a packed row has room for (`StepProgram.sizes`).
+        # A row of the packed plan has room for this number of block updates.
         max_updates = 1 + manager.num_blocks_for(num_drafts)
         num_spare = manager.num_free_blocks - self.running.num_rows
         if step.has_preempted or step.is_waiting_for_blocks or self._waits_for_blocks:
@@ -655,7 +660,7 @@ class Scheduler:
 
     @property
     def _waits_for_blocks(self) -> bool:
-        """Whether the first waiting request has enough free batch rows, so that it lacks blocks."""
+        """Whether the first waiting request waits for blocks: enough batch rows are free for it."""
         return bool(self.waiting) and self._admission.num_free_rows >= self.waiting.first.num_rows
 
     def _trim_reservations(self) -> bool:
@@ -715,7 +720,8 @@ class Scheduler:
         next step, because its blocks are copied while this step runs.
         """
         set_common_prefix(request)
-        # A request that was just preempted may have sampled tokens that the host has not read.
+        # After a preemption, the host may not have read all sampled tokens of the request yet. The
+        # request must wait, because recomputing it needs these tokens.
         fit = self._admission.find_fit(request) if request.is_fully_read else None
         if fit is None and request.is_fully_read and self._waits_for_blocks:
             fit = self._admission.find_fit(request) if self._trim_reservations() else None
@@ -832,7 +838,7 @@ class Scheduler:
 
 
 def _settle(sequence: Sequence, num_tokens: int) -> None:
-    """Replace the one token that a step was expected to sample by the token that it returned.
+    """Correct a sequence's counters after a step that was planned to sample one token is read.
 
     Args:
         sequence: Sequence that the step computed.

@@ -111,7 +111,7 @@ class SequenceTable:
         self.draining: dict[int, Sequence] = {}
         self._manager = manager
         self._released: list[int] = []
-        self._row_forks: dict[int, RowFork] = {}  # by the seq_id of the child
+        self._row_forks: dict[int, RowFork] = {}  # forks by the child's seq_id
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence."""
@@ -122,7 +122,7 @@ class SequenceTable:
         return [sequence for sequence in self.by_id.values() if sequence.request is request]
 
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
-        """Let the next plan copy the device row of each parent that has one to its child."""
+        """Let the next plan copy the parent's device row to the child, if the parent has one."""
         for parent, child in forks:
             if parent.has_row:
                 self._row_forks[child.seq_id] = parent, child

@@ -13,10 +13,12 @@ import numpy as np
 from jpaged.core.plan import NO_DRAFT
 
 WINDOW_ROWS = 64
-"""Number of rows of verify steps over which acceptance is measured. Older rows count half."""
+"""Number of rows after which the counts of the acceptance rate are halved, so that older verify
+steps count less."""
 
 NUM_TRIAL_STEPS = 4
-"""Number of verify steps that are read before their acceptance decides."""
+"""Number of verify steps of a trial. Their acceptance rate decides whether to keep verifying
+drafts."""
 
 MIN_PLAIN_STEPS, MAX_PLAIN_STEPS = 64, 512
 """Number of plain steps between two trials. The number doubles after each trial without success, up

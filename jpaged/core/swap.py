@@ -25,7 +25,7 @@ class PreemptionMode(StrEnum):
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    AUTO = "auto"  # the cheaper of the two, by measured `PreemptionCosts`
+    AUTO = "auto"  # choose the cheaper mode by the measured `PreemptionCosts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class SwapSpace:
         ]
         num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
         partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
-        # Copies on write: the last sequence to write a shared block keeps the block.
+        # If sequences share a partly filled block, all but one of them need a copy of the block.
         num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})
         return GroupFit(hits, num_needed + num_copies)
 

@@ -130,7 +130,7 @@ def _check_python() -> Finding:
     found = f"{platform.python_version()} ({sys.executable})"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return Finding("Python", found)
-    remedy = "install Python 3.11, 3.12 or 3.13, and jpaged in an environment of it"
+    remedy = "install Python 3.11, 3.12 or 3.13, and then jpaged in an environment of that Python"
     return Finding("Python", found, remedy, Status.PROBLEM)
 
 
@@ -306,7 +306,7 @@ def _check_memory() -> Finding:
         limit = "max"
     if limit.isdigit() and int(limit) < total:
         limited = int(limit) / 2**30
-        remedy = "swap_space=None does not know this limit: pass --swap-space"
+        remedy = "the default of --swap-space ignores this limit: set --swap-space"
         found += f", container limit {limited:.1f} GiB"
         return Finding("memory", found, remedy, Status.NOTE)
     return Finding("memory", found)

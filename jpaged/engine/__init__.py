@@ -1,1 +1,1 @@
-"""The `Engine` class, the loop of steps, and the path of a request from prompt to outputs."""
+"""The `Engine` class, the loop that runs steps, and the state of each request."""

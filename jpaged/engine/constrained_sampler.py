@@ -1,10 +1,10 @@
 """Sampling for steps in which at least one row has a grammar.
 
-The mask of a row with a grammar depends on the previous token of the row. The loop therefore
-launches the layers of the step, reads the previous step, and then calls
+The mask of a row with a grammar depends on the previous token of the row. The engine loop therefore
+launches the layers of the step, waits for the tokens of the previous step, and then calls
 `ConstrainedSampler.sample`. In the overlapped loop, a thread sends the sampled tokens to the mask
-worker as soon as the device has computed the tokens. A row whose mask is late may skip the step: a
-later step computes the row's token again.
+worker as soon as the device has computed the tokens. If the mask of a row is late, the row may skip
+the step. A later step then computes the row's token again.
 """
 
 import time
@@ -26,7 +26,8 @@ from jpaged.structured_outputs.mask_client import Answer, AnswerRows, Constraint
 from jpaged.structured_outputs.matcher import GrammarError
 
 _MAX_COMPILE_WAIT_S = 0.005
-"""Maximum seconds that a turn of an idle loop waits for a grammar to compile."""
+"""Maximum time in seconds that the engine loop waits for a grammar to compile, if no request is
+running."""
 
 _MAX_MASK_WAIT_S = 1.0
 """Maximum time in seconds that a step waits for the masks of rows that cannot skip the step.
@@ -36,11 +37,12 @@ is throughput.
 """
 
 _MAX_LATE_FRACTION = 0.25
-"""Maximum fraction of late rows for which the waiting time is proportional to the fraction."""
+"""Maximum fraction of rows with a late mask for which a step's waiting time is proportional to the
+fraction. With more late rows, see `WaitBudget`."""
 
 _MAX_STEP_S = 0.05
-"""Maximum step duration in seconds that `WaitBudget` measures. Longer intervals between two steps
-include idle time."""
+"""Upper limit in seconds for the step durations that `WaitBudget` measures. A longer interval
+between two steps includes idle time."""
 
 
 def _late_mask_error() -> GrammarError:
@@ -53,18 +55,19 @@ def _late_mask_error() -> GrammarError:
 
 
 class ConstrainedSampler:
-    """Samples the steps in which a row has a grammar. The loop uses this class for no other step.
+    """Samples the steps in which at least one row has a grammar. Other steps do not use this class.
 
     Args:
         mask_client: Client of the mask worker; None if no request can have a grammar.
-        scheduler: Scheduler that made the steps. Rows with late masks are postponed in its plans.
+        scheduler: Scheduler that planned the steps. It also plans the skipped rows again.
         runner: Model runner that launches the sampling.
-        mode: Mode of the loop.
+        mode: Whether the engine loop is overlapped or synchronous.
         requests: Unfinished requests of the loop, by request id.
 
     Attributes:
         compiling: Requests that wait until their grammars are compiled, in order of arrival.
-        unread_step: Last step that was sampled with masks, until the step is read; None otherwise.
+        unread_step: The step that was sampled with masks and whose tokens are not read yet; None if
+            there is no such step.
     """
 
     def __init__(
@@ -81,15 +84,16 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers that end with the tokens of the step that is being read.
+        # Answers whose last token is in the step that is being read.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
-        """Remove and return the requests of `compiling` whose compilation succeeded or failed.
+        """Remove and return the requests of `compiling` whose grammar has compiled or has failed to
+        compile.
 
         Args:
-            may_wait: Whether to wait for the grammar of the first request, `_MAX_COMPILE_WAIT_S` at
-                most. `compiling` must not be empty then.
+            may_wait: Whether to wait up to `_MAX_COMPILE_WAIT_S` for the grammar of the first
+                request. If true, `compiling` must not be empty.
         """
         if may_wait:
             next(iter(self.compiling.values())).wait(_MAX_COMPILE_WAIT_S)
@@ -101,14 +105,15 @@ class ConstrainedSampler:
     def sample(
         self, step: UnsampledStep, device_wait_s: float, goal: SchedulingGoal
     ) -> tuple[StepHandle, list[RequestFault], list[Sequence]]:
-        """Sample a step with masks, and request the masks of the next tokens from the mask worker.
+        """Sample a step with the masks of its grammars, and ask the mask worker for the masks of
+        the next tokens.
 
         Args:
             step: The step to sample. The layers of the step must be launched, and all earlier steps
                 must be read.
             device_wait_s: Seconds that the host has just waited for the device.
-            goal: With `SchedulingGoal.THROUGHPUT`, a step that contains rows without a grammar may
-                also wait longer for a busy mask worker.
+            goal: With `SchedulingGoal.THROUGHPUT`, a step may wait longer for a busy mask worker,
+                even if some of its rows have no grammar.
 
         Returns:
             The handle of the launched step; the requests that fail, each with its error; and the
@@ -179,11 +184,12 @@ class ConstrainedSampler:
     ) -> bool:
         """Return whether the step stops waiting for late masks.
 
-        If the step stops, each late row skips the step, and the late rows that cannot skip fail.
+        If the function returns True, each row with a late mask skips the step. If a late row cannot
+        skip the step, the request of the row fails.
 
         Args:
             step: The step to sample.
-            items: Answers with a grammar in the step, each with its row.
+            items: Pairs (answer, row) of the step's rows with a grammar.
             goal: Scheduling goal of the step.
             late: Indices in `items` of the answers whose masks are not ready.
             heavy: Indices in `items` of the late answers whose grammars are slow
@@ -193,7 +199,8 @@ class ConstrainedSampler:
         has_ready_rows, has_unconstrained_rows = len(late) < num_rows, len(items) < num_rows
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
-        else:  # Every row is late: a request that arrives now would have to wait.
+        else:
+            # Every row is late. Limit the wait: no new request can join the batch before it ends.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -208,14 +215,15 @@ class ConstrainedSampler:
         cannot_skip = {i for i in late if not self._can_skip(step, items[i][1])}
         if not cannot_skip or not is_late:
             return not cannot_skip
-        # On a busy machine, the mask worker may have received no CPU time.
+        # If the machine is busy, the mask worker may be late because it received no CPU time.
         is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
-        # Rows without a grammar wait longer for a busy worker only if the goal is throughput.
+        # Let rows without a grammar wait for a busy worker only if the goal is throughput.
         is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
         return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:
-        """Return whether a row can skip the step. A later step then computes the row's token again.
+        """Return whether a row can skip the step, so that a later step computes the row's token
+        again.
 
         The row must decode exactly one token, and its sequence must be the only unfinished sequence
         of the request. The request must not adjust logits with penalties, biases or forbidden
@@ -238,8 +246,8 @@ class WaitBudget:
     the layers of the step during the wait for masks. The budget then grows as follows:
 
     - If at most 25 % of the rows are late, the budget grows by the duration of a step multiplied by
-      the fraction of late rows. For all rows together, waiting then costs as much time as skipping
-      the step costs the late rows.
+      the fraction of late rows. The time that all rows then spend waiting equals the time that the
+      late rows would lose by skipping the step.
     - If more rows are late, the budget grows by the duration of a step, so rows without a grammar
       keep at least half of their speed. If all rows have a grammar, the budget is unlimited.
 
@@ -259,11 +267,11 @@ class WaitBudget:
         self._wait_start, self._device_wait_s = time.perf_counter(), device_wait_s
 
     def is_spent(self, late_fraction: float, *, has_unconstrained_rows: bool) -> bool:
-        """Return whether the step has waited for late masks as long as it may.
+        """Return whether the step has used up the time that it may wait for late masks.
 
         Args:
-            late_fraction: Late rows without heavy answers, as a fraction of the step's rows, 0 to
-                1.
+            late_fraction: Fraction of the step's rows whose masks are late and whose grammars are
+                not slow (`AnswerState.HEAVY`), 0 to 1.
             has_unconstrained_rows: Whether the step contains rows without a grammar.
         """
         if late_fraction > _MAX_LATE_FRACTION:
@@ -272,9 +280,10 @@ class WaitBudget:
         return time.perf_counter() - self._wait_start >= seconds
 
     def end_wait(self) -> None:
-        """End the wait of a step, and measure the duration of a step without waits.
+        """End the wait of a step, and measure the duration of the step.
 
-        The duration is the time from the end of the previous wait to the beginning of this wait.
+        The duration excludes waits: it is the time from the end of the previous wait to the
+        beginning of this wait.
         """
         now = time.perf_counter()
         # The duration limits the next wait. If the duration included this wait, each wait would

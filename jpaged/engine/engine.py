@@ -51,12 +51,12 @@ Output = TypeVar("Output")
 class Engine:
     """Serves one model from a paged KV cache. Not thread-safe: call an engine from one thread only.
 
-    Creating an engine calls `gc.freeze`: the garbage collector no longer searches the engine, or
-    any object that exists at that time, for reference cycles. Reference counting still frees the
-    objects.
+    Creating an engine calls `gc.freeze`: the garbage collector then no longer examines the objects
+    that exist at that time, including the engine. Objects without references are still freed.
 
-    With a `JaxModel`, the engine serves functions of the caller (docs/your_model.md). Creating such
-    an engine does not call `gc.freeze`, and changes no setting of JAX.
+    With a `JaxModel`, the engine calls two functions of the caller to compute the model
+    (docs/your_model.md). Creating such an engine does not call `gc.freeze`, and changes no setting
+    of JAX.
 
     Args:
         model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
@@ -92,7 +92,7 @@ class Engine:
 
     @classmethod
     def from_parts(cls, config: EngineConfig, parts: EngineParts) -> "Engine":
-        """Return an engine that consists of the given parts.
+        """Return an engine that uses the given parts, such as the scheduler.
 
         Args:
             config: The configuration of the engine.
@@ -183,15 +183,15 @@ class Engine:
 
         Returns:
             Outputs of the requests from `add_request` that received tokens or ended since the last
-            call. A beam search is returned only when it ends. The list is empty if the call only
-            filled the pipeline of the overlapped loop, or if the engine is paused.
+            call. A beam search has an output only when the search ends. The list is empty if the
+            call only filled the pipeline of the overlapped loop, or if the engine is paused.
 
         Raises:
             RuntimeError: This step or an earlier step failed, or a parameter of a `JaxModel` was
                 deleted or donated. In the second case, the engine is paused and keeps its requests.
         """
         self.advance()
-        with defer_interrupts():  # An interrupted detokenizer would lose text.
+        with defer_interrupts():  # A Ctrl-C inside the detokenizer would lose text.
             outputs = [self._make_output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
@@ -199,7 +199,7 @@ class Engine:
     def _make_output(self, state: RequestState) -> RequestOutput:
         try:
             return state.output()
-        except Exception:  # An output that cannot be made must not end other requests.
+        except Exception:  # If an output cannot be created, only its request fails.
             self._loop.abort(state)
             count = state.params.n if state.samples else 0  # A failed beam search has no answers.
             failed = [
@@ -231,8 +231,8 @@ class Engine:
     def take_deltas(self) -> list[RequestDelta]:
         """Return the new tokens of each request from `add_request` since the previous call.
 
-        The cost is proportional to the number of new tokens, while `step` returns the whole output
-        of each request. Do not use both `step` and `take_deltas` with one engine.
+        The call takes time proportional to the number of new tokens. In contrast, `step` returns
+        the whole output of each request. Do not use both `step` and `take_deltas` with one engine.
         """
         states, self._loop.undelivered = self._loop.undelivered, {}
         return [self._take_delta(state) for state in states]
@@ -240,7 +240,7 @@ class Engine:
     def _take_delta(self, state: RequestState) -> RequestDelta:
         try:
             return state.take_delta()
-        except Exception as error:  # A delta that cannot be made must not end other requests.
+        except Exception as error:  # If a delta cannot be created, only its request fails.
             self._loop.abort(state)
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
@@ -252,7 +252,7 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> RequestState:
-        """Return the state of a new request for a prompt and parameters that the caller passed."""
+        """Return a new request with the prompt and the parameters of the caller."""
         normalized = normalize_prompt(prompt, vocab_size=self.vocab_size)
         (sampling_params,), in_use = pair_params(params, 1), self._loop.requests
         make = self._preprocessor.make_request_state
@@ -312,14 +312,15 @@ class Engine:
     ) -> list[Output]:
         """Run requests until all of them end, and return their outputs in the order of `states`.
 
-        If one request is refused, no request starts. An error or an interrupt aborts all requests.
-        Each output is created when its request ends. In the overlapped loop, detokenizing then runs
-        while the device computes the steps of other requests.
+        If one request is refused, no request starts. An error or a Ctrl-C aborts all requests. Each
+        output is created when its request ends: in the overlapped loop, the device computes the
+        steps of other requests during detokenizing.
 
         Args:
             states: Requests to run, not queued yet.
             goal: Goal of the steps.
-            on_ended: Called after each step with the number of requests that the step ended.
+            on_ended: Function that is called after each step, with the number of requests that
+                ended in the step.
             make_output: Function that returns the output of a request that has ended.
         """
         self._loop.check_running()
@@ -344,15 +345,17 @@ class Engine:
     ) -> list[CompletionScore]:
         """Return the log-probabilities of given completions.
 
-        The engine computes each prompt and its completion, and drops the token that it samples
-        after them. If several completions share a prompt, the first one computes the prompt, and
-        later ones read its full blocks from the prefix cache.
+        The engine computes each prompt together with its completion. The engine also samples a
+        token after the completion, and drops the token. If several completions share a prompt, the
+        KV of the prompt's full blocks is computed once, and later completions find these blocks in
+        the prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
-            completions: The completion of each prompt: a list of strings or lists of token ids, or
-                one completion. Repeat a prompt that has several completions. A text completion of a
-                text prompt is tokenized together with the prompt.
+            completions: The completion of each prompt, as a string or a list of token ids. Pass a
+                list with one completion per prompt, or a single completion. If a prompt has several
+                completions, repeat the prompt. A text completion of a text prompt is tokenized
+                together with the prompt.
             use_tqdm: As in `generate`.
 
         Returns:
@@ -390,12 +393,14 @@ class Engine:
         return [scores[state] for state in states]
 
     def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
-        """Yield lists of requests to run together, so that most requests hit the prefix cache.
+        """Yield lists of requests to run together, in an order in which most requests hit the
+        prefix cache.
 
-        Requests that begin with the same full blocks form a group. Lists come in pairs: the first
-        list has one request of each group, which leaves the shared blocks in the cache. The second
-        list has the other requests. To keep these blocks cached, a pair has only as many groups as
-        fit in half of the free blocks, and at least one.
+        All requests of a group begin with the same full blocks. The lists come in pairs. The first
+        list of a pair has one request of each group, which leaves the shared blocks in the cache.
+        The second list has the other requests of these groups. The groups of a pair need at most
+        half of the free blocks, so that the shared blocks stay cached. A pair has at least one
+        group.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0
@@ -446,8 +451,8 @@ class Engine:
         """
         if beam_width is None:
             raise TypeError("beam_width is None: pass the number of beams, at least 1")
-        # Check `beam_width` first. By default `n` equals `beam_width`, and the error for an invalid
-        # `beam_width` would name `n`.
+        # Check `beam_width` before `n`. Since `n` equals `beam_width` by default, the error about
+        # an invalid `beam_width` would otherwise name `n`.
         check_int("beam_width", beam_width, low=1)
         params = SamplingParams(
             n=beam_width if n is None else n,
@@ -468,9 +473,9 @@ class Engine:
         of its sample. The last delta of each sample has a `finish_reason`.
 
         Raises:
-            TypeError, ValueError: The prompt or a parameter is invalid, or the parameters choose
-                the answers only at the end (`beam_width`, or `best_of` above `n`). The call itself
-                raises these errors, before the first delta.
+            TypeError, ValueError: The prompt or a parameter is invalid, or the parameters select
+                the answers only at the end (`beam_width`, or `best_of` above `n`). `stream` itself
+                raises these errors, before the first delta is requested.
             RuntimeError: A step failed.
         """
         (sampling_params,) = pair_params(params, 1)
@@ -479,13 +484,13 @@ class Engine:
         state = self._make_state(prompt, sampling_params)
         state.check_grammar()
         deltas = _stream_deltas(self._loop, state)
-        # A generator that was never started does not run its `finally`, so a finalizer aborts the
-        # request. The finalizer must exist before the request is queued: a Ctrl-C may come
-        # immediately afterwards.
+        # A generator that was never started does not run its `finally` block, so a finalizer aborts
+        # the request. Create the finalizer before queueing the request, because a Ctrl-C may arrive
+        # immediately after the request is queued.
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        except BaseException:  # A saved traceback would keep the generator alive.
+        except BaseException:  # the error's traceback may keep `deltas` alive
             self._loop.abort(state)
             raise
         return deltas
@@ -568,16 +573,17 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The blocks may be gone: another request may have preempted this one before its token
-            # was read. Compute the prefix again in this case. When no other request is left, no
-            # request can take the blocks.
+            # The prefix may not be cached: another request may have preempted this request before
+            # its token was read. In this case, compute the prefix again. If no other request is
+            # left, preemption cannot be the cause.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
         return pin
 
     def unpin_prefix(self, pin: int) -> None:
-        """Remove a pin. The blocks of the prefix stay cached until other requests need the blocks.
+        """Remove a pin. The blocks of the prefix stay cached until the engine needs them for other
+        requests.
 
         Raises:
             ValueError: No pin has the id `pin`.
@@ -739,7 +745,7 @@ class Engine:
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    # Statistics and the state of the pool
+    # Methods that report statistics and the state of the pool.
 
     def stats(self) -> EngineStats:
         """Return the state of the pool and the queues, and counts since the engine started."""
@@ -748,28 +754,30 @@ class Engine:
     def block_map(self) -> dict[int, BlockInfo]:
         """Return the state, holders and content hash of every block in the pool, by block id.
 
-        Takes O(blocks) time.
+        Takes time proportional to the number of blocks in the pool.
         """
         return block_map(self._loop.scheduler)
 
     def block_tables(self) -> list[SequenceInfo]:
-        """Return every sequence with its block table. Takes O(held blocks) time."""
+        """Return every sequence with its block table. Takes time proportional to the number of held
+        blocks."""
         return block_tables(self._loop.scheduler)
 
     def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
-        """Return a watch whose `look` method returns the changes of the pool since its last call.
+        """Return a `PoolWatch`. Each call of its method `look` returns the changes of the pool
+        since the previous call.
 
         Each `look` takes time proportional to the number of changes.
 
         Args:
-            num_token_blocks: Maximum number of blocks per `look` whose tokens are returned.
+            num_token_blocks: Maximum number of blocks whose tokens one call of `look` returns.
         """
         return PoolWatch(self._loop.scheduler, num_token_blocks, self._loop.watches)
 
     def memory_report(self) -> MemoryReport:
-        """Return how the slots of the pool are used now, and the number of blocks saved by sharing.
+        """Return how the slots of the pool are used now, and how many blocks sharing saves.
 
-        Takes time proportional to the held blocks.
+        Takes time proportional to the number of held blocks.
         """
         return memory_report(self._loop.scheduler)
 
@@ -779,12 +787,13 @@ class Engine:
         """Return a context manager that records the plans and the compiled programs of each launch.
 
         Args:
-            before: Called before each launch with the plans of the launch.
+            before: Function that is called before each launch, with the plans of the launch.
         """
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Check the block counts: each block is free, cached, or held as often as `ref_cnt` says.
+        """Check that the engine's records of blocks agree: each block is free or cached, or
+        `ref_cnt` block tables and pins hold it.
 
         Raises:
             IntegrityError: The counts, the block tables or the queues are inconsistent.
@@ -799,7 +808,7 @@ def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta
     """
     try:
         while state.undelivered_samples:
-            # Other callers of the engine may already have advanced this request.
+            # Another call of the engine may already have advanced this request.
             if not any(sample.has_update for sample in state.undelivered_samples):
                 loop.advance(SchedulingGoal.LATENCY)
             yield from state.take_sample_deltas()

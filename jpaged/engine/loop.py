@@ -1,11 +1,13 @@
 """The engine's loop: schedule, launch, read and update, one step at a time.
 
-The overlapped loop reads the step that the previous turn launched, so the device always has its
-next step queued. The synchronous loop reads the step that it has just launched. Both loops produce
-the same tokens, apart from rounding differences between batches of different composition.
+In each turn, the overlapped loop launches a step, and then reads the tokens of the step that the
+previous turn launched. The device thus always has another step queued. The synchronous loop reads
+the step that it has just launched. Both loops produce the same tokens, apart from rounding
+differences between batches of different composition.
 
-If a row of a step has a grammar, the previous step is read between the layers and the sampling of
-the step, because the mask of the row depends on its previous token (see `ConstrainedSampler`).
+If a row of a step has a grammar, the mask of the row depends on its previous token. The loop then
+launches the layers of the step, reads the previous step, and launches the sampling (see
+`ConstrainedSampler`).
 """
 
 import signal
@@ -62,7 +64,7 @@ class PauseMode(StrEnum):
 
 
 class EngineLoop:
-    """Moves requests from the scheduler to the device, and tokens back. Not thread-safe.
+    """Runs the steps of an engine, and passes the sampled tokens to the requests. Not thread-safe.
 
     Args:
         scheduler: Scheduler that plans the steps.
@@ -75,12 +77,12 @@ class EngineLoop:
     Attributes:
         scheduler: Scheduler that plans the steps.
         requests: Unfinished requests by id, including requests whose grammars are being compiled.
-        undelivered: Polled requests with updates that the caller has not taken yet, as an ordered
-            set.
+        undelivered: Requests with updates that `Engine.step` or `Engine.take_deltas` has not
+            returned yet, as an ordered set.
         counts: Counters since the start, by the names of `EngineStats` fields.
-        watches: Open pool watches, which record the block copies of each launched plan. The set is
-            weak, because watches refer to the scheduler: a cycle would delay freeing the engine,
-            and a watch that the caller drops leaves the set.
+        watches: Pool watches, which record the block copies of each launched plan. The set holds
+            weak references, so that a watch leaves the set when the caller drops it, and so that
+            the engine is freed without the garbage collector.
         weights_version: Number of the weights that later steps use.
         is_paused: Whether `pause` was called, so that no step may be launched.
         is_sleeping: Whether `sleep` has freed the pool, so that no step may be launched.
@@ -108,14 +110,14 @@ class EngineLoop:
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
-        self._num_constrained_requests = 0  # unfinished requests with a grammar
-        # The last step, if its layers are launched but its sampling waits for masks.
+        self._num_constrained_requests = 0  # Number of unfinished requests with a grammar.
+        # The last step if its layers are launched and its sampling waits for masks; otherwise None.
         self._unsampled_step: UnsampledStep | None = None
         self._device_wait_s = 0.0  # total time that the host has waited for tokens
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
-        self._is_busy = False  # whether a critical section is running
-        self._deferred_aborts: list[RequestState] = []  # abort these after the critical section
+        self._is_busy = False  # whether the code is inside a critical section
+        self._deferred_aborts: list[RequestState] = []  # requests to abort later
 
     @property
     def has_work(self) -> bool:
@@ -123,12 +125,14 @@ class EngineLoop:
         return bool(self.requests or self._steps_in_flight or self._unsampled_step)
 
     def stats(self) -> EngineStats:
-        """Return the state of the pool and the queues, and counts since the start. O(sequences)."""
+        """Return the state of the pool and the queues, and counts since the start. Takes time
+        proportional to the number of sequences."""
         counts = {**self.counts, "num_steps_by_size": tuple(self._num_steps_by_size)}
         return engine_stats(self.scheduler, len(self._constrained_sampler.compiling), counts)
 
     def check_alive(self) -> None:
-        """Raise RuntimeError if a step failed: the contents of device memory are then unknown."""
+        """Raise RuntimeError if a step has failed, because the contents of device memory are then
+        unknown."""
         if self._failure is not None:
             message = "the engine failed in an earlier step: create a new engine"
             raise RuntimeError(message) from RuntimeError(self._failure)
@@ -152,7 +156,7 @@ class EngineLoop:
             self._check_parameters_exist()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled_step is None:  # an interrupted turn may have left an unsampled step
+        if self._unsampled_step is None:  # else an interrupted turn left a step to sample
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
@@ -169,7 +173,7 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            # Steps launched after the last token still hold blocks until they are read.
+            # Steps that were launched after the last token hold blocks until the steps are read.
             self.drain()
         return ended
 
@@ -182,7 +186,8 @@ class EngineLoop:
 
     def check_running(self) -> None:
         """Raise RuntimeError if the engine cannot launch steps now."""
-        self.check_alive()
+        if self._failure is not None:
+            self.check_alive()
         if self.is_sleeping:
             raise RuntimeError("the engine is sleeping: call wake_up()")
         if self.is_paused:
@@ -311,7 +316,7 @@ class EngineLoop:
                 state.start_version(self.weights_version)
 
     def add(self, states: Iterable[RequestState]) -> None:
-        """Queue requests in their order.
+        """Queue requests in the order of `states`.
 
         A request with a grammar enters the queue once the grammar is compiled.
 
@@ -351,7 +356,7 @@ class EngineLoop:
         try:
             self.scheduler.add(state.request)
         except Exception:
-            # Does nothing if the scheduler has refused the request.
+            # `abort` does nothing if the scheduler has refused the request.
             self.scheduler.abort(state.request_id)
             raise
 
@@ -375,7 +380,7 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # a dropped stream was garbage-collected during a critical section
+        if self._is_busy:  # the finalizer of a dropped stream called this method
             self._deferred_aborts.append(state)
             return
         with self._critical_section():
@@ -385,10 +390,10 @@ class EngineLoop:
             self.undelivered.pop(state, None)
 
     def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
-        """Return the plans to launch now: one plan, or several plans that fit into a burst.
+        """Return the plans to launch now: none, one, or several plans for a burst.
 
-        If `goal` is `LATENCY` and requests wait, return no burst: a waiting request can then join
-        the batch as soon as another request ends.
+        If `goal` is `LATENCY` and requests are waiting, return at most one plan, so that a waiting
+        request can join the batch as soon as another request ends.
         """
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
@@ -403,7 +408,7 @@ class EngineLoop:
         return plans
 
     def _is_constrained(self, plan: StepPlan) -> bool:
-        """Return whether a sampled row of the plan has a grammar."""
+        """Return whether the plan samples a row with a grammar."""
         return self._num_constrained_requests > 0 and any(
             item.is_sampled and self.requests[item.sequence.request.request_id].is_constrained
             for item in plan.scheduled
@@ -417,7 +422,8 @@ class EngineLoop:
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
-        # `_schedule` has checked every plan but the last: a plan that does not fit ends the list.
+        # `_schedule` has checked that every plan before the last one fits a burst, so check the
+        # last plan.
         if (
             len(unconstrained) == runner.burst_steps > 1
             and runner.fits_burst(unconstrained[-1], goal)
@@ -433,9 +439,11 @@ class EngineLoop:
         return handles
 
     def _record_launch(self, plan: StepPlan) -> None:
-        """Add a launched step to the counts, the metrics of its requests, and the pool watches."""
+        """Record a launched step in the counts, in the metrics of its requests, and in the pool
+        watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # A plan that has neither sequences nor block moves is not a step: it reports failures.
+        # A plan without sequences and block moves is not a step. Such a plan only reports failed
+        # requests.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens
@@ -495,7 +503,7 @@ class EngineLoop:
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        except Exception as error:  # not KeyboardInterrupt: the step can still be read
+        except Exception as error:  # not KeyboardInterrupt: the next call reads the step
             self._record_failure(error)
             raise
         with self._critical_section(fatal=True):
@@ -516,7 +524,8 @@ class EngineLoop:
             ended_sequences = (
                 () if constrained is None else constrained.find_ended(update.emitted_tokens)
             )
-            # Retire a request after all its tokens: several of its samples may end in one step.
+            # Notify requests of all tokens before retiring any, because several samples of a
+            # request may end in one step.
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
             )
@@ -529,9 +538,10 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append all tokens of a verify step except the first token of each sequence.
+        """Append the tokens after each sequence's first token of a verify step, and return the
+        notified requests.
 
-        A stop string may end a sequence before its other tokens are appended.
+        A stop string may end a sequence before all its tokens are appended.
 
         Args:
             plan: Plan of the verify step. The first token of each sequence is appended already.
@@ -550,8 +560,8 @@ class EngineLoop:
     def _update_requests(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
     ) -> list[RequestState]:
-        """Fail the requests in `faults`, mark updated requests as undelivered, and retire ended
-        ones.
+        """Fail the requests in `faults`, mark the updated requests as undelivered, and retire the
+        requests that ended.
 
         Args:
             advanced: Requests that received an update.
@@ -568,7 +578,8 @@ class EngineLoop:
         ended = []
         for state in advanced:
             if state.is_polled:
-                # Inside the critical section, so that a Ctrl-C cannot lose the update.
+                # Do this inside the caller's critical section, so that a Ctrl-C cannot lose the
+                # update.
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
@@ -584,7 +595,7 @@ class EngineLoop:
     ) -> dict[RequestState, None]:
         """Pass the emitted tokens to their requests, and return the notified requests.
 
-        A request that can skip updates is notified only of a token that ends a sequence.
+        A request with `can_skip_updates` is notified only of the last token of each sequence.
 
         Args:
             emitted: Tokens that the host has read.
@@ -604,14 +615,16 @@ class EngineLoop:
             notified[state] = None
             try:
                 if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
-                    # A stop string takes precedence over any other finish reason of the token.
+                    # If the token also ended the sequence for another reason, the reason becomes
+                    # STOP.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)
         return notified
 
     def _notify_searches(self, searched: list[Request]) -> dict[RequestState, None]:
-        """Record the first-token time of beam searches, and return the searches that ended."""
+        """Record the time of the first token of each beam search, and return the searches that
+        ended."""
         ended: dict[RequestState, None] = {}
         for request in searched:
             state = self.requests[request.request_id]
@@ -627,7 +640,8 @@ class EngineLoop:
     def _notify_prompt_logprobs(
         self, plan: StepPlan, result: StepResult
     ) -> dict[RequestState, None]:
-        """Pass the prompt log-probabilities of a step to its requests. Return failed requests."""
+        """Pass the prompt log-probabilities of a step to the requests. Return the requests that
+        failed."""
         failed: dict[RequestState, None] = {}
         for item in plan.scheduled:
             request = item.sequence.request
@@ -658,14 +672,15 @@ class EngineLoop:
     def _record_failure(self, error: BaseException) -> None:
         """Mark the engine as failed, and keep the text of the error.
 
-        The error itself is dropped: its traceback refers to this loop, and the reference cycle
+        The error object is not kept: its traceback refers to this loop, and the reference cycle
         would keep the engine's memory allocated.
         """
         self._failure = "".join(traceback.format_exception(error))
 
     @contextmanager
     def _critical_section(self, *, fatal: bool = False) -> Iterator[None]:
-        """Delay interrupts and the aborts of garbage-collected streams until the `with` block ends.
+        """Until the `with` block ends, delay a Ctrl-C, and the aborts of streams that the caller
+        has dropped.
 
         Args:
             fatal: Whether an exception inside the block marks the engine as failed.

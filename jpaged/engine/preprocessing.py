@@ -1,4 +1,4 @@
-"""Conversion of caller input into requests: prompts are normalised, checked and tokenized."""
+"""Convert the prompts and parameters of a caller into checked requests."""
 
 import itertools
 from array import array
@@ -22,13 +22,13 @@ _PROMPT_DESCRIPTION = "a string, a list of token ids, or a dict with 'prompt' or
 
 @dataclass(frozen=True, slots=True)
 class NormalizedPrompt:
-    """A checked prompt with a text, token ids, or both. No field is empty.
+    """A checked prompt, which has a text, token ids, or both. No field is an empty string or list.
 
     Attributes:
         text: Text of the prompt. The text is tokenized only if `token_ids` is None.
         token_ids: Token ids of the prompt.
-        cache_salt: Only prompts with the same salt share cached prefixes. Prompts with None share
-            prefixes with each other.
+        cache_salt: Salt of the prefix cache. Only prompts with the same salt share cached prefixes;
+            None counts as a salt.
     """
 
     text: str | None = None
@@ -39,14 +39,15 @@ class NormalizedPrompt:
 def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[NormalizedPrompt]:
     """Convert one prompt or a list of prompts to a list of `NormalizedPrompt`.
 
-    A flat list of integers is one prompt.
+    A list of integers is one prompt.
 
     Args:
         prompts: The prompt or prompts from the caller.
         vocab_size: Token ids must be less than `vocab_size`; None for no upper limit.
 
     Raises:
-        TypeError: A value has a type that no prompt has. The message names the value.
+        TypeError: A value is not a prompt, because its type is wrong. The message contains the
+            value.
         ValueError: A prompt is empty, a key is unknown, or a token id is out of range.
     """
     prompts = _to_list(prompts)
@@ -65,7 +66,8 @@ def normalize_prompt(
 ) -> NormalizedPrompt:
     """Convert one prompt to a `NormalizedPrompt`.
 
-    A mapping may contain a text and token ids: the token ids are used, and outputs return the text.
+    If a mapping contains both a text and token ids, the model computes the token ids, and outputs
+    contain the text.
 
     Args:
         prompt: The prompt from the caller.
@@ -88,7 +90,7 @@ def pair_completions(
 ) -> list[tuple[NormalizedPrompt, NormalizedPrompt]]:
     """Return a list of pairs (prompt, completion) for `Engine.score_completions`.
 
-    One prompt that is not in a list is the prompt of every completion.
+    A single prompt that is not in a list belongs to every completion.
 
     Args:
         prompts: The prompt or prompts from the caller.
@@ -204,16 +206,16 @@ def _params_error(name: str, value: object) -> str:
 
 
 def _to_list(value: object) -> object:
-    """Convert tuples, ranges and arrays to lists, so that all other code handles only lists."""
+    """Convert a tuple, a range or an array to a list; return any other value unchanged."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return list(value) if isinstance(value, (tuple, range)) else value
 
 
 def _is_token_ids(items: list[Any]) -> bool:
-    """Return whether a list is one prompt: a list that contains an integer is one prompt.
+    """Return whether a list is a single prompt of token ids, because it contains an integer.
 
-    The list `[1, 2, "x"]` is one prompt with an invalid token id, instead of three prompts.
+    The list `[1, 2, "x"]` is therefore one prompt with an invalid token id, and not three prompts.
     """
     return any(isinstance(item, (int, np.integer)) for item in items)
 
@@ -265,7 +267,7 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
         raise RequestError(name, "is empty", remedy="pass at least one token id")
-    if set(map(type, ids)) != {int}:  # a fast check of the usual case
+    if set(map(type, ids)) != {int}:  # fast: usually all ids are ints
         ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _are_in_range(limit, ids):
@@ -299,10 +301,10 @@ def _check_token_id(token_id: object, name: str, position: int) -> int:
 
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-"""Sampling parameters of the request that computes a pinned prefix. The one token is dropped."""
+"""Sampling parameters of the request that computes a pinned prefix. Its output token is dropped."""
 
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-"""Sampling parameters of a request that scores a completion. The one token is dropped."""
+"""Sampling parameters of a request that scores a completion. Its output token is dropped."""
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
@@ -319,7 +321,8 @@ class Preprocessor:
         eos_token_ids: End tokens of the model.
         seed: Base seed for the requests that specify no seed.
         mask_client: Client of the mask worker, which compiles grammars; None without a tokenizer.
-        logprobs_mode: Values that the engine reports for output tokens.
+        logprobs_mode: Kind of values that the engine reports for output tokens, such as
+            log-probabilities or logits.
     """
 
     tokenizer: Tokenizer | None
@@ -353,10 +356,11 @@ class Preprocessor:
     def join_completion(
         self, prompt: NormalizedPrompt, completion: NormalizedPrompt, name: str
     ) -> tuple[NormalizedPrompt, int]:
-        """Return a prompt that ends with a completion, and the number of tokens before it.
+        """Return the prompt followed by the completion, and the number of tokens before the
+        completion.
 
-        If both are texts, the joined text is tokenized. The completion is every token after the
-        first n, where n is the number of tokens of the prompt alone.
+        If both are texts, the joined text is tokenized. If the prompt alone has n tokens, the
+        completion is every token of the joined text after the first n.
 
         Args:
             prompt: The prompt.
@@ -381,7 +385,7 @@ class Preprocessor:
         return replace(prompt, text=None, token_ids=joined), len(ids)
 
     def cut_to_full_blocks(self, prompt: object, block_size: int) -> NormalizedPrompt:
-        """Return the prompt without the tokens that follow its last full block.
+        """Return the prompt without the tokens after its last full block.
 
         Args:
             prompt: A prompt as the caller passed it.
@@ -430,7 +434,7 @@ class Preprocessor:
     ) -> RequestState:
         """Return a checked and tokenized request, ready for `EngineLoop.add`.
 
-        A refused request uses up no generated id and no seed.
+        If the request is refused, no id and no seed is used up.
 
         Args:
             prompt: The normalised prompt.
@@ -439,8 +443,9 @@ class Preprocessor:
                 priority that its policy does not support.
             request_id: The id of the request; None to generate an id that is not in use.
             ids_in_use: Ids of unfinished requests.
-            first_scored_position: See `Sequence`; None without scores, and 1 with
-                `params.prompt_logprobs`.
+            first_scored_position: Position of the first prompt token to score (see `Sequence`).
+                None scores no prompt token, unless `params.prompt_logprobs` is set: then scoring
+                starts at position 1.
 
         Raises:
             TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenized.

@@ -40,20 +40,20 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
     """The log-probabilities of tokens: one dict per token, from token id to `Logprob`.
 
     Each dict contains the token itself first, then the most probable tokens. The values stay
-    packed, 4 bytes per number, until the caller reads an entry. Decoding an entry takes the host
-    several microseconds, and a step has hundreds of entries. Copying or pickling the sequence makes
-    a list.
+    packed, 4 bytes per number, until the caller reads an entry. Decoding an entry takes several
+    microseconds of host time, and a step has hundreds of entries. A copy of the sequence, or a
+    pickled sequence, is a list.
 
     Args:
-        scores: int32 [C, W], packed as by `pallas_kernels.token_scores`. Pass a copy of an array
-            that may change.
+        scores: int32 [C, W], as packed by `pallas_kernels.token_scores`. The array must not change
+            later.
         tokenizer: Tokenizer for the texts of the tokens; None to leave out the texts.
         cached_entries: Decoded entries of the first rows. Entries that are decoded later are
             appended to this list, which several sequences may share.
     """
 
     _are_sampled = True  # only sampled tokens have a `kept_mass`
-    _num_unscored = 0  # number of entries of None before the entries of `scores`
+    _num_unscored = 0  # number of leading entries that are None
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         ):
             entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen), mass)}
             for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                # -inf: a grammar forbids the token, or truncation removed it.
+                # A value of -inf means that a grammar forbids the token, or that truncation removed
+                # the token.
                 if token_id != chosen and logprob != -np.inf:
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
@@ -117,7 +118,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 
 
 class PromptLogprobs(TokenLogprobs):
-    """Log-probabilities of a prompt. The first entry is None: no token precedes the first token.
+    """Log-probabilities of a prompt. The first entry is None, because no token precedes the first
+    token.
 
     `cached_entries` begins with this None.
     """
@@ -158,7 +160,7 @@ class WeightVersions:
 def _detokenizer(
     tokenizer: Tokenizer | None, token_ids: SequenceOf[int], params: SamplingParams
 ) -> Detokenizer:
-    """Return a detokenizer for the tokens that follow `token_ids`."""
+    """Return a detokenizer for the output tokens that follow the prompt `token_ids`."""
     return Detokenizer(
         tokenizer if params.detokenize else None,
         token_ids,
@@ -171,7 +173,7 @@ def _detokenizer(
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """State of one sample of a request, from its first token to its last delta."""
+    """State of one sample of a request: its text, log-probabilities and undelivered tokens."""
 
     sequence: Sequence
     params: SamplingParams
@@ -195,8 +197,8 @@ class SampleState:
     def accept_token(self, reason: FinishReason | None) -> bool:
         """Process the newest token of the sequence.
 
-        Calls for tokens before the last token of the sequence may be skipped if the request has no
-        stop strings.
+        If the request has no stop strings, the caller may skip the calls for all tokens but the
+        last of the sequence.
 
         Args:
             reason: Why the token ended the sequence; None if the sequence continues.
@@ -208,12 +210,12 @@ class SampleState:
             GrammarError: The grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            # The last token completes the answer, even if no mask can follow it.
+            # If this is the last token, ignore an error of the grammar: it concerns the next token.
             if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
-            return False  # the text is detokenized when a caller asks for it
+            return False  # `take_delta` and `output` detokenize the text
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
@@ -230,7 +232,8 @@ class SampleState:
             self._scores_width = len(row)
 
     def finish(self) -> None:
-        """Release the text that was held back as a possible stop string or incomplete character."""
+        """Release the text that was held back because it might be part of a stop string or of a
+        character."""
         self._read_tokens()
         self._detokenizer.finish()
 
@@ -278,7 +281,8 @@ class SampleState:
         )
 
     def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
-        """Pass the new tokens to the detokenizer. Return the stop string that it found, if any."""
+        """Pass the new tokens to the detokenizer. Return the stop string that the detokenizer
+        found; None if it found no stop string."""
         sequence = self.sequence
         new = sequence.token_ids[sequence.num_prompt_tokens + self._num_read :]
         self._num_read += len(new)
@@ -322,11 +326,12 @@ class RequestState:
         constraint: Grammar of the answers; None without a grammar.
         metrics: Times of the request's events.
         is_polled: Whether `Engine.step` and `Engine.take_deltas` return the request.
-        can_skip_updates: Whether `accept_token` is needed only for the last token.
+        can_skip_updates: Whether the loop calls `accept_token` only for the last token of each
+            sequence.
         error: Error that ended the request; None if no error occurred.
         samples: Samples in the order of their index. Empty for a beam search, whose answers are
             known only at the end.
-        undelivered_samples: Samples whose last delta is not taken yet.
+        undelivered_samples: Samples whose last delta has not been returned yet.
     """
 
     request: Request
@@ -390,8 +395,8 @@ class RequestState:
     def accept_token(self, emitted: EmittedToken, scores: TokenScores | None, index: int) -> bool:
         """Process a sampled token.
 
-        The last token of each sequence must be passed, and every token while `can_skip_updates` is
-        False.
+        The caller must pass the last token of each sequence, and must pass every token while
+        `can_skip_updates` is False.
 
         Args:
             emitted: The token.
@@ -426,7 +431,8 @@ class RequestState:
     def accept_prompt_logprobs(
         self, item: ScheduledSequence, scores: TokenScores | TargetLogprobs
     ) -> None:
-        """Record the log-probabilities of prompt tokens. Ignore tokens that are known already.
+        """Record the log-probabilities of prompt tokens. Ignore tokens whose log-probabilities are
+        recorded already.
 
         Args:
             item: The chunk of the prompt that the step computed.
@@ -457,7 +463,8 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if neither is the cause, so that the logits of the model must be at fault.
+        Return None if they allow a token. The logits of the model are then the cause of the missing
+        token.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
@@ -501,7 +508,8 @@ class RequestState:
         )
 
     def take_delta(self) -> RequestDelta:
-        """Return the new tokens since the previous call, at a cost proportional to their number."""
+        """Return the new tokens since the previous call. The call takes time proportional to their
+        number."""
         return RequestDelta(
             request_id=self.request_id,
             deltas=list(self.take_sample_deltas())
@@ -518,8 +526,8 @@ class RequestState:
     def take_sample_deltas(self) -> Iterator[TextDelta]:
         """Yield the delta of each sample that has an update.
 
-        Each delta is created when the caller asks for it, so the delta includes tokens that arrived
-        after the previous one.
+        A delta is created when the generator reaches it. The delta therefore includes tokens that
+        arrived while the caller used the previous delta.
         """
         for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)
@@ -528,7 +536,8 @@ class RequestState:
             yield delta
 
     def _final_deltas(self) -> list[TextDelta]:
-        """Return the whole answers as deltas if the request has finished; otherwise no deltas."""
+        """Return one delta per answer, with the whole answer, if the request has finished.
+        Otherwise return no deltas."""
         answers = self.output().outputs if self.request.is_finished else ()
         return [TextDelta.of(self.request_id, answer) for answer in answers]
 

@@ -42,7 +42,12 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.verify_costs import verify_costs
 from jpaged.structured_outputs.mask_client import MaskWorkerClient
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend, supports_fp8, supports_kernels
+from pallas_kernels import (
+    BATCH_INVARIANT_UNIT,
+    select_backend,
+    supports_fp8,
+    supports_kernels,
+)
 from pallas_kernels.attention.tuning import runs_hopper_prefill
 from pallas_kernels.tuning import is_hopper
 
@@ -60,7 +65,8 @@ class ProgressLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the startup, and print its duration unless it rounds to 0.00 s."""
+        """Measure the duration of a phase of the startup, and print the duration unless it rounds
+        to 0.00 s."""
         start = time.monotonic()
         yield
         seconds = f"{time.monotonic() - start:.2f}"
@@ -89,10 +95,10 @@ def pause_garbage_collection() -> Iterator[None]:
     Tracing creates millions of objects, and collections during tracing would free nothing. A
     collection before the start frees the arrays of earlier engines on the device.
 
-    All objects that exist before and after the start are frozen (`gc.freeze`), unless the caller
-    has disabled garbage collection. A collection of modules or of the pool's blocks takes a tenth
-    of a second or more, and the engine launches no step during a collection. An engine has no
-    reference cycles, so a frozen engine is still freed.
+    Before and after the start, all existing objects are frozen (`gc.freeze`), unless the caller has
+    disabled garbage collection. Otherwise, each collection would examine all modules and the pool's
+    blocks, which takes a tenth of a second or more, and the engine launches no step during a
+    collection. An engine has no reference cycles, so a frozen engine is still freed.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -117,7 +123,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         ValueError: The model cannot be loaded, or does not fit on the device with this
             configuration.
     """
-    # The path is checked before the device starts, so that a wrong path fails quickly.
+    # Check the path before JAX starts the device, so that a wrong path fails quickly.
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     log, config = ProgressLog(config.verbose), with_usable_cache(config)
     with log.phase("starting the device"):
@@ -168,14 +174,18 @@ def build_jax_model_parts(
             f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
         )
     device = jax.local_devices()[0]
-    plan = plan_jax_model(model, params, device)
+    invariant = config.batch_invariant
+    if invariant and config.kv_cache_dtype != "auto":
+        raise _unsupported_cache_error(config.kv_cache_dtype)
+    plan = plan_jax_model(model, params, device, batch_invariant=invariant)
     check_device(device, plan.config.head_size)
     requested, kv_dtype = config.kv_cache_dtype, jnp.dtype(plan.config.kv_cache_dtype)
     plan = plan.with_kv_cache_dtype(
         _choose_kv_cache_dtype(requested, plan.config, kv_dtype, device)
     )
     return _assemble_parts(
-        # Another process cannot trace the model, and the program store does not know its code.
+        # Compile in this process and store nothing: another process cannot trace the user's
+        # functions, and the program store cannot tell whether their code has changed.
         replace(config, compilation_cache_dir=None),
         PlannedModel(
             plan,
@@ -194,16 +204,16 @@ _JAX_MODEL_REMEDIES = {
     "load_format": "omit it, because params holds the weights",
     "tensor_parallel_size": "omit it, because a JaxModel runs on one device",
     "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
-    "batch_invariant": "omit it, because only forward knows the model's products",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
     "num_compile_workers": "omit it, because another process cannot trace the model",
 }
-"""Options that must have their default values with a `JaxModel`, and what to do instead."""
+"""Options that must keep their default values with a `JaxModel`. The text says what to do
+instead."""
 
 
 def check_jax_model_options(config: EngineConfig) -> None:
-    """Check that the options of an engine apply to a user's model.
+    """Check that an engine for a user's model supports the options.
 
     Raises:
         ValueError: An option does not apply, or the size of the pool is missing.
@@ -211,7 +221,7 @@ def check_jax_model_options(config: EngineConfig) -> None:
     defaults = {each.name: each.default for each in fields(EngineConfig)}
     for name, remedy in _JAX_MODEL_REMEDIES.items():
         value = getattr(config, name)
-        if value != defaults[name] and value:  # 0 compile workers is allowed
+        if value != defaults[name] and value:  # num_compile_workers=0 is allowed
             raise ValueError(f"{name}={value!r} does not apply to a JaxModel: {remedy}")
     if config.compilation_cache_dir not in (defaults["compilation_cache_dir"], None):
         raise ValueError(
@@ -227,7 +237,7 @@ def check_jax_model_options(config: EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A checked model, from which the parts of an engine are built.
+    """A model that has been checked but not loaded, and what is needed to build an engine for it.
 
     Attributes:
         plan: Plan of the model.
@@ -236,7 +246,7 @@ class PlannedModel:
         folder: Folder of the checkpoint; None for a user's model.
         tokenizer_folder: Folder of the tokenizer; None for no tokenizer.
         generation_config: Content of the checkpoint's generation_config.json.
-        description: Text that says what is loaded.
+        description: Text for the log that names what is loaded.
     """
 
     plan: ModelPlan | JaxModelPlan
@@ -313,7 +323,7 @@ def _plan_model(
             "omit the option"
         )
     model = replace(model, enable_expert_parallel=config.enable_expert_parallel)
-    model.shard(config.tensor_parallel_size)  # raises early, before any weights are read
+    model.shard(config.tensor_parallel_size)  # raises an error before any weights are read
     check_device(device, model.head_size)
     dtype = resolve_dtype(config.dtype, model, device.platform)
     kv_cache_dtype = _choose_kv_cache_dtype(config.kv_cache_dtype, model, dtype, device)
@@ -326,7 +336,7 @@ def _plan_model(
 
 
 def check_device(device: Any, head_size: int) -> None:
-    """Check that the kernels run on a device, and support a head size there.
+    """Check that the kernels run on a device, and that they support a head size on the device.
 
     Raises:
         ValueError: The device or the head size is not supported.
@@ -344,11 +354,11 @@ def check_device(device: Any, head_size: int) -> None:
 def check_batch_invariant(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device: Any
 ) -> None:
-    """Check that a model can be computed with the same bits in any batch on a device.
+    """Check that a device can compute a model so that results have the same bits in any batch.
 
     Args:
-        model: Shard of the model that the device holds.
-        block_size: Tokens of a block.
+        model: Configuration of the device's shard of the model.
+        block_size: Number of tokens in a block.
         dtype: Dtype of the weights.
         device: One of the engine's devices.
 
@@ -358,10 +368,9 @@ def check_batch_invariant(
     quantization, cache_dtype = model.quantization, model.kv_cache_dtype
     is_quantized = quantization is not None and quantization.format is not UnquantizedFormat
     unquantized = "use an unquantized checkpoint, and leave quantization unset"
-    found: list[tuple[bool, str, str]] = [
-        (is_quantized, "quantized weights", unquantized),
-        (cache_dtype is not None, f"a KV cache of {cache_dtype}", "leave kv_cache_dtype unset"),
-    ]
+    if cache_dtype is not None:
+        raise _unsupported_cache_error(cache_dtype)
+    found: list[tuple[bool, str, str]] = [(is_quantized, "quantized weights", unquantized)]
     if device.platform != "cpu":
         found += _missing_kernels(model, block_size, dtype, device.device_kind)
     for is_wrong, what, remedy in found:
@@ -369,10 +378,18 @@ def check_batch_invariant(
             raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
 
 
+def _unsupported_cache_error(cache_dtype: str) -> ValueError:
+    return ValueError(
+        f"batch_invariant=True does not support a KV cache of {cache_dtype}: leave kv_cache_dtype "
+        "unset"
+    )
+
+
 def _missing_kernels(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
 ) -> list[tuple[bool, str, str]]:
-    """Return for each reason to refuse a GPU: whether it applies, what it is, and the remedy."""
+    """Return the reasons for which `batch_invariant` does not work on a GPU, as tuples (whether the
+    reason applies, description, remedy)."""
     windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
     caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]
     has_prefill = runs_hopper_prefill(
@@ -382,12 +399,16 @@ def _missing_kernels(
         is_plain_causal=True,
         device_kind=device_kind,
     )
+    experts = model.experts
     sizes = {
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
         "vocab_size": model.num_embedding_rows,
         "num_attention_heads * head_dim": model.num_heads * model.head_size,
     }
+    if any(layer.experts is None for layer in model.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        sizes[experts.width_field] = experts.intermediate_size
     if model.tensor_parallel_size > 1:
         other = f"use a tensor_parallel_size other than {model.tensor_parallel_size}"
     else:
@@ -408,7 +429,6 @@ def _missing_kernels(
         ),
         (bool(windows), f"sliding_window={windows[:1]} on a GPU", "use another model, or a CPU"),
         (bool(caps), f"soft caps {caps[:1]} on a GPU", "use another model, or a CPU"),
-        (model.experts is not None, f"experts ({model_type}) on a GPU", "use a dense model"),
         (
             model.norm_type != "rms" or model.norm_positions != ("before",),
             f"the norms of {model_type} on a GPU",
@@ -420,23 +440,27 @@ def _missing_kernels(
             "use a model with SwiGLU, or a CPU",
         ),
         *(
-            (size % 64 != 0, f"{name}={size} per device on a GPU, no multiple of 64", other)
+            (
+                size % BATCH_INVARIANT_UNIT != 0,
+                f"{name}={size} per device on a GPU, no multiple of {BATCH_INVARIANT_UNIT}",
+                other,
+            )
             for name, size in sizes.items()
         ),
     ]
 
 
 def resolve_dtype(requested: str, model: ModelConfig, platform: str) -> jnp.dtype:
-    """Return the dtype of the weights on a platform.
+    """Return the dtype in which the weights are loaded on a platform.
 
     Args:
-        requested: The dtype as in `EngineConfig.dtype`.
+        requested: Value of the option `EngineConfig.dtype`.
         model: Configuration of the model.
         platform: Platform of the device in JAX, such as "cpu" or "gpu".
     """
     if requested != "auto":
         return jnp.dtype(requested)
-    if platform == "cpu":  # CPUs emulate bfloat16
+    if platform == "cpu":  # CPUs emulate bfloat16, which is slow
         return jnp.dtype(jnp.float32)
     return jnp.dtype(model.checkpoint_dtype or "bfloat16")
 
@@ -452,7 +476,7 @@ def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
 def _choose_kv_cache_dtype(
     requested: str, model: ModelSizes, dtype: jnp.dtype, device: Any
 ) -> str | None:
-    """Return the dtype of the pool; None if the pool has the dtype of the weights."""
+    """Return the dtype of the KV pool; None if it equals the dtype of the weights."""
     if requested in FP8_KV_CACHE_DTYPES and model.head_size % 4:
         raise head_size_error(model.head_size, f"multiples of 4, with kv_cache_dtype={requested!r}")
     if requested not in FP8_KV_CACHE_DTYPES:
@@ -472,7 +496,7 @@ def _choose_kv_cache_dtype(
 def _load(
     plan: ModelPlan | JaxModelPlan, tokenizer_folder: Path | None
 ) -> tuple[SplitModel, Tokenizer | None]:
-    """Read the weights and the tokenizer concurrently."""
+    """Load the weights and the tokenizer concurrently, and return both."""
     with ThreadPoolExecutor(1) as pool:
         tokenizer_future = None
         if tokenizer_folder is not None:
@@ -497,7 +521,8 @@ def end_token_ids(
 def _choose_preemption(
     config: EngineConfig, runtime: RuntimeConfig, runner: ModelRunner, log: ProgressLog
 ) -> PreemptionPolicy:
-    """Return the policy for preempting groups. Measure the costs only if the mode is "auto"."""
+    """Return how to preempt requests: by recomputing or by swapping. Measure the costs of both only
+    if `preemption_mode` is "auto"."""
     mode = PreemptionMode(config.preemption_mode)
     if not runtime.num_host_blocks:
         return PreemptionPolicy()
@@ -522,7 +547,7 @@ def describe_memory(
 
     Args:
         runtime: Resolved configuration of the engine.
-        account: Memory account of one device.
+        account: Memory use of one device.
         devices: Tensor-parallel devices.
         dtype: Dtype of the pool.
     """

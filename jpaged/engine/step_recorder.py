@@ -18,8 +18,9 @@ class RecordedLaunch:
 
     Attributes:
         plans: Plans of the steps; a burst has several.
-        programs: Names of the compiled programs that the launch called, in order. A name is a kind
-            and a shape, such as ("decode", 8), ("prefill", (64, 8)) or ("sample", (8, level)).
+        programs: Names of the compiled programs that the launch called, in order. A name is a pair
+            of a kind and a key, such as ("decode", 8), ("prefill", (64, 8)) or ("sample", (8,
+            level)).
     """
 
     plans: tuple[StepPlan, ...]
@@ -45,7 +46,7 @@ class StepRecorder:
 
     Args:
         runner: Model runner of the engine.
-        before: Called before each launch with the plans of the launch.
+        before: Function that is called before each launch, with the plans of the launch.
 
     Attributes:
         launches: Recorded launches in order.
@@ -58,7 +59,8 @@ class StepRecorder:
     ):
         self.launches: list[RecordedLaunch] = []
         self._runner, self._before_launch = runner, before
-        # Attributes of the runner before recording; None while the recorder is closed.
+        # Attributes of the runner that the recorder has replaced; None if the recorder is not
+        # recording.
         self._original_attributes: dict[str, Any] | None = None
         self._launch: Any = None
 
@@ -93,7 +95,7 @@ class StepRecorder:
         if self._runner.launch_layers is not self._launch:
             raise RuntimeError("another StepRecorder was opened later: close that one first")
         for name in _WRAPPED_ATTRIBUTES:
-            delattr(self._runner, name)  # makes the methods of the class visible again
+            delattr(self._runner, name)  # restores the method of the class
         vars(self._runner).update(self._original_attributes)
         self._original_attributes = None
 

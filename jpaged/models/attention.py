@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.formats import LinearInput
 from jpaged.models.linear import Linear, make_linear
-from jpaged.models.norm import Norm, RMSNorm, make_norm
+from jpaged.models.norm import Norm, RMSNorm, make_norm, normalize_rows
 from jpaged.models.sharding import PendingAllReduce, all_mean
 from pallas_kernels import (
     Backend,
@@ -66,9 +66,9 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of rows up to the last row that is not padding.
+        """Number of token rows, without the padding after the last row of a running sequence.
 
-        Rows of ended sequences before this row count.
+        Rows of finished sequences that come before that last row are counted too.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]
@@ -97,25 +97,29 @@ class AttentionInputs:
         return self
 
 
-# Cosine and sine of the rotation angle of each position and channel pair; half is H / 2.
+# Cosines and sines of the rotation angles: one row per token, and one column per pair of channels,
+# so `half` is H / 2.
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
-def _as_prefill(
-    seq_lens: Int32[Array, "B"], num_queries: int
-) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
-    """Return `query_start_loc` and lengths of a step with `num_queries` tokens per sequence.
+def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
+    """Return inputs with which decode and verify steps run the prefill kernel too.
 
-    A padding sequence gets `num_queries` as its length, and reads the null block.
+    Batch-invariant attention needs one kernel for all steps. A padding sequence gets `num_queries`
+    as its length, and reads the null block.
     """
-    starts = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * num_queries
-    return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
+    if attention.query_start_loc is not None:
+        return attention
+    lens, num_queries = attention.seq_lens, attention.num_queries
+    starts = jnp.arange(lens.shape[0] + 1, dtype=jnp.int32) * num_queries
+    lens = jnp.maximum(lens, jnp.int32(num_queries))
+    return replace(attention, seq_lens=lens, query_start_loc=starts)
 
 
 def _mean_square(
     heads: Float32[Array, "T heads H"], *, batch_invariant: bool
 ) -> Float32[Array, "T 1 1"]:
-    """Return the mean square over the heads of each token."""
+    """Return for each token the mean of the squares of all numbers in the token's heads."""
 
     def compute(heads: Float32[Array, "T heads H"]) -> Float32[Array, "T 1 1"]:
         return jnp.mean(heads * heads, axis=(1, 2), keepdims=True)
@@ -223,6 +227,89 @@ def attend_paged(
     return out.astype(q.dtype)
 
 
+def attend_projected(
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+    *,
+    norms: HeadNorms | None,
+    dtype: DTypeLike,
+    batch_invariant: bool,
+    scales: KVScales | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Write the tokens' K and V, and compute attention, from projected queries, keys and values.
+
+    Args:
+        qkv: Split-K partials of each token's query heads, key heads and value heads.
+        kv: The layer's pool, to which the tokens' K and V are written.
+        attention: Inputs of the step.
+        angles: Rotation of each token; None to skip the rotation.
+        norms: Norms of each query and key head; None for no norms.
+        dtype: Dtype of the queries and of the result.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of the step.
+        scales: Scales of an FP8 pool.
+        options: Scale, soft cap and sliding window of the attention ops.
+
+    Returns:
+        The output of each query head before the output projection, and the updated pool.
+    """
+    backend, is_decode = attention.backend, attention.query_start_loc is None
+    if batch_invariant:
+        options["batch_invariant"] = True
+    elif angles is not None and is_decode and attention.num_queries == 1:
+        tables, lens = attention.block_tables, attention.seq_lens
+        options |= {"norms": norms, "dtype": dtype, "scales": scales, "backend": backend}
+        return rope_decode_attention(qkv, kv, tables, lens, angles, **options)
+    if batch_invariant and backend is Backend.XLA and norms is not None:
+        q, k, v = split_heads(qkv, kv.k.shape[2], dtype)
+        q, k = (
+            normalize_rows(it, weight, norms.eps, batch_invariant=True)
+            for it, weight in ((q, norms.q), (k, norms.k))
+        )
+        qkv, norms = jnp.concatenate([q, k, v], axis=1)[None], None
+    q, kv = _store_projected(qkv, kv, attention, angles, norms, dtype, scales)
+    step = invariant_inputs(attention) if batch_invariant else attention
+    return attend_paged(q, kv, step, scales=scales, backend=backend, **options), kv
+
+
+def _store_projected(
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+    norms: HeadNorms | None,
+    dtype: DTypeLike,
+    scales: KVScales | None,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Normalize and rotate queries and keys, and write K and V to the pool.
+
+    Returns:
+        The queries in `dtype`, and the updated pool.
+    """
+    slots, backend = attention.slot_mapping, attention.backend
+    if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
+        options = {"norms": norms, "dtype": dtype, "scales": scales, "backend": backend}
+        return rope_write_kv(qkv, kv, slots, angles, **options)
+    q, k, v = split_heads(qkv, kv.k.shape[2], dtype)
+    if norms is not None:
+        q = normalize_rows(q, norms.q, norms.eps, batch_invariant=False)
+        k = normalize_rows(k, norms.k, norms.eps, batch_invariant=False)
+    # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
+    k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+    return q, write_kv(kv, k, v, slots, backend=backend)
+
+
+def split_heads(
+    qkv: Float[Array, "parts T heads H"], num_kv_heads: int, dtype: DTypeLike
+) -> list[Float[Array, "T _ H"]]:
+    """Return the query, key and value heads in `dtype`, from their split-K partials."""
+    heads = sum_partials(qkv, dtype)
+    ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
+    return jnp.split(heads, ends, axis=1)
+
+
 class Attention(nnx.Module):
     """Self-attention of one layer over the paged pool.
 
@@ -284,7 +371,7 @@ class Attention(nnx.Module):
             for it in (q, k)
         ]
         means = jnp.concatenate(squares, axis=1)
-        means = all_mean(means) if self.is_shared else means  # one exchange for both
+        means = all_mean(means) if self.is_shared else means  # one all-reduce for q and k
         scales = [jax.lax.rsqrt(means[:, i : i + 1] + norm.eps) for i, norm in enumerate(norms)]
         q, k = (
             (it.astype(jnp.float32) * scale).astype(dtype) * norm.scale.reshape(1, *it.shape[1:])
@@ -312,66 +399,20 @@ class Attention(nnx.Module):
         Returns:
             The output of each query head before the output projection, and the updated pool.
         """
-        qkv = self._normalize_projections(qkv, dtype)
-        options = {
-            "scale": self.layer_config.scale,
-            "sliding_window": self.layer_config.sliding_window,
-            "soft_cap": self.layer_config.soft_cap,
-            "scales": self.scales(),
-            "backend": attention.backend,
-        }
-        tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
-        num_queries = attention.num_queries
-        if self.batch_invariant:
-            options["batch_invariant"] = True
-            if starts is None:  # run the prefill kernel in decode and verify steps too
-                starts, lens = _as_prefill(lens, num_queries)
-        if angles is not None and starts is None and num_queries == 1:
-            norms = self.head_norms()
-            return rope_decode_attention(
-                qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
-            )
-        q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
-        step = replace(attention, seq_lens=lens, query_start_loc=starts)
-        return attend_paged(q, kv, step, **options), kv
-
-    def store_kv(
-        self,
-        qkv: Float[Array, "parts T heads H"],
-        kv: LayerKV,
-        attention: AttentionInputs,
-        angles: RopeAngles | None,
-        dtype: DTypeLike,
-    ) -> tuple[Float[Array, "T N H"], LayerKV]:
-        """Normalize and rotate queries and keys, and write K and V to the pool.
-
-        Args:
-            qkv, kv, attention, angles, dtype: See `attend`.
-
-        Returns:
-            The queries in `dtype`, and the updated pool.
-        """
-        slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
-        if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
-            norms = self.head_norms()
-            if norms is not None and self.batch_invariant and backend is Backend.XLA:
-                q, k, v = self._split_heads(qkv, kv, dtype)
-                heads = cast(RMSNorm, self.q_norm)(q), cast(RMSNorm, self.k_norm)(k), v
-                qkv, norms = jnp.concatenate(heads, axis=1)[None], None
-            options = {"norms": norms, "dtype": dtype, "backend": backend}
-            return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
-        q, k, v = self._split_heads(qkv, kv, dtype)
-        # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
-        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
-        return q, write_kv(kv, k, v, slots, backend=backend)
-
-    def _split_heads(
-        self, qkv: Float[Array, "parts T heads H"], kv: LayerKV, dtype: DTypeLike
-    ) -> list[Float[Array, "T _ H"]]:
-        """Return the query, key and value heads in `dtype`."""
-        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
-        ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
-        return jnp.split(heads, ends, axis=1)
+        config = self.layer_config
+        return attend_projected(
+            self._normalize_projections(qkv, dtype),
+            kv,
+            attention,
+            angles,
+            norms=self.head_norms(),
+            dtype=dtype,
+            batch_invariant=self.batch_invariant,
+            scales=self.scales(),
+            scale=config.scale,
+            sliding_window=config.sliding_window,
+            soft_cap=config.soft_cap,
+        )
 
     def scales(self) -> KVScales | None:
         """Return the scales of keys and values; None if the pool is not FP8."""

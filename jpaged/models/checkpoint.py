@@ -60,7 +60,8 @@ _SUFFIX_ALIASES = (
     (".self_attn.v_scale", ".self_attn.attn.v_scale"),
     (".self_attn.kv_scale", ".self_attn.attn.kv_scale"),
 )
-"""Pairs (suffix in weight rules, alias): FP8 checkpoints use aliases for the same tensor."""
+"""Pairs of tensor-name suffixes: the suffix in weight rules, and a suffix that some FP8 checkpoints
+use instead."""
 
 
 class CheckpointError(ValueError):
@@ -129,7 +130,7 @@ class WeightRule:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Index at which the piece begins, by axis of the parameter; other axes begin at 0."""
+        """Index at which the piece begins, for each axis of the parameter where it is not 0."""
         offsets = {self.axis: self.start}
         return offsets if self.expert is None else offsets | {0: self.expert}
 
@@ -296,7 +297,7 @@ def _hub_error_text(error: Exception) -> str:
 
     if isinstance(
         error, errors.LocalEntryNotFoundError
-    ):  # the request failed and nothing is cached
+    ):  # the network failed, and no file of the model is cached
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError) or status == 403:
@@ -449,8 +450,9 @@ def _read_header(file: Path) -> list[TensorInfo]:
 def _read_byte_offsets(file: Path) -> dict[str, int]:
     """Return the offset of each tensor's first byte from the beginning of a safetensors file.
 
-    The safetensors package must have checked the header before. The package keeps the last of two
-    entries that have the same name and the same bytes. This function refuses both.
+    The safetensors package must have checked the header before. If two entries of a header have the
+    same name and the same byte range, the package keeps the last entry. This function raises an
+    error instead.
 
     Raises:
         CheckpointError: Two entries of the header have the same name.
@@ -478,7 +480,7 @@ def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
         with open_safetensors(tensor.file) as opened:
             return opened.get_tensor(tensor.name)
     if tensor.dtype != FP8_FILE_DTYPE:
-        with open_safetensors(tensor.file) as opened:  # closing unmaps the pages just read
+        with open_safetensors(tensor.file) as opened:  # closing the file unmaps its pages
             return opened.get_slice(tensor.name)[rows]
     # The safetensors package cannot return FP8 tensors as numpy arrays.
     row = math.prod(tensor.shape[1:])

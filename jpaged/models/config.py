@@ -281,7 +281,7 @@ class ModelConfig:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of rows of a token table per device: all rows if the devices cannot split them."""
+        """Number of token-embedding rows per device: all rows if the devices cannot split them."""
         shared = not self.vocab_size % self.tensor_parallel_size
         return self.vocab_size // self.tensor_parallel_size if shared else self.vocab_size
 
@@ -342,7 +342,7 @@ class ModelConfig:
 
     @property
     def size_summary(self) -> str:
-        """Clause that says the sizes of the parameters, under their names in config.json."""
+        """Text for an error that lists the model's sizes, with the field names of config.json."""
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -377,7 +377,8 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
-_DEFAULT_MAX_VALUE = 2**30  # positions and token ids are 32-bit integers
+# The default limit is lower than 2**31, because positions and token ids are 32-bit integers.
+_DEFAULT_MAX_VALUE = 2**30
 
 # Fields that change the computation of some models, with the values that do not change it.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -424,7 +425,7 @@ def field_error(field: str, value: object, supported: object) -> ValueError:
 
 
 def head_size_error(value: int, supported: str) -> ValueError:
-    """Return the error for a head size that is not supported, whether given or derived."""
+    """Return the error for an unsupported head size (`head_dim`, or derived from other fields)."""
     derived = "if head_dim is missing, it is hidden_size / num_attention_heads"
     return field_error("head_dim", value, f"{supported} ({derived})")
 
@@ -510,7 +511,7 @@ class ConfigFields:
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields as read because they do not change the computation."""
+        """Mark fields as read that do not change the computation, so that no error names them."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:
@@ -592,7 +593,7 @@ def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -
 def read_rotary_config(
     fields: ConfigFields, model_type: str, default_head_size: int | None = None
 ) -> dict[str, Any]:
-    """Read the `ModelConfig` arguments of LLaMA and similar families, except layers and tokens.
+    """Read the `ModelConfig` arguments of models with rotary embedding, except layers and tokens.
 
     Args:
         fields: Fields of the config.
@@ -607,7 +608,7 @@ def read_rotary_config(
         wanted = f"divisors of num_attention_heads={num_heads}"
         raise field_error("num_key_value_heads", num_kv_heads, wanted)
     if head_size % 2:
-        raise head_size_error(head_size, "even sizes, because rotary embedding turns pairs")
+        raise head_size_error(head_size, "even sizes, because RoPE rotates pairs of numbers")
     return {
         "model_type": model_type,
         "vocab_size": fields.integer("vocab_size"),
@@ -755,7 +756,7 @@ _ROPE_FIELDS = {
     "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
 }  # fmt: skip
-_MIN_BETA, _MAX_BETA = 1e-3, 1e6  # rotations; published configs have 1 and 32
+_MIN_BETA, _MAX_BETA = 1e-3, 1e6  # limits of beta_slow and beta_fast
 _YARN_FIELDS = {
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
 }  # fmt: skip

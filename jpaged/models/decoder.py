@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
         update (see `LayersOutput`).
         """
         backend = attention.backend
-        # Dense layers compute padding rows too, so their programs need no number of tokens.
+        # Only sparse layers skip padding rows, so only they need the number of tokens.
         is_sparse = isinstance(self.mlp, SparseFeedForward)
         num_tokens = attention.num_tokens if is_sparse else None
         options = backend, attention.peer_header, num_tokens
@@ -310,8 +310,8 @@ class Decoder(nnx.Module):
 
         Returns:
             The log-probabilities, and whether no other token of the row is more probable. None if
-            the model is batch-invariant: only whole rows of logits then have the bits of
-            generation.
+            the model is batch-invariant, because scores of prompt tokens must then have the same
+            bits as scores of generated tokens, which are computed from whole rows of logits.
         """
         if self.config.batch_invariant:
             return None

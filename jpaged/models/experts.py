@@ -1,6 +1,6 @@
-"""The sparse feed-forward: a router chooses experts, which compute the tokens that chose them.
+"""The sparse feed-forward: the weighted sum of the experts that a router chooses for each token.
 
-Shazeer et al. 2017, arXiv:1701.06538. Every chosen expert computes its tokens: no token is dropped.
+Shazeer et al. 2017, arXiv:1701.06538. An expert computes every token for which it was chosen.
 """
 
 from typing import NamedTuple, cast
@@ -22,6 +22,7 @@ from jpaged.models.sharding import (
     sum_in_device_order,
 )
 from pallas_kernels import (
+    BATCH_INVARIANT_UNIT,
     Backend,
     batch_invariant_transposed_gemm,
     device_sum,
@@ -108,9 +109,13 @@ class SparseFeedForward(nnx.Module):
 
     def router_logits(self, x: Float[Array, "T D"], backend: Backend) -> Float32[Array, "T E"]:
         """Return the logits of all experts for each row, in float32."""
+        router = self.router[...]
         if self.batch_invariant:
-            return batch_invariant_transposed_gemm(x, self.router[...], backend=backend)
-        return einsum("td,ed->te", x, self.router[...], out=jnp.float32)
+            num_experts = router.shape[0]
+            rows = jnp.pad(router, ((0, -num_experts % BATCH_INVARIANT_UNIT), (0, 0)))
+            logits = batch_invariant_transposed_gemm(x, rows, backend=backend)
+            return logits[:, :num_experts]
+        return einsum("td,ed->te", x, router, out=jnp.float32)
 
     def add_norm(
         self,

@@ -105,7 +105,8 @@ class WeightFormat(nnx.Module):
     """Name of the format in the engine's startup report."""
 
     outputs_per_scale: ClassVar[int] = 1
-    """Number of consecutive outputs that share a scale; devices cannot split these outputs."""
+    """Number of consecutive outputs that share a scale, and therefore must be on the same
+    device."""
 
     def __init__(self, projection: Projection, dtype: DTypeLike):
         self.projection = projection
@@ -212,7 +213,9 @@ class BatchInvariantFormat(UnquantizedFormat):
 
     @override
     def dense_weight(self) -> None:
-        return None  # disables the fused layer, which splits the depth by the number of rows
+        # Return None to disable the kernel that fuses a whole layer. If the number of rows changes,
+        # this kernel may add products in another order.
+        return None
 
 
 def weight_rule(

@@ -39,9 +39,10 @@ from pallas_kernels import (
 def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Apply the feed-forward activation that Hugging Face calls `name`.
 
-    The result is in float32; the result of "relu" is in x's dtype.
+    The result is in x's dtype for "relu", and in float32 for all other activations.
     """
-    if name == "relu":  # exact in any dtype; without a cast, XLA fuses it into the product before
+    if name == "relu":
+        # relu is exact in any dtype. Without a cast, XLA fuses it into the preceding product.
         return jax.nn.relu(x)
     x = x.astype(jnp.float32)
     if is_silu(name):
@@ -114,7 +115,10 @@ class Linear(nnx.Module):
     def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        """Add the bias, and reshape the outputs to [parts, T, *outputs]."""
+        """Add the bias if there is one, and reshape the split-K partials to [parts, T, *outputs].
+
+        With a bias, the result has a single partial.
+        """
         if self.bias is not None:
             # Reshape the bias to one row, so that XLA fuses the addition into its product.
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
@@ -283,13 +287,14 @@ class Embedding(nnx.Module):
         soft_cap: float | None,
         backend: Backend,
     ) -> TargetScores:
-        """Return the parts of each target's log-probability, without storing the logits.
+        """Return the maximum, the sum of exponentials and the target's logit of each row of logits.
 
-        If the table is sharded, the parts cover this device's rows of the table.
+        The log-probability of a target follows from these three numbers. The logits are never all
+        in memory. If the table is sharded, the numbers cover this device's rows of the table.
 
         Args:
-            hidden: Rows, as in `logits`.
-            targets: One id per row.
+            hidden: Hidden states.
+            targets: One token id per row of hidden states.
             soft_cap: See `pallas_kernels.target_scores`.
             backend: Implementation of the kernels.
         """

@@ -59,7 +59,8 @@ SUPPORTED_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
 COMPARE_CHUNK_BYTES = 4 << 20
-"""Maximum bytes of a tensor that are compared at once. Larger chunks are slower to allocate."""
+"""Maximum bytes of a chunk when two tensors are compared in chunks. Larger chunks are slower to
+allocate."""
 
 _DUMMY_STD = 0.02
 
@@ -175,7 +176,7 @@ class ModelPlan:
         return with_parameters(self.abstract_model, arrays)
 
     def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
-        """Return the boxes of an unsharded parameter that a device holds."""
+        """Return the parts of the unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
         shard_shape = per_device_shape(model_parameters(self.abstract_model)[path])
         unsharded_shape, parts = self.unsharded_specs[path].shape, ()
@@ -272,7 +273,7 @@ class DeviceShard:
                 )
 
     def fill_missing(self) -> None:
-        """Fill the parameters that the checkpoint lacks with ones."""
+        """Set the parameters that no slab was written to, such as KV-cache scales, to ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
@@ -525,7 +526,7 @@ def plan_weights(
         if rule.target in rules_by_path:
             rules_by_path[rule.target].append(rule)
     for path in {rule.scale_path for rule in rules.rules if rule.scale_path is not None}:
-        del rules_by_path[path]  # computed while loading, not read from the checkpoint
+        del rules_by_path[path]  # the loader computes these scales
     scales = {path: rules_by_path.pop(path) for path in specs if _KV_SCALE_PATH.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
     _check_coverage(rules_by_path, names, specs, problems)
@@ -544,7 +545,7 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Record parameters that the checkpoint's tensors do not fill exactly once."""
+    """Add an entry to `problems` for each parameter that is not filled exactly once."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
         found = [rule for rule in path_rules if rule in names]
@@ -569,7 +570,7 @@ def _check_coverage(
 
 
 def _join_sources(sources: Sequence[str]) -> str:
-    """Join the names of tensors by "and"; of many names, only the first are listed."""
+    """Return the names of tensors in one text; list at most `_MAX_LISTED_SOURCES` names."""
     more = len(sources) - _MAX_LISTED_SOURCES
     if more <= 0:
         return " and ".join(sources)
@@ -581,7 +582,10 @@ def _check_kv_scales(
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
-    """Record layers with only one of the two KV-cache scales, and scales filled twice."""
+    """Add an entry to `problems` for each layer that has only one of its two KV-cache scales.
+
+    Also add an entry for each scale that two tensors fill.
+    """
     sources_by_path = {
         path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
     }
@@ -599,7 +603,10 @@ def _check_kv_scales(
 def _place_tensor(
     tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
 ) -> TensorPlacement:
-    """Return the tensor's place in its parameter; record a wrong dtype or shape."""
+    """Return where the tensor belongs in its parameter.
+
+    Add an entry to `problems` if the tensor's dtype or shape is wrong.
+    """
     param_shape, num_output_axes = (
         specs[path].shape,
         len(specs[rule.scale_path].shape) if rule.scale_path else 0,
@@ -651,7 +658,7 @@ def _write_to_shards(
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """Return the FP8 scale of each output of a slab.
+    """Return the FP8 scale of each output of a slab, which is a group of rows of a tensor.
 
     If the devices split the inputs, the scale covers the inputs of all devices.
     """
@@ -672,7 +679,13 @@ def _slab_scales(
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
 def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """Return the maximum absolute value of each output of a slab."""
+    """Return the maximum absolute value of each output of a slab; outputs are the first axes.
+
+    Args:
+        slab: Values with the axes of the file.
+        axis_order: Parameter axis of each axis of the slab.
+        count: Number of parameter axes that are outputs.
+    """
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
     outputs = [axis for axis in axis_order if axis < count]
@@ -757,7 +770,8 @@ def _dummy_array(
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    if len(spec.shape) == 1 and not path.endswith("bias"):  # a norm's weight or a KV-cache scale
+    # This is a norm's weight or a KV-cache scale.
+    if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
     strides = [math.prod(unsharded_shape[axis + 1 :]) for axis in range(len(unsharded_shape))]

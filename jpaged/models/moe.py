@@ -30,7 +30,8 @@ def describe_mixtral(fields: ConfigFields) -> ModelConfig:
     window = fields.optional_integer("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
-    # The softmax of the chosen logits is the softmax of all logits, normalized.
+    # Mixtral computes a softmax over the logits of the chosen experts only. That equals a softmax
+    # over all experts whose values for the chosen experts are divided by their sum.
     experts = read_experts(
         fields,
         common,
@@ -68,10 +69,13 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
-    """Return Mistral's weight rules, with experts."""
+    """Return Mistral's weight rules with experts instead of dense feed-forwards."""
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Qwen3-MoE and OLMoE: LLaMA's, query and key norms, experts."""
+    """Return LLaMA's weight rules with query and key norms, and with experts.
+
+    Qwen3-MoE and OLMoE have such layers.
+    """
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

@@ -112,7 +112,7 @@ def _unquantized_paths(
 
 def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
     formats = ("float-quantized", "naive-quantized")
-    is_kv_only = fields.get("config_groups") == {}  # only the KV cache has scales
+    is_kv_only = fields.get("config_groups") == {}  # if so, only the KV cache has scales
     fields.choice("format", formats[0], ("dense", *formats) if is_kv_only else formats)
     for name in ("sparsity_config", "transform_config"):
         if (value := fields.get(name)) not in (None, {}):
@@ -192,7 +192,8 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
     for key, choices in wanted.items():
         if (value := scheme_fields.get(key, choices[0])) not in choices:
             raise field_error(scheme_fields.prefix + key, value, " or ".join(map(str, choices)))
-    scheme_fields.ignore({"observer", "observer_kwargs"})  # only say how the scales were calibrated
+    # These fields say how scales were calibrated.
+    scheme_fields.ignore({"observer", "observer_kwargs"})
     scheme_fields.refuse_unread()
     return _ScaleScheme(str(strategy), is_dynamic is True)
 

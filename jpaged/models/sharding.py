@@ -123,9 +123,10 @@ def all_gather(x: jax.Array, axis: int) -> jax.Array:
 
 
 def split_rows(x: jax.Array) -> jax.Array:
-    """Exchange shards of columns [T, C] for whole rows [T / devices, C * devices].
+    """Convert this device's shard of columns [T, C] to a shard of rows [T / devices, C * devices].
 
-    T is a multiple of the number of devices, and the first device gets the first rows.
+    The devices exchange their parts with an all-to-all. T must be a multiple of the number of
+    devices. The first device gets the first rows.
     """
     return lax.all_to_all(x, MESH_AXIS, split_axis=0, concat_axis=1, tiled=True)
 
@@ -216,7 +217,7 @@ def wrap_in_shard_map(
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A box of an unsharded array that one device holds in its shard.
+    """A box (rectangular part) of an unsharded array that is in one device's shard.
 
     Attributes:
         unsharded_start: Index of the box's first element in the unsharded array.
@@ -236,7 +237,7 @@ def shard_slices(
     count: int,
     parts: Sequence[tuple[int, int]] = (),
 ) -> list[ShardSlice]:
-    """Return the boxes of an unsharded array that one device holds.
+    """Return the boxes (rectangular parts) of an unsharded array that are in one device's shard.
 
     Args:
         unsharded_shape: Shape of the array on a single device.

@@ -1,9 +1,11 @@
-"""Incremental reports of what changed in the KV pool, for a dashboard that samples the pool often.
+"""Reports of what has changed in the KV pool since the previous report, for a dashboard that
+samples the pool often.
 
-`pool_report.py` counts the whole pool on each call. The first `PoolWatch.look` takes O(blocks)
-time; each later call takes O(changed blocks + sequences that hold blocks) time. The pool does not
-record its changes. A watch finds changed blocks at both ends of the free queue, and in the block
-tables and pins that changed or were removed.
+Unlike `pool_report.py`, a report does not examine the whole pool. The first call of
+`PoolWatch.look` takes time proportional to the number of blocks. Each later call takes time
+proportional to the number of changed blocks and of sequences that hold blocks. The pool does not
+record its changes, so a watch looks for changed blocks in three places: at both ends of the queue
+of free blocks, in changed block tables, and in changed pins.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,18 +20,19 @@ from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 
 CACHED = -1
-"""The count of a block that is free but keeps its content in the prefix cache."""
+"""Count of a free block whose content is still in the prefix cache."""
 
 
 class ChangedBlocks(NamedTuple):
-    """Changed blocks as parallel lists. The first call of `look` may return 100,000 blocks.
+    """Changed blocks, as lists of equal length. The lists are compact, because the first call of
+    `look` may return 100,000 blocks.
 
     Attributes:
         block_ids: Ids of the blocks, in increasing order.
         counts: Number of block tables and pins that hold each block; 0 if the block is free, and
             `CACHED` if the free block keeps cached content.
-        content_hashes: Low 32 bits of the hash of each block's cached content; 0 if the prefix
-            cache does not know the content.
+        content_hashes: Low 32 bits of the hash of each block's content in the prefix cache; 0 if
+            the block is not in the prefix cache.
     """
 
     block_ids: list[int]
@@ -47,7 +50,8 @@ class TableChange(NamedTuple):
         status: Status of the request, or "finished" if the sequence has finished and waits for a
             step in flight.
         num_prompt_tokens: Number of prompt tokens.
-        num_computed_tokens: Number of tokens whose KV is written by the steps planned so far.
+        num_computed_tokens: Number of tokens whose KV is written once all steps planned so far have
+            run.
         num_kept: Number of leading entries of the block table that did not change.
         new_blocks: Block ids that follow the unchanged entries.
         num_host_blocks: Number of the sequence's blocks in host memory while it is swapped out.
@@ -70,15 +74,15 @@ class PoolChanges:
 
     Attributes:
         blocks: Changed blocks. The first call returns all blocks that are not free.
-        tables: Sequences that hold device or host blocks, and are new or changed in more than the
-            number of computed tokens.
-        grown: Number of computed tokens by sequence id, for sequences in which only this number
+        tables: Sequences that hold blocks on the device or in host memory, and that are new or have
+            a change other than in their number of computed tokens.
+        grown: Number of computed tokens by sequence id, for sequences of which only this number has
             changed.
         gone: Ids of sequences that no longer hold blocks.
         swap_entries: Request id and number of blocks of each swap entry in host memory; None if
             unchanged.
         pinned: Ids of all pinned blocks; None if unchanged.
-        tokens: Token ids by block id, as far as the host has read the tokens.
+        tokens: Token ids of blocks, by block id. Tokens that the host has not read yet are missing.
         copies: Source block id by target block id, for blocks that were copied on write.
     """
 
@@ -101,12 +105,12 @@ class _SequenceSnapshot:
     """State of a sequence at the previous call of `look`."""
 
     sequence: Sequence
-    table: list[int]  # the sequence's own list, to detect that the list was replaced
+    table: list[int]  # the list object of the sequence, to detect a new list
     num_blocks: int = 0
     last_block: int = 0
     num_registered: int = 0
     num_computed: int = 0
-    num_read: int = 0  # computed tokens that the host had read
+    num_read: int = 0  # number of computed tokens that the host had read
     status: str = ""
     num_host_blocks: int = 0
 
@@ -116,10 +120,11 @@ class PoolWatch:
 
     Args:
         scheduler: Scheduler whose blocks and sequences are watched.
-        num_token_blocks: Maximum number of blocks per look whose tokens are returned; 0 for none.
-            The tokens of further blocks are returned by later looks.
-        watches: Set that contains the watch until `close` is called or the watch is dropped. The
-            owner of the set must call `note` on each watch in the set for every launched step.
+        num_token_blocks: Maximum number of blocks whose tokens one call of `look` returns; 0 for
+            none. Later calls return the tokens of the remaining blocks.
+        watches: Set that contains the watch until `close` is called or the watch is dropped. For
+            every launched step, the owner of the set must call the method `note` of each watch in
+            the set.
     """
 
     def __init__(
@@ -137,19 +142,19 @@ class PoolWatch:
         num_blocks = len(self._pool.blocks)
         # Count and content hash of each block at the previous call of `look`.
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
-        # The pool's counters at the previous call of `look`. With 0, the first call checks every
-        # block that was ever freed.
+        # The pool's counters at the previous call of `look`. They begin with 0, so the first call
+        # checks every block that was ever freed.
         self._num_freed = self._num_clears = 0
         self._pin_counts = 0, 0
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # The keys are the ids of blocks whose tokens were not returned yet. A value is a sequence
-        # and the block's index in its block table, or None if the prefix cache has the tokens.
+        # Keys: ids of the blocks whose tokens have not been returned yet. Values: a sequence and
+        # the index of the block in its block table; None if the prefix cache has the tokens.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
-        """Stop watching the pool. Further calls do nothing."""
+        """Stop watching the pool. Calling `close` again does nothing."""
         self._watches.discard(self)
 
     def note(self, plan: StepPlan) -> None:
@@ -182,7 +187,8 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        queue = pool.free_block_queue  # empty blocks are freed to its head, all others to its tail
+        # A freed block without cached content is at the head of the queue, any other at the tail.
+        queue = pool.free_block_queue
         return {*islice(reversed(queue), num_blocks_freed), *islice(queue, num_blocks_freed)}
 
     def _diff_pins(self, maybe_changed: set[int]) -> list[int] | None:
@@ -275,7 +281,7 @@ class PoolWatch:
         self, block: KVBlock, table_position: tuple[Sequence, int] | None
     ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.cache_entry is not None:  # the key is an 8-byte parent id and then the token ids
+        if block.cache_entry is not None:  # key: 8-byte id of the parent block, then token ids
             return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
         if table_position is None:
             return []
@@ -304,8 +310,9 @@ def _has_blocks(sequence: Sequence) -> bool:
 def _count_unchanged_entries(snapshot: _SequenceSnapshot, table: list[int]) -> int:
     """Return the number of leading block-table entries that are unchanged since the last `look`.
 
-    A block table that is still the same list object has only grown, or its last entry was replaced
-    by a copy on write. For any other change, the block manager creates a new list.
+    If a block table is still the same list object, only two changes are possible: entries were
+    appended, or a copy on write replaced the last entry. For any other change, the block manager
+    creates a new list.
     """
     num_blocks = snapshot.num_blocks
     if table is not snapshot.table or not num_blocks:

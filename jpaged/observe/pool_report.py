@@ -1,7 +1,7 @@
 """Reports on the KV pool for people: which request holds which block, and how the slots are used.
 
-Each call counts from the block tables, so the engine does no work for the reports between calls. A
-token's KV counts as stored once the step that writes the KV is planned.
+Each call computes its report from the block tables, so the engine does no extra work between calls.
+The KV of a token counts as stored as soon as the step that writes the KV is planned.
 """
 
 from collections import Counter
@@ -32,15 +32,15 @@ class BlockInfo:
 
     Attributes:
         block_id: Id of the block in the pool.
-        state: Whether the block is free, used or cached.
+        state: State of the block: free, used or cached.
         ref_cnt: Number of block tables and pins that hold the block.
-        num_filled_slots: Number of slots with the KV of a token. A cached block is full; a free
-            block has 0.
+        num_filled_slots: Number of slots with the KV of a token. All slots of a cached block are
+            filled, and none of a free block.
         request_ids: Ids of the requests whose sequences hold the block, without duplicates. A
             finished request is listed while a step in flight may write to the block.
         is_pinned: Whether a pinned prefix holds the block.
-        content_hash: Hash of the block's content in the prefix cache; None if the prefix cache does
-            not know the content.
+        content_hash: Hash of the block's content in the prefix cache; None if the block is not in
+            the prefix cache.
     """
 
     block_id: int
@@ -65,7 +65,8 @@ class SequenceInfo:
         image_table: While the sequence is swapped out, the indices of its blocks in the swap entry
             of the request. Shared blocks have the same index.
         num_prompt_tokens: Number of prompt tokens.
-        num_computed_tokens: Number of tokens whose KV is written by the steps launched so far.
+        num_computed_tokens: Number of tokens whose KV is written once all steps launched so far
+            have run.
         num_tokens: Number of tokens, including sampled tokens that the host has not read yet.
     """
 
@@ -83,10 +84,11 @@ class SequenceInfo:
 class MemoryReport:
     """Use of the pool's slots, as `memory_report` reports it.
 
-    The five kinds of slots refine figure 2 of the PagedAttention paper, and add up to `num_slots`.
-    A slot that several sequences share counts once. External fragmentation, the third kind of waste
-    in the paper, does not occur: all blocks have the same size, so a sequence can use any free
-    block.
+    The report counts five kinds of slots: with tokens, reserved, fragmented, cached and free. The
+    five numbers add up to `num_slots`. The kinds are finer than those of figure 2 of the
+    PagedAttention paper. A slot that several sequences share counts once. External fragmentation,
+    the third kind of waste in the paper, does not occur: all blocks have the same size, so a
+    sequence can use any free block.
 
     Attributes:
         block_size: Number of slots in a block.
@@ -99,8 +101,8 @@ class MemoryReport:
             have, or belong to a finished sequence that waits for a step in flight.
         num_cached_slots: Slots of free blocks that keep their content in the prefix cache.
         num_free_slots: Slots of free blocks without cached content.
-        num_logical_blocks: Number of entries in all block tables: the blocks needed without
-            sharing.
+        num_logical_blocks: Number of entries in all block tables. Without sharing, the sequences
+            would need this number of blocks.
         num_physical_blocks: Number of different blocks in all block tables.
         num_pinned_blocks: Number of blocks that pinned prefixes hold.
         num_host_blocks: Number of blocks in host memory for swapped-out groups.
@@ -132,7 +134,8 @@ class MemoryReport:
 
     @property
     def num_waste_slots(self) -> int:
-        """Number of slots of used blocks without a token: less than one block per sequence."""
+        """Number of slots of used blocks that hold no token. There are fewer than one block's slots
+        per sequence."""
         return self.num_reserved_slots + self.num_fragmented_slots
 
     @property
@@ -144,8 +147,8 @@ class MemoryReport:
     def shared_savings(self) -> float:
         """Fraction of `num_logical_blocks` that sharing saves, 0 to 1.
 
-        Figure 15 of the PagedAttention paper shows this fraction. Sharing between requests by a
-        common prefix also counts.
+        Figure 15 of the PagedAttention paper shows this fraction. Here, blocks that different
+        requests share because of a common prefix also count.
         """
         if not self.num_logical_blocks:
             return 0.0
@@ -153,7 +156,8 @@ class MemoryReport:
 
 
 def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
-    """Return every block of the pool except the null block, by ascending block id. O(blocks)."""
+    """Return every block of the pool except the null block, by ascending block id. Takes time
+    proportional to the number of blocks."""
     manager = scheduler.block_manager
     owners = _block_owners(scheduler)
     empty = _count_empty_slots(scheduler)
@@ -177,7 +181,7 @@ def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
 def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
     """Return every sequence that is unfinished or waits for a step in flight.
 
-    Takes O(entries of all block tables) time.
+    Takes time proportional to the number of entries in all block tables.
     """
     return [
         SequenceInfo(
@@ -195,7 +199,8 @@ def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
 
 
 def memory_report(scheduler: "Scheduler") -> MemoryReport:
-    """Return how the slots of the pool are used. O(entries of all block tables)."""
+    """Return how the slots of the pool are used. Takes time proportional to the number of entries
+    in all block tables."""
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
     pool, size = manager.pool, manager.block_size
     tables = [sequence.block_table for sequence in scheduler.sequences.by_id.values()]
@@ -218,11 +223,13 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
 
 
 def engine_stats(scheduler: "Scheduler", num_unqueued: int, counts: dict[str, Any]) -> EngineStats:
-    """Return the state of the pool and of the queues. O(sequences).
+    """Return the state of the pool and of the queues. Takes time proportional to the number of
+    sequences.
 
     Args:
         scheduler: Scheduler of the engine.
-        num_unqueued: Number of requests that wait for a grammar and are not in the scheduler yet.
+        num_unqueued: Number of requests that are not in the scheduler yet, because their grammars
+            are being compiled.
         counts: Values of the remaining fields of `EngineStats`, by field name.
     """
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
@@ -262,16 +269,18 @@ def _count_drafts(scheduler: "Scheduler") -> dict[str, Any]:
 
 
 def num_waste_slots(scheduler: "Scheduler") -> int:
-    """Return the number of empty slots in used blocks. Shared slots count once. O(sequences)."""
+    """Return the number of empty slots in used blocks. Shared slots count once. Takes time
+    proportional to the number of sequences."""
     return sum(_count_empty_slots(scheduler).values())
 
 
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     """Yield (sequence, block id, number of empty slots) for each block with empty slots.
 
-    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
-    share a last block have the same number of computed tokens: a fork copies the number of its
-    parent, and a sequence that writes to a shared block gets a copy of the block.
+    Without speculative decoding, only the last block of a sequence has empty slots. If two
+    sequences share a last block, they have the same number of computed tokens: a forked sequence
+    starts with the number of its parent, and a sequence gets a copy of the shared block before it
+    writes to the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():
@@ -287,10 +296,11 @@ def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
     """Return the number of empty slots that at least one sequence may still fill."""
     reserved = Counter[int]()
-    num_before: dict[int, int] = {}  # empty slots in earlier blocks, by the id of the sequence
+    num_before: dict[int, int] = {}  # number of empty slots in earlier blocks, by sequence id
     for sequence, block_id, empty in _iter_partial_blocks(scheduler):
         if sequence.finish_reason is None:
-            # The last token of a sequence is never an input of a step, so it has no KV.
+            # Subtract 1, because the last token of a sequence is never an input of a step and has
+            # no KV.
             num_future_tokens = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
             num_future_tokens -= num_before.get(sequence.seq_id, 0)
             num_before[sequence.seq_id] = num_before.get(sequence.seq_id, 0) + empty
@@ -299,7 +309,8 @@ def _count_reserved_slots(scheduler: "Scheduler") -> int:
 
 
 def _block_owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
-    """Return the ids of the requests that hold each block, in order of arrival, as dict keys."""
+    """Return the ids of the requests that hold each block, by block id. The ids are the keys of a
+    dict, in order of arrival."""
     owners: dict[int, dict[str, None]] = {}
     for sequence in scheduler.sequences.by_id.values():
         for block_id in sequence.block_table:

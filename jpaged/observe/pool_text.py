@@ -1,4 +1,5 @@
-"""The KV pool as text: one character per block, and lines about the use of its slots."""
+"""Text about the KV pool: a drawing with one character per block, and lines about the use of the
+slots."""
 
 import time
 from collections import Counter
@@ -14,14 +15,14 @@ BLOCKS_PER_LINE = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 holders, * 10 or more  P pinned"
 
-_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the time that block maps may take
+_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the total time for making block maps
 
 
 class PoolReporter(Protocol):
     """An object that reports on a pool, such as an `Engine`."""
 
     def memory_report(self) -> MemoryReport:
-        """Return the report that `Engine.memory_report` describes."""
+        """Return a report as `Engine.memory_report` does."""
         ...
 
     def block_map(self) -> dict[int, BlockInfo]:
@@ -30,11 +31,11 @@ class PoolReporter(Protocol):
 
 
 class BusyPoolSampler:
-    """Keeps the latest memory report and block map of an engine from the time when it had work.
+    """Keeps the latest memory report and block map of a busy engine.
 
-    Each call of `record` requests a memory report. A block map takes time for every block of the
-    pool. `record` therefore requests a block map only if the number of used blocks has changed, and
-    less often for a large pool.
+    Each call of `record` gets a memory report from the engine. Getting a block map takes time
+    proportional to the size of the pool. `record` therefore gets a block map only if the number of
+    used blocks has changed, and less often for a large pool.
 
     Attributes:
         seconds_spent: Total time in seconds that `record` has taken.
@@ -49,7 +50,7 @@ class BusyPoolSampler:
         self._next_map_time = 0.0
 
     def record(self, stats: EngineStats) -> None:
-        """Sample the pool. `stats` are the statistics of the engine at this moment."""
+        """Sample the pool. `stats` are the engine's current statistics."""
         start = time.perf_counter()
         self._report = self._engine.memory_report()
         if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map_time:
@@ -60,14 +61,16 @@ class BusyPoolSampler:
         self.seconds_spent += time.perf_counter() - start
 
     def format_lines(self) -> list[str]:
-        """Return the latest report and block map as lines of text, or no lines without a sample."""
+        """Return the latest report and block map as lines of text. Return no lines before the first
+        sample."""
         if self._report is None:
             return []
         return [*describe_report(self._report), *draw_blocks(self._blocks, self._report.block_size)]
 
 
 def describe_report(report: MemoryReport) -> list[str]:
-    """Return lines of text about the slots, the sharing, and the host memory for swapped KV."""
+    """Return lines of text about the slots, about the blocks saved by sharing, and about the host
+    memory for swapped KV."""
     lines = [
         f"slots     {report.num_token_slots:,} with tokens, "
         f"{report.num_reserved_slots:,} reserved, {report.num_fragmented_slots:,} never filled, "
@@ -86,8 +89,8 @@ def draw_blocks(blocks: Mapping[int, BlockInfo], block_size: int) -> list[str]:
     """Return a drawing of the pool: a legend, then lines with one character per block.
 
     Each line begins with the id of its first block and shows `BLOCKS_PER_LINE` blocks. Consecutive
-    lines with only free blocks become one line with their number. After `MAX_LINES` lines, the last
-    line summarises the rest of the pool.
+    lines that show only free blocks are replaced by one line with the number of these blocks. After
+    `MAX_LINES` lines, the last line summarises the rest of the pool.
     """
     infos = list(blocks.values())
     rows = [infos[at : at + BLOCKS_PER_LINE] for at in range(0, len(infos), BLOCKS_PER_LINE)]

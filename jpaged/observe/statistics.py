@@ -9,9 +9,9 @@ from typing import ClassVar
 class EngineStats:
     """State of an engine at one moment, from `Engine.stats()`.
 
-    Block counts exclude the null block, which never holds a token. A cached block is full and
-    unused, and keeps its content for later prefixes. It counts as free, since it can be allocated
-    immediately.
+    Block counts exclude the null block, which never holds a token. A cached block is full, and no
+    sequence holds it. Its content stays in the prefix cache until the block is reused. Cached
+    blocks count as free, because they can be allocated immediately.
 
     Attributes:
         block_size: Number of slots in a block.
@@ -21,40 +21,44 @@ class EngineStats:
         num_cached_blocks: Number of free blocks whose content a later prefix may use.
         num_pinned_blocks: Number of blocks that pinned prefixes hold.
         peak_used_blocks: Maximum number of used blocks since the start.
-        num_waste_slots: Empty slots in used blocks: less than one block per sequence.
+        num_waste_slots: Number of empty slots in used blocks: fewer than one block's slots per
+            sequence.
         num_running: Number of running requests.
-        num_running_seqs: Batch rows that the running requests need at most, out of `max_num_seqs`:
+        num_running_seqs: Number of batch rows reserved for running requests, out of `max_num_seqs`:
             one row per sample or beam.
         num_waiting: Number of waiting requests, including preempted requests.
         num_swapped: Number of waiting requests whose KV is in host memory.
         num_preemptions: Number of preemptions since the start.
-        num_prompt_tokens: Prompt tokens of all requests so far. The prompt of a request with
-            several samples counts once.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when their request
-            first joined the batch.
-        prefix_cache_queries: Tokens looked up in the prefix cache. A request counts each time it
-            joins the batch; after a preemption, its output tokens count too.
-        prefix_cache_hits: Tokens found in the prefix cache, out of `prefix_cache_queries`.
-        num_block_copies: Blocks copied because a sequence wrote to a shared block.
+        num_prompt_tokens: Number of prompt tokens of all requests so far. The prompt of a request
+            with several samples counts once.
+        num_cached_tokens: Number of prompt tokens whose KV was in the prefix cache when their
+            request first joined the batch.
+        prefix_cache_queries: Number of tokens looked up in the prefix cache. The tokens of a
+            request are looked up each time it joins the batch, including output tokens after a
+            preemption.
+        prefix_cache_hits: Number of tokens found in the prefix cache, out of
+            `prefix_cache_queries`.
+        num_block_copies: Number of blocks copied because a sequence wrote to a shared block.
         num_host_blocks: Number of blocks in host memory for swapped KV.
         num_used_host_blocks: Number of host blocks that hold the KV of swapped requests.
-        num_swapped_out_blocks: Blocks copied to host memory so far.
-        num_swapped_in_blocks: Blocks copied from host memory back to the device so far.
-        num_generated_tokens: Output tokens of all requests so far. A beam search counts only the
-            tokens of the answers that it returned.
+        num_swapped_out_blocks: Number of blocks copied to host memory so far.
+        num_swapped_in_blocks: Number of blocks copied from host memory back to the device so far.
+        num_generated_tokens: Number of output tokens of all requests so far. A beam search counts
+            only the tokens of the answers that it returned.
         num_steps: Number of steps launched so far.
-        num_step_tokens: Tokens of all steps: prompt tokens each time they are computed, and sampled
-            tokens, including tokens that are dropped because their answer had ended.
-        num_steps_by_size: Number of steps for each range of tokens per step: one count per upper
+        num_step_tokens: Number of tokens of all steps. A prompt token counts each time it is
+            computed. Sampled tokens count even if they are dropped because the answer had ended.
+        num_steps_by_size: Histogram of the number of tokens per step: one count of steps per upper
             bound in `STEP_SIZES`, and a last count for larger steps. Steps without tokens do not
             count.
         num_finished: Number of requests that ended so far, for any reason.
-        num_drafts: Number of times that a step verified drafts of a sequence.
+        num_drafts: Number of times that a step verified the drafts of a sequence. A step with
+            drafts of several sequences counts once per sequence.
         num_draft_tokens: Number of drafts that steps verified.
         num_accepted_tokens: Number of drafts that were accepted.
         num_verify_steps: Number of steps that verified drafts.
-        num_mixed_steps: Number of steps whose decode rows had no drafts because other rows
-            computed prompts. Counted only with speculative decoding.
+        num_mixed_steps: Number of steps whose decode rows had no drafts, because other rows of the
+            step computed prompts. Counted only with speculative decoding.
     """
 
     STEP_SIZES: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -141,7 +145,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Memory of one device by purpose, in bytes. All tensor-parallel devices use the same amounts.
+    """Memory of one device in bytes, by purpose. All tensor-parallel devices use equal amounts.
 
     Attributes:
         weights: Parameters of the model.

@@ -1,4 +1,5 @@
-"""Parser that splits an answer into events while the model writes it."""
+"""A parser that splits an answer into reasoning, content and tool calls while the model generates
+the answer."""
 
 from collections.abc import Sequence
 
@@ -11,16 +12,19 @@ from jpaged.parsing.tool_families import load_family
 class AnswerParser:
     """Parser that splits one answer into reasoning, content and tool calls.
 
-    The caller feeds the answer in chunks. Each event extends, begins or ends a part of the answer.
-    The chunk sizes change neither the parts nor their text. The parser buffers up to
-    `MAX_BUFFERED_CHARACTERS` characters until it knows whether they are a tag or a call.
+    The caller feeds the answer in chunks, and gets events. An event begins, extends or ends a part
+    of the answer: reasoning, content or a tool call. The sizes of the chunks do not change the
+    parts. Text that may become a tag or a call is buffered, up to `MAX_BUFFERED_CHARACTERS`
+    characters.
 
     Args:
         reasoning: One of `REASONING_FAMILIES`. None: the answer has no reasoning.
         tool_calls: One of `TOOL_CALL_FAMILIES`. None: the answer has no tool calls.
         tools: The tools in the prompt, in OpenAI's format.
-        prompt_end: The end of the prompt's text, which may already open the reasoning.
-        parallel: Whether to emit all calls. If False, only the first call is emitted.
+        prompt_end: The last characters of the prompt's text. A chat template may end the prompt
+            with the tag that opens the reasoning.
+        parallel: Whether the result contains all calls. If False, the parser drops every call after
+            the first one.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class AnswerParser:
         self._parallel = parallel
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Parse the next chunk of the answer and return its events."""
+        """Parse the next chunk of the answer, and return the new events."""
         if self._reasoning_parser is None:
             return self._split_calls([Content(text)] if text else [])
         return self._split_calls(self._reasoning_parser.feed(text))
@@ -57,7 +61,7 @@ class AnswerParser:
         )
 
     def _split_calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Replace each content event by the calls and the content that its text contains."""
+        """Replace each content event by events of the tool calls and the content in its text."""
         if self._call_parser is None:
             return events
         found: list[ParserEvent] = []
@@ -71,5 +75,5 @@ class AnswerParser:
         return found
 
     def _drop_extra_calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Drop the events of every call after the first one, unless calls may be parallel."""
+        """Drop the events of every call after the first one, unless `parallel` is true."""
         return [it for it in events if self._parallel or getattr(it, "index", 0) == 0]

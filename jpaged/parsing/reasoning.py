@@ -1,6 +1,6 @@
 """Parser of reasoning: the text that a model writes between <think> and </think>.
 
-The reasoning families have the names that vLLM uses:
+A reasoning family is a format in which models write reasoning. The names are those of vLLM:
 
     qwen3        The answer has reasoning only if it begins with <think>, or if the prompt ends
                  with <think>.
@@ -8,8 +8,8 @@ The reasoning families have the names that vLLM uses:
                  with </think>.
 
 The parser drops line breaks after <think> and </think>, and up to 64 characters of whitespace
-before </think>. Chat templates add this whitespace again when the client sends the conversation
-back.
+before </think>. The whitespace is not lost: chat templates insert it again when a client sends the
+conversation back.
 """
 
 import re
@@ -28,12 +28,11 @@ REASONING_FAMILIES = ("deepseek_r1", "qwen3")
 def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]:
     """Return the closing and opening tags of an answer's reasoning.
 
-    The tags are the arguments of `StructuredOutputs.with_reasoning`.
-
+    `StructuredOutputs.with_reasoning` takes the tags as arguments.
 
     Args:
         family: One of `REASONING_FAMILIES`.
-        prompt_end: The end of the prompt's text, a few dozen characters.
+        prompt_end: The last few dozen characters of the prompt's text.
 
     Returns:
         closing_tag: None if the answer has no reasoning.
@@ -51,13 +50,13 @@ class ReasoningParser(StreamParser):
 
     Args:
         family: One of `REASONING_FAMILIES`.
-        prompt_end: The end of the prompt's text, a few dozen characters.
+        prompt_end: The last few dozen characters of the prompt's text.
     """
 
     def __init__(self, family: str, prompt_end: str = ""):
         super().__init__()
         self._starts_in_reasoning = reasoning_end(family, prompt_end) == (_CLOSE, None)
-        # Newer Qwen3 models call tools before they close their reasoning.
+        # Newer Qwen3 models may call a tool without closing their reasoning first.
         self._end_tags = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
 
     def _parse_answer(self) -> ParserCoroutine[None]:

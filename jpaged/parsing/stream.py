@@ -1,8 +1,8 @@
-"""Base classes for parsing an answer while the model writes it, and the parsers' events.
+"""Base classes for parsing an answer while the model generates it, and the events of the parsers.
 
-Each parser is a generator that yields when it needs more text, so that the code reads like a
-parser of complete text. A parser waits for every character that a decision depends on,
-so the result does not depend on how the answer is split into chunks.
+Each parser is a generator that yields when it needs more text, so that its code looks like a parser
+of complete text. A parser decides only after it has all characters that the decision depends on.
+The result therefore does not depend on how the answer is split into chunks.
 """
 
 import json
@@ -13,16 +13,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ParserCoroutine = Generator[None, None, T]
-"""A generator that parses a part of an answer, yields to wait for more text, and returns a T."""
+"""A generator that parses a part of an answer, yields to wait for more text, and returns a value of
+type T."""
 
 MAX_BUFFERED_CHARACTERS = 16 * 1024
-"""Maximum number of characters in a parser's buffer while it waits for the end of a tag or call."""
+"""Maximum number of characters that a parser buffers while it waits for the end of a tag or of a
+call."""
 
 MAX_TAG_WHITESPACE = 64
-"""Maximum number of whitespace characters next to a tag that count as part of the tag."""
+"""Maximum number of whitespace characters next to a tag that are dropped with the tag."""
 
 MAX_JSON_DEPTH = 200
-"""Maximum nesting depth of JSON arrays and objects, so that clients can parse the arguments."""
+"""Maximum nesting depth of arrays and objects in arguments. JSON parsers of clients have such
+limits."""
 
 _MAX_NUMBER_LENGTH = 400
 """Maximum number of characters in a JSON number."""
@@ -48,7 +51,7 @@ class CallStart:
 
     Attributes:
         index: Position of the call among the answer's calls, from 0.
-        id: Id of the call, for the message that returns the tool's result.
+        id: Id of the call. The client's message with the tool's result refers to this id.
         name: Function name as the model wrote it.
     """
 
@@ -79,7 +82,7 @@ ParserEvent = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
 class UnexpectedTextError(Exception):
-    """The text does not match the format that the parser expects."""
+    """Raised if the text does not match the format that the parser expects."""
 
 
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]+")
@@ -93,12 +96,12 @@ _JSON_LITERALS = ("true", "false", "null")
 class TextStream:
     """A text that arrives in chunks, and the parser's position in the text.
 
-    Methods named `take_...` move the position forward and pass the text that they take to `sink`.
-    Without a sink, the stream buffers the taken text, so that the parser can still emit the text as
-    content.
+    A method named `take_...` moves the position past some text, and passes this text to `sink`.
+    Without a sink, the stream buffers the text, so that the parser can emit it as content if the
+    format turns out to be wrong.
 
     Attributes:
-        sink: Function that receives each chunk of taken text. None: the stream buffers the text.
+        sink: Function that receives the text that `take_...` methods take; None to buffer the text.
         is_complete: Whether all text has arrived.
     """
 
@@ -114,7 +117,7 @@ class TextStream:
         self._text, self._position = self._text[self._position :] + text, 0
 
     def release(self) -> str:
-        """Clear the buffer and return its text."""
+        """Return the buffered text, and clear the buffer."""
         held = "".join(self._buffer)
         self._buffer.clear()
         self._num_buffered = 0
@@ -126,7 +129,7 @@ class TextStream:
         yield from coroutine
         return "".join(self._buffer[num_held:])
 
-    # Coroutines that read text at the parser's position.
+    # Generators that read text at the parser's position.
 
     def peek(self) -> ParserCoroutine[str]:
         """Return the next character without taking it, or "" at the end of the text."""
@@ -151,7 +154,8 @@ class TextStream:
         """Take and return up to `max_characters` characters that match `pattern`.
 
         Args:
-            pattern: One repeated character class, so that a match may continue in the next chunk.
+            pattern: A repeated character class, such as `[a-z]+`, because a match may continue in
+                the next chunk.
             max_characters: Maximum number of characters to take.
 
         Raises:
@@ -182,9 +186,10 @@ class TextStream:
             pass
 
     def take_literal(self, *words: str) -> ParserCoroutine[str]:
-        """Take and return one of `words` if the text continues with that word.
+        """Take and return one of `words` if the text continues with that word, after optional
+        whitespace.
 
-        Whitespace before the word is taken too. Otherwise take nothing and return "".
+        The whitespace is taken too. If no word follows, take nothing and return "".
         """
         word, size = yield from self._peek_word(words)
         if word:
@@ -197,7 +202,8 @@ class TextStream:
         return bool(word)
 
     def is_over(self) -> ParserCoroutine[bool]:
-        """Return whether only whitespace remains, at most `MAX_TAG_WHITESPACE` characters of it."""
+        """Return whether the rest of the text is only whitespace, at most `MAX_TAG_WHITESPACE`
+        characters."""
         while self._whitespace_end() == len(self._text):
             if self.is_complete:
                 return True
@@ -205,7 +211,8 @@ class TextStream:
         return False
 
     def _peek_word(self, words: Sequence[str]) -> ParserCoroutine[tuple[str, int]]:
-        """Return the word with which the text continues, and its length with leading whitespace."""
+        """Return which of `words` comes next, and the length of this word with the whitespace
+        before it. Return ("", 0) if no word comes next."""
         while True:
             start = self._whitespace_end()
             have = self._text[start : start + max(map(len, words))]
@@ -226,8 +233,8 @@ class TextStream:
         """Take the text before the first of `tags` and return that tag.
 
         Up to `max_whitespace` whitespace characters before the tag are not taken. If the text ends
-        without a tag, return "". Whitespace and an incomplete tag may then remain, which
-        `take_rest` takes.
+        without a tag, return "": `take_rest` then takes any whitespace and incomplete tag at the
+        end.
         """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:
@@ -245,7 +252,8 @@ class TextStream:
             yield
 
     def _safe_end(self, tags: Sequence[str]) -> int:
-        """Return the position of an incomplete tag at the end of the text, or the text's length."""
+        """Return the position at which the text ends with the start of a tag; without one, the
+        text's length."""
         text, at = self._text, self._position
         starts = (tag[:i] for tag in tags for i in range(1, len(tag)))
         held = max((len(start) for start in starts if text.endswith(start, at)), default=0)
@@ -256,13 +264,14 @@ class TextStream:
         rest, self._position = self._text[self._position :], len(self._text)
         return rest
 
-    # Coroutines that take JSON.
+    # Generators that take JSON.
 
     def take_json_string(self) -> ParserCoroutine[str]:
         """Take a JSON string and return its value. The string may contain line breaks.
 
         Raises:
-            UnexpectedTextError: The text is not a JSON string, or the value has a lone surrogate.
+            UnexpectedTextError: The text is not a JSON string, or the string contains a lone
+                surrogate.
         """
         text = yield from self.capture_text(self._take_string())
         value: str = json.loads(text, strict=False)
@@ -277,7 +286,7 @@ class TextStream:
 
         Raises:
             UnexpectedTextError: The text is not valid JSON, or is nested too deeply. The characters
-                before the invalid one are taken.
+                before the error are taken.
         """
         closers: list[str] = []
         while True:
@@ -356,7 +365,7 @@ class TextStream:
 
 
 class StreamParser:
-    """Base class of parsers, each for one answer.
+    """Base class of parsers. A parser object parses a single answer.
 
     A subclass defines `_parse_answer`, which takes text from `_stream` and appends to `_events`.
     """

@@ -1,15 +1,15 @@
-"""Base parser of tool calls, which finds calls while the model writes the answer.
+"""Base class of the tool-call parsers, which find tool calls while the model generates the answer.
 
 The parsers of all families follow these rules:
 
 * A call begins when its name and the first character of its arguments have arrived. If the text
-  breaks the format before that point, all of the text becomes content. Examples are a missing tag,
-  invalid JSON, or a name that is empty or longer than 256 characters.
+  deviates from the format before that point, all of the text becomes content. Examples of
+  deviations are a missing tag, invalid JSON, or a name that is empty or longer than 256 characters.
 * `CallStart` has the name that the model wrote, even if no tool has this name.
-* The arguments are a JSON object as the model wrote it. Only `qwen3_xml` builds the JSON from its
-  values.
-* Invalid arguments are emitted unchanged up to the call's closing tag, because the call has already
-  begun. The client sees the mistake.
+* The arguments are a JSON object as the model wrote it. Only `qwen3_xml` creates the JSON from
+  values that the model wrote without JSON.
+* Invalid arguments are emitted unchanged up to the call's closing tag, because the start of the
+  call has already been emitted. The client can see the mistake of the model.
 * Other keys of a call, such as "id", are dropped.
 * Up to 64 characters of whitespace next to a call's tags are dropped. All other text is content.
 """
@@ -46,8 +46,8 @@ class ToolCallParser(StreamParser):
     Each family has a subclass, which defines `opening_tags` and `_parse_calls`.
 
     Args:
-        tools: The tools in the prompt. A family that writes values without quotes looks up the
-            values' types in the tools' schemas.
+        tools: The tools in the prompt. If the model writes argument values without quotes, the
+            parser looks up the types of the values in the schemas of the tools.
 
     Attributes:
         opening_tags: Tags with which a call may begin.
@@ -63,14 +63,14 @@ class ToolCallParser(StreamParser):
         super().__init__()
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        # Text that was not emitted yet: arguments while a call is open, otherwise content.
+        # Text that is not emitted yet: inside a call, a chunk of its arguments; otherwise content.
         self._chunks: list[str] = []
         self._num_calls = 0
         self._is_in_call = False
         self._has_text_since_call = True  # True before the first call
 
     def _parse_calls(self) -> ParserCoroutine[None]:
-        """Take one or more calls, from the opening tag on.
+        """Take one or more calls. The stream's position is at an opening tag.
 
         Raises:
             UnexpectedTextError: The text does not match the family's format.
@@ -89,9 +89,9 @@ class ToolCallParser(StreamParser):
                 yield from self._try_parse_calls()
 
     def _try_parse_calls(self) -> ParserCoroutine[None]:
-        """Parse tool calls, and emit text that does not match their format as content.
+        """Parse tool calls. Text that does not match the format of calls is emitted as content.
 
-        If the answer ends within a closing tag of a call, the partial tag is dropped.
+        If the answer ends within the closing tag of a call, the incomplete tag is dropped.
         """
         num_before = self._num_calls
         try:
@@ -122,7 +122,7 @@ class ToolCallParser(StreamParser):
             self._chunks.append(text)
 
     def _emit_unless_blank(self, text: str) -> None:
-        """Emit text as content, but drop whitespace that directly follows a call."""
+        """Emit text as content, unless it consists of whitespace that directly follows a call."""
         if self._has_text_since_call or text.strip():
             self._emit_text(text)
 
@@ -142,7 +142,7 @@ class ToolCallParser(StreamParser):
         self._num_calls += 1
         self._is_in_call = self._has_text_since_call = False
 
-    # Coroutines that take calls in JSON.
+    # Generators that take calls written as JSON.
 
     def _parse_json_call(
         self, closing_tag: str, keys: frozenset[str] | None = None
@@ -151,8 +151,8 @@ class ToolCallParser(StreamParser):
 
         Args:
             closing_tag: Tag that ends the call if the arguments are not valid JSON.
-            keys: Allowed keys of the object, which must then have arguments. None: all keys are
-                allowed, and the arguments may be missing.
+            keys: Allowed keys of the object. If given, the object must contain arguments. None
+                allows all keys, and the arguments may be missing.
 
         Raises:
             UnexpectedTextError: The text is not a valid call. The caller must emit the buffered
@@ -198,9 +198,9 @@ class ToolCallParser(StreamParser):
     def _parse_arguments(
         self, name: str, closing_tag: str, call_id: str = ""
     ) -> ParserCoroutine[None]:
-        """Emit the events of one call while its arguments are taken.
+        """Take the arguments of one call, and emit the events of the call.
 
-        Invalid arguments end at `closing_tag`, or at the end of the answer.
+        If the arguments are not valid JSON, they end at `closing_tag`, or at the end of the answer.
         """
         stream = self._stream
         self._begin_call(name, call_id)
@@ -217,8 +217,8 @@ class ToolCallParser(StreamParser):
         """Take the comma or the brace after a value of an object. Return whether the object ends.
 
         Args:
-            closing_tag: Tag that also ends the object, as does the end of the answer. If empty,
-                only a brace ends the object.
+            closing_tag: A tag that ends the object if the brace is missing. The end of the answer
+                then ends the object too. If empty, only a brace ends the object.
         """
         stream = self._stream
         yield from stream.take_whitespace()
@@ -233,7 +233,7 @@ class ToolCallParser(StreamParser):
 
 
 def validate_name(name: str) -> str:
-    """Return the function name `name` unchanged.
+    """Check the name of a function, and return it unchanged.
 
     Raises:
         UnexpectedTextError: `name` is empty, or longer than `MAX_NAME_LENGTH` characters.

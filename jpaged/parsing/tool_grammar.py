@@ -1,4 +1,5 @@
-"""Grammars of answers that must or may call a tool, and the base class of each family's grammar."""
+"""Grammars for answers that must or may call a tool, and the base class of the families'
+grammars."""
 
 import json
 import re
@@ -36,8 +37,8 @@ def call_grammar(
     """Return a grammar for answers that call tools, with arguments that match the tools' schemas.
 
     If a call is optional (`or_text` or `or_json`), the grammar enforces only the schemas of
-    functions with `strict`. It accepts any JSON object as the arguments of other functions, or any
-    parameters in `qwen3_xml`.
+    functions with `strict`. For other functions, the grammar accepts any JSON object as arguments,
+    or any parameters if the family is `qwen3_xml`.
 
     Args:
         family: One of `TOOL_CALL_FAMILIES`.
@@ -45,14 +46,14 @@ def call_grammar(
         name: The only function that may be called. None: the answer may call any of `tools`.
         parallel: Whether the answer may have several calls.
         special_ids: Mapping from the text of each special token of the tokenizer to the token's id.
-        or_text: Whether the answer may have text before, between and after calls, or no calls. An
-            opening tag in the text always begins a call.
-        or_json: Specification of kind `json` or `json_object` that the answer may match instead of
-            calling a tool.
+        or_text: Whether the answer may contain text before, between and after calls, or may contain
+            no call. In such text, an opening tag always begins a call.
+        or_json: Structured-output specification of kind `json` or `json_object`. The answer may
+            match it instead of calling a tool.
 
     Raises:
         TypeError, ValueError: `family` or `name` is unknown; a schema cannot be enforced (the path
-            begins with `tools[i].function.parameters`); the schemas are too large together; or
+            begins with `tools[i].function.parameters`); all schemas together are too large; or
             `or_json` is given although the family writes calls as bare JSON (`llama3_json`).
     """
     module = load_family(family)
@@ -90,10 +91,11 @@ class CallGrammar:
             function's parameters begin with the path.
         parallel: Whether the answer may have several calls.
         special_ids: Mapping from the text of each special token of the tokenizer to the token's id.
-        has_text: Whether the answer may have text next to calls, or text without calls.
-        alternative: Specification that the answer may match instead of calling a function.
-        is_bare_json: Whether a call is a JSON object without a tag. Text in the answer then must
-            not begin with a brace.
+        has_text: Whether the answer may contain text before, between and after calls, or only text.
+        alternative: Structured-output specification that the answer may match instead of calling a
+            function.
+        is_bare_json: Whether a call is a JSON object without a tag. If true, an answer that is text
+            must not begin with a brace.
     """
 
     opening_tags: Sequence[str]
@@ -122,11 +124,12 @@ class CallGrammar:
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
             return StructuredOutputs(grammar=text)
-        except RequestError as error:  # the schemas are too large together
+        except RequestError as error:  # all schemas together are too large
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
-        """Yield the rules of `_sequence_rules`, and one rule `call_i` for each function."""
+        """Yield the rules that `_sequence_rules` returns, and a rule `call_i` for the function with
+        index `i`."""
         raise NotImplementedError
 
     @property
@@ -144,7 +147,7 @@ class CallGrammar:
         return num_characters
 
     def _is_enforced(self, function: Mapping[str, Any]) -> bool:
-        """Return whether a function's arguments must obey its schema."""
+        """Return whether the grammar enforces the schema of a function's arguments."""
         is_forced = not self.has_text and self.alternative is None
         return is_forced or bool(function.get("strict"))
 
@@ -152,23 +155,26 @@ class CallGrammar:
         return text in self.special_ids
 
     def _tag_rule(self, text: str) -> str:
-        """Return the tag as its special token, or as text if the tokenizer has no such token."""
+        """Return a grammar rule for a tag: the tokenizer's special token for the tag, or the tag as
+        text."""
         return f"<[{self.special_ids[text]}]>" if self._is_special(text) else literal(text)
 
     def _opening_rule(self) -> str:
-        """Return the tag that begins a call, or "" if the rule `lead` already ends with the tag."""
+        """Return a grammar rule for the tag that begins a call; "" if the rule `lead` already
+        contains the tag."""
         tag = self.opening_tags[0]
         return "" if self.has_text and not self._is_special(tag) else self._tag_rule(tag)
 
     def _arguments_rule(self, function: Mapping[str, Any]) -> str:
-        """Return the body of the grammar rule for a function's arguments as JSON."""
+        """Return the body of a grammar rule for the arguments of a function, as JSON."""
         return json_rule(_closed_schema(function) if self._is_enforced(function) else _ANY_OBJECT)
 
     def _sequence_rules(self, start: str, separator: str, end: str) -> Iterator[str]:
-        """Yield the rules `calls` (one or more calls without text between them) and `call`.
+        """Yield the grammar rules `calls` and `call`. `calls` is one or more calls without text
+        between them.
 
         Args:
-            start, separator, end: Rule text before, between and after the calls.
+            start, separator, end: Parts of the rule `calls` before, between and after the calls.
         """
         repeats = self.parallel and (self._is_one_list or not self.has_text)
         again = f"({separator} call)*" if repeats else ""
@@ -176,7 +182,8 @@ class CallGrammar:
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self.functions)))}"
 
     def _json_call_rules(self, opening: str, key: str, closing: str) -> Iterator[str]:
-        """Yield the rules of calls that are JSON objects with the arguments under `key`."""
+        """Yield the grammar rules of calls that are JSON objects. The object has the arguments
+        under the key `key`."""
         for i, (_, function) in enumerate(self.functions):
             head = literal(f'{{"name": "{function["name"]}", "{key}": ')
             yield f"call_{i}: {opening} {head} arguments_{i} {literal('}')} {closing}".rstrip()
@@ -193,7 +200,8 @@ class CallGrammar:
             yield from self._text_rules()
 
     def _text_rules(self) -> Iterator[str]:
-        """Yield the rules of an answer with text, where each opening tag begins a call."""
+        """Yield the grammar rules of an answer with text, in which each opening tag begins a
+        call."""
         tag, *other_tags = self.opening_tags
         text = r"/[^\s\{](?s:.*)/" if self.is_bare_json else "/(?s:.+)/"
         again = "*" if self.parallel and not self._is_one_list else "?"
@@ -203,14 +211,14 @@ class CallGrammar:
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
         else:
-            # TEXT is greedy, so it could match the start of the tag. Use `lead` instead: this lazy
-            # terminal ends with the first tag.
+            # The terminal TEXT is greedy, so it could match the start of the tag. The terminal
+            # `lead` is lazy: it matches text up to the first tag, with the tag.
             yield f"said: (lead calls){again} TEXT?"
             but = f" & {_exclude_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
 
     def _check_sizes(self, schemas: Sequence[tuple[str, Any]]) -> None:
-        """Raise ValueError if a schema, or all schemas together, are certainly too large."""
+        """Raise ValueError if one schema, or the sum of all schemas, is certainly too large."""
         total = 0
         for path, schema in schemas:
             try:
@@ -223,7 +231,8 @@ class CallGrammar:
 
 
 def tool_parameters(function: Mapping[str, Any]) -> Any:
-    """Return the schema of a function's parameters. Without a schema, forbid all parameters."""
+    """Return the schema of a function's parameters. For a function without a schema, return a
+    schema that forbids all parameters."""
     return _NO_ARGUMENTS if function.get("parameters") is None else function["parameters"]
 
 
@@ -241,7 +250,8 @@ LINE_BREAK = literal("\n")
 
 
 def _check_parameters(path: str, schema: Any) -> None:
-    """Raise an error that begins with `path` if the schema of parameters cannot be enforced."""
+    """Raise an error if the grammar cannot enforce a schema of parameters. The error begins with
+    `path`."""
     try:
         StructuredOutputs(json=schema)
     except RequestError as error:
@@ -251,10 +261,11 @@ def _check_parameters(path: str, schema: Any) -> None:
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which forbids unnamed arguments if possible.
+    """Return the schema of a function's arguments, changed so that unnamed arguments are forbidden.
 
-    `additionalProperties: false` is added if `properties` names at least one argument and all
-    required arguments, and no keyword could allow other names.
+    `additionalProperties: false` is added under three conditions: `properties` names at least one
+    argument, `properties` names all required arguments, and no other keyword could allow unnamed
+    arguments.
     """
     schema = {"type": "object", **tool_parameters(function)}
     named = schema.get("properties")
@@ -272,5 +283,5 @@ def _compact_json(schema: Any) -> str:
 
 
 def _exclude_texts(texts: Sequence[str]) -> str:
-    """Return a grammar terminal for all texts that contain none of `texts`."""
+    """Return a grammar terminal that matches all texts in which none of `texts` occurs."""
     return f"~/(?s:.*)({'|'.join(map(re.escape, sorted(texts)))})(?s:.*)/"

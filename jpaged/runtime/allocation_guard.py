@@ -6,18 +6,18 @@ takes 0.43 to 0.53 ms of host time for 250 nodes (H200).
 
 Buffers move because the allocator serves small and large requests from the same free memory, and
 small buffers at the start of that memory have varying lifetimes. A step's packed inputs are freed
-when a callback of their copy runs. Sampled tokens are freed one turn of the engine loop later, when
-the host has read them. A large buffer allocated behind these buffers therefore gets another
-address.
+by a callback, some time after their transfer to the device. Sampled tokens are freed one turn of
+the engine loop later, when the host has read them. The number of small buffers in use therefore
+varies, and a large buffer that is allocated after them gets a different address.
 
 XLA's allocator (`BFCAllocator`, `tsl/framework/bfc_allocator.cc`) takes the smallest free piece
 that fits, and the lowest address among equal pieces. The allocator splits a piece that is at least
 twice as large as the request, and merges a freed piece with its free neighbours.
 
 A *fragment* is a free piece between two buffers that stay in use, and has a power of two as its
-size. The allocator gives a whole fragment to any request of more than half its size. A freed
-fragment has its old size again. As long as enough fragments are free, small buffers stay out of the
-large free memory.
+size. The allocator gives a whole fragment to any request of more than half its size. When the
+request's buffer is freed, the fragment has the same size as before. As long as enough fragments are
+free, small buffers stay out of the large free memory.
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ inputs of a decode step of 960 rows."""
 
 BUFFERS_PER_SIZE = 25
 """Number of buffers allocated for each fragment size. Every second buffer is freed and leaves a
-fragment: 12 fragments if all buffers are adjacent, fewer if some buffers fill holes between the
-weights. A step of few rows has 4 buffers of 256 bytes, and its results stay allocated while the
-next step's are made."""
+fragment. If all buffers are adjacent, that makes 12 fragments; if some buffers fill holes between
+the weights, there are fewer. A step of few rows allocates 4 buffers of 256 bytes, and its result
+buffers are still in use when the next step allocates its buffers."""
 
 
 def buffer_sizes() -> list[int]:
     """Return the sizes in bytes of all buffers to allocate, in allocation order.
 
-    Buffers of equal size are allocated consecutively. A hole that is too small for one buffer is
-    too small for every buffer of that size, so holes do not separate the buffers.
+    Buffers of equal size are allocated consecutively, so that they are adjacent in memory: a free
+    hole that is too small for one of them is too small for all of them.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 
@@ -54,7 +54,8 @@ def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]
         buffers: Address and size in bytes of each buffer. All buffers are in use.
 
     Returns:
-        Indices of buffers between two adjacent buffers that are not freed.
+        Indices of the buffers to free. The two neighbours in memory of each such buffer are
+        adjacent to it, and are not freed.
     """
     order = sorted(range(len(buffers)), key=lambda i: buffers[i])
     fragments: set[int] = set()

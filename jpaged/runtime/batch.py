@@ -1,12 +1,12 @@
 """Pack the inputs of a step into one int32 array, and unpack the array on the device.
 
 The host fills the array with numpy, so all inputs of a step need one transfer to the device. The
-jitted steps unpack the array by `unpack_decode` and `unpack_prefill`, whose slices are static.
-Floats are stored as their bits. Padding entries use the padding row.
+jitted steps unpack the array with `unpack_decode` and `unpack_prefill`, which take static slices. A
+float is stored as its 32 bits. Padding entries have the index of the padding row (see `RowTable`).
 
     decode  [B, 6 + W]   one row per sequence: `DecodeColumn`, then W sampling parameters
-            With speculative decoding [B, 7 + W + 2 n]: then the row's limit, and n more new
-            block-table entries as pairs (index, block id)
+            With speculative decoding [B, 7 + W + 2 n]: then the number of tokens for which the
+            row has slots, and n more new block-table entries as pairs (index, block id)
     prefill [T + B * (6 + W + M)]   flat: T tokens, then B rows of `PrefillColumn` (1 column is
             unused) and W sampling parameters, then B block tables of M entries
 
@@ -79,12 +79,13 @@ class PrefillBatch(NamedTuple):
 
 
 def decode_key(buckets: Buckets, plan: StepPlan) -> int | None:
-    """Return the batch size of a plan's decode step; None if the plan needs a prefill step."""
+    """Return the batch size to which a plan's decode step is padded; None if the plan needs a
+    prefill step."""
     return buckets.padded_decode_sizes[len(plan.scheduled)] if plan.is_decode else None
 
 
 def prefill_key(buckets: Buckets, plan: StepPlan) -> tuple[int, int]:
-    """Return the bucket of a plan's prefill step: its number of tokens and of sequences."""
+    """Return the numbers of tokens and sequences to which a plan's prefill step is padded."""
     return buckets.prefill_shape(plan.num_tokens, len(plan.scheduled))
 
 
@@ -118,7 +119,8 @@ def pack_decode(
         scheduled: The plan's sequences, each with one token and at most `max_block_updates` new
             blocks.
         rows: Device row of each sequence, int [len(scheduled)].
-        limits: With speculative decoding, `StepPlan.limits`.
+        limits: With speculative decoding, the number of tokens for which each sequence has slots
+            (`StepPlan.limits`).
         sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
             the padding row.
         num_rows: Number of rows to pad to: the number of rows of the step's logits.
@@ -171,8 +173,10 @@ def pack_burst(
     speculates: bool = False,
     max_block_updates: int = 1,
 ) -> np.ndarray:
-    """Pack the inputs of a burst: each step as by `pack_decode`, then padding up to `num_steps`
-    steps.
+    """Pack the inputs of a burst, which is several decode steps launched as one program.
+
+    Each step is packed by `pack_decode`. If there are fewer than `num_steps` steps, padding steps
+    follow.
 
     Returns:
         int32 [num_steps, num_rows, C], with the columns of `pack_decode`.
@@ -197,14 +201,14 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
 
 
 def unpack_limits(packed: Int32[Array, "B C"]) -> Int32[Array, "B"]:
-    """Return `StepPlan.limits` of a packed decode step, on the device."""
+    """Unpack the limits (`StepPlan.limits`) of a decode step, on the device."""
     return packed[:, _LIMIT_COLUMN]
 
 
 def unpack_block_updates(
     packed: Int32[Array, "B C"],
 ) -> tuple[Int32[Array, "B updates"], Int32[Array, "B updates"]]:
-    """Return the indices and the block ids of all new block-table entries, on the device."""
+    """Unpack the indices and the block ids of all new block-table entries, on the device."""
     more = packed[:, _MORE_UPDATES_COLUMNS]
     first = DecodeColumn.BLOCK_INDEX, DecodeColumn.BLOCK_ID
     indices, block_ids = (
@@ -230,7 +234,8 @@ def pack_prefill(
     Args:
         scheduled: The plan's sequences, in the order in which the step computes them.
         rows: Device row of each sequence, int [len(scheduled)].
-        limits: With speculative decoding, `StepPlan.limits`.
+        limits: With speculative decoding, the number of tokens for which each sequence has slots
+            (`StepPlan.limits`).
         sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
             the padding row.
         num_tokens: Number of tokens to pad to.
@@ -275,19 +280,19 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
 def unpack_prefill_limits(
     packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int
 ) -> Int32[Array, "B"]:
-    """Return `StepPlan.limits` of a packed prefill step, on the device."""
+    """Unpack the limits (`StepPlan.limits`) of a prefill step, on the device."""
     return _split_prefill(packed, num_tokens, batch_size)[1][:, PrefillColumn.LIMIT]
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:
-    """Return the index of each sequence's first token in the flattened step, then the number of
-    tokens."""
+    """Return the index of each sequence's first token among the step's flattened tokens. The last
+    entry is the total number of tokens."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
 
 
 def _split_prefill(packed, num_tokens: int, batch_size: int):
-    """Return views of the tokens, of the rows and of the block tables. `packed` may be a numpy
-    array or a traced array."""
+    """Split a packed prefill step into its tokens, its rows and its block tables. `packed` may be a
+    numpy array or a traced array; parts of a numpy array are views."""
     end = num_tokens + batch_size * (_NUM_HEADER_COLUMNS + ROW_WIDTH)
     return (
         packed[:num_tokens],
@@ -300,7 +305,7 @@ class RowTable:
     """Device rows of the running sequences, and the sampling parameters of each row.
 
     The last row is the padding row and is never assigned. All sampling parameters are in one array,
-    so that packing a step gathers them without a loop.
+    so that packing a step selects the rows by one index operation instead of a loop.
     """
 
     def __init__(self, num_rows: int):
@@ -353,5 +358,5 @@ class RowTable:
         )
 
     def level(self, rows: np.ndarray) -> SamplerLevel:
-        """Return the sampling level that covers all device rows in `rows`."""
+        """Return the sampling level that has the features of all device rows in `rows`."""
         return SamplerLevel(int(np.bitwise_or.reduce(self._levels[rows])))

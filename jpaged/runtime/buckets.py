@@ -1,9 +1,9 @@
 """Choose the shapes that the step functions are compiled for.
 
-Buckets limit the numbers of sequences and tokens per step. Context lengths need no buckets, because
-kernels loop to lengths that they read at run time. Every bucket has at least 8 rows: XLA turns a
-matrix product of fewer rows into an element-wise multiply and a reduction, which read weights at a
-fifth of the bandwidth.
+A bucket is a number of sequences or tokens for which a step is compiled. Smaller steps are padded
+to a bucket. Context lengths need no buckets, because kernels loop to lengths that they read at run
+time. Every bucket has at least 8 rows: XLA turns a matrix product of fewer rows into an
+element-wise multiply and a reduction, which read weights at a fifth of the memory bandwidth.
 """
 
 from collections.abc import Iterator
@@ -21,20 +21,22 @@ SMALL_BATCH_SEQS = 32
 next step."""
 
 MAX_VERIFY_SEQS = 64
-"""Maximum number of sequences in a verify step. With more sequences, a plain step keeps the device
-busy, and drafts cost nearly as much time as tokens."""
+"""Maximum number of sequences in a verify step. With more sequences, a step without drafts already
+uses the device fully, so each draft adds nearly as much time as another sequence."""
 
 MAX_BURST_ROWS = 1024
-"""Maximum product of sequences and steps in a burst of more than `SMALL_BATCH_SEQS` sequences. If
-the burst's steps are launched one by one, all these rows of logits exist at the same time."""
+"""Maximum product of sequences and steps in a burst of more than `SMALL_BATCH_SEQS` sequences. The
+same steps may also be launched one by one, without waiting. The logits of all these steps then
+exist at the same time."""
 
 MAX_PADDED_LOGITS_SEQS = 256
-"""Maximum batch size whose logits are padded to a power of two of rows. Sampling one more row takes
-one to two microseconds."""
+"""Maximum batch size for which the number of rows of logits is padded to a power of two. Larger
+batches are not padded further, because sampling takes one to two microseconds per row."""
 
 MIN_HALF_STEP_TOKENS = 256
-"""Number of tokens from which buckets exist halfway between powers of two. Above this number,
-matrix products take longer with more rows, so padding to twice the rows is slow."""
+"""Number of tokens above which there are also buckets halfway between powers of two. Above this
+number, the time of a matrix product grows with its rows, so padding to twice the rows would be
+slow."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Buckets:
         prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
         burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
         verify_batch_sizes: Batch sizes of steps that verify drafts; empty without speculative
-            decoding. The smallest one has `MIN_SEQS` tokens.
+            decoding. A step of the smallest batch size computes `MIN_SEQS` tokens, with drafts.
     """
 
     decode_batch_sizes: tuple[int, ...]
@@ -69,15 +71,17 @@ class Buckets:
 
     @cached_property
     def logits_row_sizes(self) -> tuple[int, ...]:
-        """Every number of rows that a step's logits can have. Small batches share these numbers by
-        padding, because each number needs a program for every sampling level (docs/decisions/0003).
+        """Every number of rows that a step's logits can have. Logits of small batches are padded to
+        few such numbers, because each number needs a program for every sampling level
+        (docs/decisions/0003).
         """
         whole = _keep_powers_of_two(self.decode_batch_sizes)
         more = (seqs for seqs in self.decode_batch_sizes if seqs > MAX_PADDED_LOGITS_SEQS)
         return tuple(sorted({*whole, *more}))
 
     def num_logits_rows(self, num_seqs: int) -> int:
-        """Return the number of rows of the logits for a decode step of `num_seqs` sequences."""
+        """Return the number of rows to which the logits of a decode step of `num_seqs` sequences
+        are padded."""
         return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property
@@ -147,7 +151,8 @@ def make_buckets(
 def _verify_sizes(
     decode_batch_sizes: tuple[int, ...], num_queries: int, max_num_tokens: int
 ) -> tuple[int, ...]:
-    """Return the batch sizes of verify steps: few, because each size adds several programs.
+    """Return the batch sizes of verify steps. There are few, because each size adds several
+    programs.
 
     Args:
         decode_batch_sizes: Batch sizes of decode steps.
@@ -164,9 +169,9 @@ def _verify_sizes(
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
     """Return the batch sizes of bursts.
 
-    The smallest batch size is included because a request often runs alone. Then come the largest
-    size up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size, because each
-    size adds two programs to compile.
+    The smallest batch size is included because a request often runs alone. The other sizes are the
+    largest one up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size. Other
+    sizes are left out, because each adds two programs to compile.
     """
     if num_steps == 1:
         return ()
@@ -177,7 +182,7 @@ def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[i
 
 
 def _keep_powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the powers of two among ascending `sizes`, and always the last size."""
+    """Return the powers of two among ascending `sizes`, and the last size even if it is none."""
     return tuple(size for size in sizes if _is_power_of_two(size) or size == sizes[-1])
 
 
@@ -188,8 +193,8 @@ def _prefill_shapes(
 
     Most prefill steps hold few sequences, but the largest step may hold `max_seqs`, so buckets have
     either `min_seqs` or `max_seqs` sequences. If `max_seqs` is small, every bucket has `max_seqs`:
-    padding then costs less than compiling every shape twice. Token sizes halfway between powers of
-    two serve steps of many sequences, in which prompts join decode rows.
+    padding then costs less than compiling every shape twice. Numbers of tokens halfway between
+    powers of two are only for steps of many sequences, which mix prompts and decode rows.
     """
     if max_seqs <= MAX_SINGLE_BUCKET_SEQS:
         yield from ((size, max_seqs) for size in tokens)
@@ -214,8 +219,8 @@ def round_up(buckets: tuple[int, ...], size: int) -> int:
 
 
 def _next_decode_bucket(size: int) -> int:
-    """Return the size after `size` in 8, 16, 32, 48, 64, 96, 128, 192, 256, 320 ...: at most half
-    of a batch is padding."""
+    """Return the number after `size` in the series 8, 16, 32, 48, 64, 96, 128, 192, 256, 320 ... A
+    batch of 8 or more sequences is then at most half padding."""
     if size < 32:
         return 2 * size
     if size < 64:
@@ -226,7 +231,7 @@ def _next_decode_bucket(size: int) -> int:
 
 
 def _next_token_bucket(size: int) -> int:
-    """Return the size after `size` in 64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
+    """Return the number after `size` in the series 64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
     if size < MIN_HALF_STEP_TOKENS:
         return 2 * size
     return size + size // 2 if _is_power_of_two(size) else size + size // 3

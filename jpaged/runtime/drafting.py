@@ -1,7 +1,8 @@
-"""Drafters and the tokens of each device row, for speculative decoding.
+"""Drafters for speculative decoding, and the tokens of each device row, which drafters read.
 
 A drafter is a pure function on the device: it proposes the next tokens of each row from the state
-of the rows. `verify_step` calls the drafter, and accepts the drafts that the model samples.
+of the rows. `verify_step` calls the drafter, and accepts a draft if the model samples the same
+token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +19,14 @@ from jpaged.runtime.sampler import TOKENS_PER_LOAD
 
 
 class RowTokens(NamedTuple):
-    """Tokens of each device row, which only engines with speculative decoding hold.
+    """Tokens of each device row. Only an engine with speculative decoding has this state: the host
+    reads accepted drafts one step late, so only the device knows the current length of a row.
 
-    The host reads accepted drafts one step late, so it does not know how long a row is. Row R-1 is
-    the padding row.
+    Row R-1 is the padding row.
     """
 
     lengths: Int32[Array, "R"]
-    """Number of tokens of each row, prompt and output."""
+    """Number of prompt and output tokens of each row."""
     history: Int32[Array, "R C"]
     """Tokens of each row in order. Entries from the row's length on are undefined."""
 
@@ -45,8 +46,8 @@ class NgramDrafter:
 
     The drafter finds the longest suffix of at most `max_ngram` and at least `min_ngram` tokens that
     also occurs earlier. Among equally long matches, the latest one wins. The drafts are the tokens
-    that follow the match. Where these tokens reach the end of the row, the drafts repeat from the
-    token after the match.
+    that follow the match. If the row ends before there are enough drafts, the drafts start again
+    from the first token after the match.
 
     Attributes:
         num_drafts: Number of drafts that a verify step has room for.
@@ -61,12 +62,13 @@ class NgramDrafter:
     max_ngram: int
 
     def __call__(self, inputs: DraftInputs) -> Int32[Array, "B k"]:
-        """Return the drafts of each row. `NO_DRAFT` follows the last draft."""
+        """Return the drafts of each row. Unused entries at the end are `NO_DRAFT`."""
         history, lengths = inputs
         width = history.shape[1]
         position = jnp.arange(width, dtype=jnp.int32)[None]
         lengths = lengths[:, None]
-        # Number of tokens that end at each position and equal the last tokens of the row.
+        # `num_equal` is, for each position, how many tokens up to the position equal the last
+        # tokens of the row.
         num_equal, is_equal = jnp.zeros_like(history), position < lengths - 1
         for back in range(self.max_ngram):
             at = jnp.maximum(lengths - 1 - back, 0)
@@ -74,7 +76,8 @@ class NgramDrafter:
             earlier = jnp.pad(history, ((0, 0), (back, 0)))[:, :width]
             is_equal &= (earlier == last) & (position >= back) & (lengths > back)
             num_equal += is_equal.astype(jnp.int32)
-        # One maximum finds the longest match, and the latest position among equal matches.
+        # Find the largest (length of the match, position): the longest match, and the latest among
+        # matches of equal length.
         is_match = num_equal >= self.min_ngram
         best = jnp.max(jnp.where(is_match, num_equal * width + position, -1), axis=1, keepdims=True)
         first = best % width + 1
@@ -91,7 +94,7 @@ Drafter = NgramDrafter
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
-    """Return the drafter that the options of an engine choose."""
+    """Return the drafter for an engine's options of speculative decoding."""
     return NgramDrafter(
         num_drafts=config.num_padded_drafts,
         max_drafts=config.num_speculative_tokens,
@@ -111,12 +114,14 @@ def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Boo
 def pack_tokens(
     rows: Mapping[int, Sequence[int]], padding_row: int, max_model_len: int
 ) -> Iterator[np.ndarray]:
-    """Yield the arrays, int32 [3, E], for the calls of `load_tokens` that set the tokens of rows.
+    """Yield one int32 array [3, E] for each call of `load_tokens` that is needed to set the tokens
+    of `rows`.
 
     Args:
         rows: Tokens by device row.
         padding_row: Row of padding entries.
-        max_model_len: Position of padding entries, which is out of bounds.
+        max_model_len: Position of padding entries. It is out of bounds, so `load_tokens` drops the
+            entries.
     """
     sizes = [len(tokens) for tokens in rows.values()]
     owners = np.repeat(np.array([*rows], np.int32), sizes)
@@ -133,7 +138,8 @@ def pack_tokens(
 def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowTokens:
     """Set tokens of device rows for sequences that join the batch.
 
-    The steps of a sequence set the length of its row.
+    The function does not change the lengths of rows. Each step sets the lengths of the rows that it
+    computes.
 
     Args:
         row_tokens: Tokens of all rows. Donate them to update them in place.
@@ -147,7 +153,8 @@ def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowT
 def resolve_lengths(
     seq_lens: Int32[Array, "B"], limits: Int32[Array, "B"], lengths: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Return the number of tokens of each row of a batch; -1 for a row without a free slot.
+    """Return the number of tokens of each row of a batch; -1 for a row with more tokens than its
+    limit.
 
     Args:
         seq_lens: Lengths from the host. -1: the host does not know the length, so use `lengths`.
@@ -170,7 +177,7 @@ def append_tokens(
     Args:
         row_tokens: Tokens of all rows.
         rows: Device row of each row of the batch.
-        lengths: Number of tokens of each row before the step; a row with -1 stays as it is.
+        lengths: Number of tokens of each row before the step; -1 leaves the row unchanged.
         token_ids: Tokens to append. Negative values, which come last, are ignored.
     """
     padding_row, width = row_tokens.lengths.shape[0] - 1, row_tokens.history.shape[1]

@@ -1,4 +1,4 @@
-"""Run a decode step's layers with one kernel between the attention of a layer and of the next.
+"""Fuse the layers of a decode step: one kernel computes everything between two attentions.
 
 Models describe their layers. This module decides for each step whether to fuse them. The decision
 depends on the weights and norms of the layers, and on `pallas_kernels.new_exchange_memory`.
@@ -29,12 +29,12 @@ def run_layers_fused(
     attention: AttentionInputs,
     angles: Sequence[RopeAngles | None],
 ) -> LayersOutput:
-    """Run the layers of a decode step, fused if possible.
+    """Run the layers of a decode step, with fused layers if possible.
 
     If the layers cannot be fused, `jpaged.models.decoder.run_layers` runs them. Arguments and
     result are the same as for `run_layers`.
     """
-    exchange = _make_exchange(layers, hidden, attention.backend)
+    exchange = _make_exchange_memory(layers, hidden, attention.backend)
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
@@ -55,10 +55,11 @@ def run_layers_fused(
     return hidden, update, tuple(new_pool)
 
 
-def _make_exchange(
+def _make_exchange_memory(
     layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """Return the exchange memory of a fused decode step; None if the layers cannot be fused."""
+    """Return the memory through which thread blocks of a fused layer exchange data; None if the
+    layers cannot be fused."""
     weights = [fused_layer_weights(layer, following) for layer, following in pairwise(layers)]
     first = weights[0] if weights else None
     if first is None or any(it is None for it in weights):
@@ -67,9 +68,9 @@ def _make_exchange(
 
 
 def fused_layer_weights(layer: DecoderLayer, following: DecoderLayer) -> FusedLayerWeights | None:
-    """Return the weights between the attention of `layer` and of `following`.
+    """Return the weights used between the attention of `layer` and the attention of `following`.
 
-    Return None if `fused_layer` cannot compute everything between the two.
+    Return None if `fused_layer` cannot compute everything between the two attentions.
     """
     first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
     if isinstance(mlp, SparseFeedForward) or isinstance(following.mlp, SparseFeedForward):
@@ -140,7 +141,7 @@ def _run_last_layer(
     attention: AttentionInputs,
     angles: RopeAngles | None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], LayerKV]:
-    """Compute the last layer, from its projected queries, keys and values."""
+    """Compute the last layer from `qkv`, its projected queries, keys and values."""
     layer, backend = nnx.merge(definition, parameters), attention.backend
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
     rows, hidden = layer.mlp_norm.add_norm(hidden, layer.attention.output(out, backend), backend)

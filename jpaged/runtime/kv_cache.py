@@ -22,7 +22,7 @@ class KVState(NamedTuple):
 
 
 def pool_dtype(model: ModelSizes, dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype of the pool for a model whose weights have `dtype`."""
+    """Return the dtype of the pool for a model whose weights have the dtype `dtype`."""
     return jnp.dtype(model.kv_cache_dtype or dtype)
 
 
@@ -30,7 +30,7 @@ def block_bytes(model: ModelSizes, block_size: int, dtype: DTypeLike) -> int:
     """Return the size of one block in bytes, on each device: K and V of all layers.
 
     Args:
-        model: Configuration of the model; with several devices, of one device's shard.
+        model: Sizes of the model. With several devices, sizes of one device's shard.
         block_size: Number of slots in a block.
         dtype: Dtype of the weights.
     """
@@ -41,7 +41,7 @@ def block_bytes(model: ModelSizes, block_size: int, dtype: DTypeLike) -> int:
 def make_pool(
     model: ModelSizes, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
-    """Return an empty pool, one `LayerKV` per layer, for a model whose weights have `dtype`."""
+    """Return an empty pool, with one `LayerKV` per layer. `dtype` is the dtype of the weights."""
     dtype, columns = pool_dtype(model, dtype), model.head_size
     if dtype == FP8:
         dtype, columns = FP8_PAIR_DTYPE, columns // 2

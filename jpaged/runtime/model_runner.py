@@ -1,10 +1,12 @@
 """Launch step plans on the device.
 
 `ModelRunner` assigns device rows, packs plans and launches compiled programs in plan order. The
-runner owns the arrays that stay on the device. Features belong in other modules.
+runner owns the arrays that stay on the device. Swapping, scoring and drafting are in separate
+modules, which the runner calls.
 
-A launch does not wait for the device; `StepHandle.read` does. As an exception, with tensor-parallel
-devices `_launch_small` waits after every `MAX_LAUNCHES_AHEAD` small launches.
+A launch does not wait for the device: `StepHandle.read` waits. The only exception is
+`_launch_small`, which waits after every `MAX_LAUNCHES_AHEAD` small launches on tensor-parallel
+devices.
 """
 
 from collections.abc import Callable, Collection
@@ -68,8 +70,8 @@ class UnsampledStep:
         plan: The plan that the step computes.
         scheduled: The plan's sequences, in the order of the step's rows.
         num_rows: Number of rows of the logits; rows after `scheduled` are padding.
-        row_indices: Index of the step's row for each of the plan's sequences.
-        level: Sampling level that covers every row.
+        row_indices: Index of the step's row that computes each of the plan's sequences.
+        level: Sampling level that has the features of every row.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
         prompt_scores: Scores of prompt tokens.
@@ -96,11 +98,12 @@ class ModelRunner:
         programs: Compiled programs that the runner launches.
 
     Args:
-        split: The model.
+        split: The model, split into its definition and its parameters.
         shapes: Shapes of the persistent arrays, which the runner allocates.
         config: Sizes and limits of the runtime.
         programs: Programs compiled for this model, these shapes and this configuration.
-        eos_token_ids: End tokens of the model, which `min_tokens` forbids at first.
+        eos_token_ids: End tokens of the model. They are forbidden until a request has `min_tokens`
+            output tokens.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # For each level that rows may need, the first compiled level that covers it.
+        # Map each level that rows may need to the first compiled level with all its features.
         self._compiled_levels = {
             level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
@@ -128,10 +131,10 @@ class ModelRunner:
             for key in step.keys(config, shapes)
         }
         self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
-        self._num_small_launches = 0  # reset for each plan
-        self._new_marks: dict[int, RowMarks] = {}  # marks to load, by device row
+        self._num_small_launches = 0  # launches for the current plan
+        self._new_marks: dict[int, RowMarks] = {}  # marks of new sequences by device row
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
-        self._new_tokens: dict[int, list[int]] = {}  # tokens to load, by device row
+        self._new_tokens: dict[int, list[int]] = {}  # tokens of new sequences by device row
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
@@ -143,7 +146,8 @@ class ModelRunner:
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
         self._parameters: tuple[Any, ...] = split.leaves
-        # For each program: whether it takes the parameters, and the names of its persistent arrays.
+        # Map each program to whether it takes the parameters, and to the names of the persistent
+        # arrays that the runner adds to a launch.
         self._program_arguments = {
             (step.name, key): (
                 "model" in step.arguments,
@@ -159,9 +163,9 @@ class ModelRunner:
         }
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
-        # Leave small free gaps after the persistent arrays and before any step. Later small buffers
-        # fill the gaps, and do not change the addresses of large buffers. Nothing reads the
-        # attribute: it keeps the arrays between the gaps allocated.
+        # Leave small free gaps in memory after the persistent arrays, before any step runs. Later
+        # small buffers fill the gaps, and do not change the addresses of large buffers. Nothing
+        # reads `_guards`: the attribute keeps the arrays between the gaps allocated.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
@@ -215,7 +219,7 @@ class ModelRunner:
                 the request's sequences.
         """
         if plan.num_drafts:
-            incoming_chunks = self._launch_moves(plan, sampling)
+            incoming_chunks = self._launch_before_step(plan, sampling)
             [handle] = self._launch_verification([plan], [self._rows.rows(plan.scheduled)])
             if incoming_chunks is not None:
                 self._swap_entries.finish_swap_ins(self._launch, incoming_chunks)
@@ -228,7 +232,7 @@ class ModelRunner:
         Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
         steps may be read.
         """
-        incoming_chunks = self._launch_moves(plan, sampling)
+        incoming_chunks = self._launch_before_step(plan, sampling)
         if not plan.scheduled:
             return UnsampledStep(
                 plan, (), 0, _NO_ROW_INDICES, SamplerLevel.GREEDY, incoming_chunks=incoming_chunks
@@ -255,7 +259,7 @@ class ModelRunner:
             num_rows = num_scored_rows(self._config, hidden.shape[0])
             wait = self._wait if self._handle_options["is_tensor_parallel"] else None
             prompt_scores = score_prompts(
-                scheduled, sampling, partial(self._score, hidden), num_rows, wait
+                scheduled, sampling, partial(self._launch_scoring, hidden), num_rows, wait
             )
         return UnsampledStep(
             plan,
@@ -269,19 +273,20 @@ class ModelRunner:
             incoming_chunks,
         )
 
-    def _score(
+    def _launch_scoring(
         self, hidden: jax.Array, program: str, indices: np.ndarray, targets: np.ndarray
     ) -> jax.Array:
-        """Launch the scoring of some prompt tokens, for `score_prompts`."""
+        """Launch the step `program`, which scores the prompt tokens `targets` from the hidden
+        states at `indices`."""
         found = self._launch("gather_hidden", hidden.shape[0], hidden=hidden, indices=indices)
         return self._launch(program, len(targets), **found, targets=targets)["scores"]
 
-    def _launch_moves(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
-        """Launch everything of a plan that comes before its step.
+    def _launch_before_step(self, plan: StepPlan, sampling: SamplingLookup) -> Any:
+        """Launch the updates, copies and swap-outs of a plan, which come before its step.
 
         Returns:
-            The transfers of the plan's swap-ins, which run while the step runs. None if the plan
-            has no swap-ins.
+            The chunks that the plan swaps in, whose transfers run while the step runs. None if the
+            plan has no swap-ins.
         """
         self._num_small_launches = 0
         self._update_rows(plan, sampling)
@@ -291,7 +296,8 @@ class ModelRunner:
             self._swap_entries.swap_out(self._launch, order)
         if plan.block_copies:
             self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        # Start the swap-in transfers before launching the step, so that they run concurrently.
+        # Start the swap-in transfers before the step is launched, so that they run while the step
+        # runs.
         return self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
@@ -327,8 +333,9 @@ class ModelRunner:
         """Return whether a burst may contain the plan.
 
         The plan must be a decode step without block copies, swaps or forks. The goal must allow
-        bursts of that many sequences, and a burst level must cover every row. A plan that scores a
-        beam search never fits: the search needs the scores of each step before the next step.
+        bursts of that many sequences, and one of the `BURST_LEVELS` must have the features of every
+        row. A plan with a beam search never fits: the search needs the scores of each step before
+        the next step.
         """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:
             return False
@@ -346,10 +353,11 @@ class ModelRunner:
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingLookup) -> list[StepHandle]:
         """Launch several plans as one program, and return one handle per plan.
 
-        `fits_burst` must be true for every plan. All plans must verify drafts, or none.
+        `fits_burst` must be true for every plan. Either every plan verifies drafts, or no plan
+        does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        for plan in plans:  # a plan may release rows that earlier plans still compute
+        for plan in plans:  # plan by plan: a plan may release rows of earlier plans
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
@@ -370,7 +378,7 @@ class ModelRunner:
         """Launch one verify step, or a burst of verify steps, and return one handle per plan.
 
         Args:
-            plans: The plans, whose rows are up to date.
+            plans: The plans. `_update_rows` has been called for each.
             rows: Device rows of each plan's sequences.
         """
         level = self._verify_level(self._rows.level(np.concatenate(rows)))
@@ -394,7 +402,8 @@ class ModelRunner:
         ]
 
     def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
-        """Return the lowest sampling level of the compiled verify steps that covers `level`."""
+        """Return the lowest compiled sampling level of verify steps that has all features of
+        `level`."""
         return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:
@@ -408,7 +417,8 @@ class ModelRunner:
         for _ in range(2):
             sampled: set[int] = set()
             for (kind, key), pack in self._packers.items():
-                # Wait for each program: the memory budget does not cover a queue of all programs.
+                # Wait for each program: the buffers of all programs together would exceed the
+                # memory budget.
                 self._wait(found := self._launch(kind, key, packed=pack((), ())))
                 if "logits" not in found or (rows := found["logits"].shape[0]) in sampled:
                     continue
@@ -425,11 +435,11 @@ class ModelRunner:
     def _launch(self, kind: str, key: Any = None, **inputs: Any) -> dict[str, Any]:
         """Launch a compiled program.
 
-        The program takes persistent arrays as arguments, and the arrays among its results replace
-        them.
+        The runner adds the parameters and the persistent arrays that the program takes. A result
+        with the name of a persistent array replaces that array.
 
         Returns:
-            The other results, by their names in `PROGRAMS`.
+            The remaining results, by their names in `PROGRAMS`.
         """
         persistent_arrays, (takes_model, taken) = (
             self._persistent_arrays,
@@ -446,8 +456,8 @@ class ModelRunner:
         return found
 
     def _launch_small(self, kind: str, **inputs: Any) -> None:
-        """Launch a small program. With tensor-parallel devices, wait for its result at every
-        `MAX_LAUNCHES_AHEAD`-th small launch of a plan."""
+        """Launch a small program. With tensor-parallel devices, every `MAX_LAUNCHES_AHEAD`-th small
+        launch of a plan waits for its result."""
         self._launch(kind, **inputs)
         self._num_small_launches += 1
         if (
@@ -459,8 +469,8 @@ class ModelRunner:
     def _launch_pairs(
         self, kind: str, pairs: Collection[tuple[int, int]], size: int, padding: int
     ) -> None:
-        """Launch a program over (source, target) pairs, `size` pairs per launch. Fill up the last
-        launch with (padding, padding)."""
+        """Launch a program that copies blocks or rows, with `size` (source, target) pairs per
+        launch. Fill up the last launch with pairs (padding, padding)."""
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), padding, np.int32)
@@ -490,8 +500,9 @@ class ModelRunner:
                 self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingLookup) -> None:
-        # Child row to source row. A parent forked in this plan is replaced by its own source,
-        # because the program reads all rows before it writes any.
+        # `sources` maps the row of each child to the row to copy. If the parent was itself forked
+        # in this plan, copy the row that the parent is copied from: the program reads all rows
+        # before it writes any.
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
@@ -512,7 +523,8 @@ class ModelRunner:
         params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
         marks = bias = None
         try:
-            if params.adjusts_logits:  # a joining sequence has no token in flight: all are known
+            # A sequence that joins the batch has no token in flight: the host knows all its tokens.
+            if params.adjusts_logits:
                 ending_ids = params.first_forbidden_ids(self._eos_token_ids)
                 marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending_ids)
             if params.biases_logits:
@@ -538,7 +550,7 @@ def _make_zeros(shapes: Any) -> Any:
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:
-    """Return the arguments of `pack_burst`."""
+    """Return the positional arguments of `pack_burst` for these plans."""
     return [plan.scheduled for plan in plans], rows, [plan.limits for plan in plans]
 
 

@@ -1,8 +1,9 @@
-"""Memory through which tensor-parallel devices all-reduce, and waits with a time limit.
+"""Memory for all-reduces between tensor-parallel devices, and a wait with a time limit.
 
-An all-reduce kernel stores into the memory of another device (`pallas_kernels.all_reduce`).
-Programs receive the memory's address as a number, so the array at that address must stay allocated
-as long as programs run. This module holds the arrays: no code may donate, copy or free them.
+An all-reduce kernel stores data in the memory of another device (`pallas_kernels.all_reduce`).
+Programs receive the address of this exchange memory as a number, so the array at the address must
+stay allocated as long as programs run. This module holds these arrays: no other code may donate,
+copy or free them.
 """
 
 import ctypes
@@ -24,7 +25,8 @@ from pallas_kernels.tuning import is_hopper
 MAX_STEP_S = 240.0
 """Seconds after which a step on several devices is assumed to hang. In a collective, each device
 waits for the others without a limit, and the wait cannot be cancelled. The limit is lower than the
-time that a server gives its engine loop by default (300 s), so that the server reports this error.
+server's default limit for its engine loop (300 s), so that the server reports the error of
+`wait_for_devices`, which names the cause.
 """
 
 _POLL_INTERVAL_S = 2e-5
@@ -59,8 +61,9 @@ def wait_for_devices(arrays: Any) -> None:
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
-    """Return the shape of all peer-memory headers of a mesh, concatenated. Return None if no kernel
-    supports the mesh's number of devices."""
+    """Return the shape of the concatenated peer-memory headers of a mesh. A header holds the
+    addresses of the exchange memories. Return None if no kernel supports the mesh's number of
+    devices."""
     words = exchange_word_counts(mesh.size, Backend.TRITON)
     return (
         None
@@ -87,16 +90,16 @@ def can_use_peer_memory(devices: Sequence[Any], dtype: DTypeLike) -> bool:
 
 
 class PeerMemory:
-    """The exchange memory of each device of a mesh, and the headers that programs take.
+    """The exchange memory of each device of a mesh, and the headers (addresses) that programs take.
 
     Attributes:
-        headers: Headers of all devices, concatenated, int32; each device has its own header as its
-            shard.
+        headers: Concatenated headers of all devices, int32. The shard of a device is the header of
+            the device.
 
     Args:
         mesh: Devices for which `can_use_peer_memory` is true.
-        max_polls: Number of polls after which a device gives up, as for
-            `pallas_kernels.make_exchange_header`; None for its default.
+        max_polls: Number of polls after which a device stops waiting for another device; None for
+            the default of `pallas_kernels.make_exchange_header`.
     """
 
     def __init__(self, mesh: Mesh, max_polls: int | None = None):
@@ -124,8 +127,8 @@ class PeerMemory:
         The method first waits until all launched steps are done.
 
         Raises:
-            RuntimeError: A device did not receive data in time, or hangs. All-reduces since then
-                are invalid, and the memory must not be used again.
+            RuntimeError: A device did not receive data in time, or hangs. The results of later
+                all-reduces are invalid, and the memory must not be used again.
         """
         headers = self._copy_headers(self.headers)
         wait_for_devices(headers)
@@ -133,7 +136,8 @@ class PeerMemory:
         if lost:
             raise RuntimeError(
                 f"{lost[0].device} received no data from another tensor-parallel device: one of "
-                "the devices has failed or is seconds late; create a new engine in a new process"
+                "the devices has failed or is several seconds late; create a new engine in a new "
+                "process"
             )
 
 

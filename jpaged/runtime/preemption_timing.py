@@ -1,4 +1,5 @@
-"""Time prefill steps and swaps once before serving, to compare the costs of preemption."""
+"""Time prefill steps and swaps before serving. The scheduler preempts by recomputing or by
+swapping, whichever takes less time."""
 
 import itertools
 import time
@@ -18,7 +19,7 @@ _SWAP_ENTRY_ID = -1
 
 
 def measure_preemption_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
-    """Time every prefill bucket and every swap size. The timed steps use only the null block.
+    """Time every prefill bucket and every swap size. The timed steps write only to the null block.
 
     Args:
         runner: A runner that is warmed up and idle.
@@ -75,8 +76,8 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
 
 
 def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
-    """Return requests whose prompts have `num_tokens` tokens in total, but at most `max_num_seqs`
-    requests. Every block table holds only the null block."""
+    """Return at most `max_num_seqs` requests, whose prompts have `num_tokens` tokens in total if
+    the number of requests suffices. Every block table contains only the null block."""
     seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)
     lengths += [rest] if (rest := num_tokens % config.max_model_len) else []

@@ -1,4 +1,4 @@
-"""Names and types of compiled programs, and shapes of the arrays that programs take."""
+"""Names of compiled programs, the sampling levels to compile, and shapes of programs' arrays."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,25 +26,27 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.swap import gather_blocks_step
 
 SCORED_ROW_SIZES = (64, 256, 1024)
-"""Numbers of prompt tokens that one launch scores. More rows per launch would not be faster."""
+"""Numbers of prompt tokens that one launch can score. Larger launches would not be faster."""
 
 MAX_SCORED_LOGITS_ROWS = 256
-"""Maximum number of rows of logits that `prompt_logprobs_step` holds at once: as many as a decode
-step has, so that the products of the output head are the same."""
+"""Maximum number of rows of logits that `prompt_logprobs_step` holds at once. A large decode step
+has as many rows, so that both steps have the same matrix product in the output head."""
 
 BLOCK_COPIES_CHUNK = 64
 """Number of blocks that one launch of `copy_blocks_step` copies."""
 
 BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
-"""Sampling levels of bursts. A burst runs at the first level that covers all its rows."""
+"""Sampling levels (sets of sampling features) that bursts are compiled for. A burst runs at the
+first of these levels that has the features of all its rows."""
 
 
 VERIFY_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED, FULL_LEVEL)
-"""Sampling levels of verify steps. A step runs at the first level that covers all its rows."""
+"""Sampling levels (sets of sampling features) that verify steps are compiled for. A step runs at
+the first of these levels that has the features of all its rows."""
 
 MAX_VERIFY_LOGITS_ROWS = 256
-"""Maximum number of rows of logits that a verify step computes at once, unless one position of the
-batch has more."""
+"""Maximum number of rows of logits that a verify step computes at once. A batch with more rows is
+an exception: the step computes the rows of one draft position at once."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ class SplitModel:
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """Return `step` as a function of one device's shard of the parameters and the step's other
-        arguments. Keyword arguments in `static` are fixed."""
+        """Return a function that takes one device's shard of each parameter in place of the model,
+        and calls `step`. The keyword arguments `static` are passed in each call."""
 
-        definition, treedef = self.definition, self.treedef  # `run` must not keep `self.leaves`
+        # `run` must not refer to `self`, because it would then keep `self.leaves` in memory.
+        definition, treedef = self.definition, self.treedef
 
         def run(leaves, *inputs, **arguments):
             model = nnx.merge(definition, jax.tree.unflatten(treedef, leaves))
@@ -91,7 +94,7 @@ class SplitModel:
 
 @dataclass(frozen=True)
 class DeviceShapes:
-    """Shapes and dtypes of the arrays that live on the device.
+    """Shapes and dtypes of the arrays that stay on the device, and of hidden states.
 
     With several devices, the shapes are global. The pool is split along its KV heads, and each
     device has a complete copy of the block tables and of the per-row state.
@@ -116,7 +119,7 @@ class DeviceShapes:
         """Return the shapes for a configuration.
 
         Args:
-            model: Configuration of the model; with several devices, of one device's shard.
+            model: Sizes of the model. With several devices, sizes of one device's shard.
             config: Sizes and limits of the runtime.
             dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
             mesh: Mesh of the tensor-parallel devices; None for one device.
@@ -167,7 +170,8 @@ class DeviceShapes:
         return persistent_arrays | {name: it for name, it in optional.items() if it is not None}
 
     def logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of the logits that a forward program leaves on the device."""
+        """Return the shape of the logits that a decode or prefill step of `num_rows` rows leaves on
+        the device."""
         mesh = tree_mesh(self.kv) if self.is_vocab_sharded else None
         sharding = None if mesh is None else axis_sharding(mesh, 1)
         shape = num_rows, self.sampling.token_state.shape[1]
@@ -192,11 +196,11 @@ def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
 def sampler_levels(
     config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels to compile. A batch runs at the first level that covers all its
-    rows.
+    """Return the sampling levels to compile. A batch runs at the first level that has the features
+    of all its rows.
 
-    If the vocabulary is split over devices, the first levels are those for which `sample` does not
-    gather whole rows of logits.
+    If the vocabulary is split over devices, the levels that need no whole rows of logits come
+    first. At these levels, `sample` does not gather the logits of all devices.
     """
     levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:
@@ -208,13 +212,14 @@ def sampler_levels(
 
 
 def num_scored_rows(config: RuntimeConfig, num_tokens: int) -> int:
-    """Return the number of prompt tokens that one launch scores after a step of `num_tokens`."""
+    """Return the number of prompt tokens that one launch scores after a prefill step of
+    `num_tokens` tokens."""
     max_tokens = config.buckets.prefill_token_sizes[-1]
     return min(round_up(SCORED_ROW_SIZES, min(num_tokens, SCORED_ROW_SIZES[-1])), max_tokens)
 
 
 def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels of verify steps to compile."""
+    """Return the sampling levels for which to compile verify steps."""
     if config.few_programs:
         return VERIFY_LEVELS[0], VERIFY_LEVELS[-1]
     return VERIFY_LEVELS

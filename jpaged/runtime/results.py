@@ -22,9 +22,9 @@ from pallas_kernels import (
 )
 
 MAX_LAUNCHES_AHEAD = 16
-"""Maximum number of small programs that are launched before an earlier one has ended, with
-tensor-parallel devices. The runtime's launch queue is limited: if a device hangs, a launch into a
-full queue would block the thread without a time limit."""
+"""Maximum number of small programs in the launch queue of tensor-parallel devices. The queue of
+XLA's runtime is limited: if a device hangs, a launch into a full queue would block the thread
+without a time limit."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class TokenScores:
     """Log-probabilities and ranks of C tokens, and the most probable tokens at each position.
 
     If the engine's `logprobs_mode` reports logits, `logprobs` and `top_logprobs` hold logits.
-    Prompt tokens and requests that rank their answers always have log-probabilities.
+    Prompt tokens, and requests with `best_of` or `beam_width`, have log-probabilities in every
+    mode.
 
     Attributes:
         packed: int32 [C, W], as packed by `pallas_kernels.token_scores`.
@@ -87,10 +88,11 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TargetLogprobs:
-    """Log-probabilities of C prompt tokens, without ranks or other tokens.
+    """Log-probabilities of C prompt tokens, without ranks and without most probable tokens.
 
     Attributes:
-        packed: float32 [C, 2], from `score_targets_step`.
+        packed: float32 [C, 2], the result of `score_targets_step`: log-probabilities, and 1 where
+            no token is more probable.
     """
 
     packed: np.ndarray
@@ -102,7 +104,7 @@ class TargetLogprobs:
 
     @property
     def is_greedy(self) -> np.ndarray:
-        """Whether no other token is more probable, bool [C]."""
+        """Whether no token is more probable than the scored token, bool [C]."""
         return self.packed[:, 1] != 0
 
 
@@ -111,13 +113,15 @@ class StepResult:
     """Results of a finished step.
 
     Attributes:
-        token_ids: Sampled token of each scheduled sequence, int32 [len(plan.scheduled)]. Of a
-            verify step, int32 [len(plan.scheduled), 1 + plan.num_drafts]; see `Scheduler.update`.
+        token_ids: Sampled token of each scheduled sequence, int32 [len(plan.scheduled)]. A verify
+            step has several per sequence: int32 [len(plan.scheduled), 1 + plan.num_drafts], as
+            `Scheduler.update` takes them.
         logprobs: Scores of the sampled tokens, one row per scheduled sequence; None if no request
             in the step asked for log-probabilities.
         prompt_logprobs: Scores of prompt tokens by sequence id, for sequences with a
             `first_scored_position`. `TokenScores` if the request asked for `prompt_logprobs`.
-        draft_logprobs: As `logprobs`, for the tokens after each draft of a verify step.
+        draft_logprobs: Scores of a verify step: entry `i` holds the scores of the tokens sampled
+            after draft `i`. `logprobs` then holds the scores of the tokens before the first draft.
     """
 
     token_ids: np.ndarray
@@ -139,7 +143,7 @@ class PromptScores:
 
     Attributes:
         program: Name of the step that computed the scores: "prompt_logprobs" or "score_targets".
-        arrays: Scores of the launches. Only the last array has padding rows, at its end.
+        arrays: One array of scores per launch. Only the last array has padding rows, at its end.
         slices: Rows of each sequence in the concatenated arrays, by sequence id.
     """
 
@@ -176,12 +180,12 @@ class StepHandle:
             schedules no sequence. All steps of a burst share one array, with the steps as its first
             axis.
         prompt_scores: Scores of prompt tokens.
-        row_indices: Index of the step's row for each sequence of `plan.scheduled`.
+        row_indices: Index of the step's row that computed each sequence of `plan.scheduled`.
         burst_index: Index of the step in its burst; () for a step outside a burst.
         faults: Requests whose sampling could not be set up, and the errors. The step computes these
             requests, but their tokens are meaningless.
-        check_devices: Function that raises if a device failed. It is called if a sequence has no
-            token.
+        check_devices: Function that raises an error if a device has failed. `read` calls the
+            function if a row has no token.
         is_tensor_parallel: Whether several devices compute the step. If so, `read` waits with a
             time limit.
     """
@@ -237,16 +241,16 @@ def score_prompts(
     num_rows: int,
     wait: Callable[[Any], Any] | None = None,
 ) -> tuple[PromptScores, ...]:
-    """Launch the scoring of prompt tokens in a prefill step.
+    """Launch the scoring of the prompt tokens of a prefill step.
 
     The tokens of all sequences are scored together, `num_rows` tokens per launch.
 
     Args:
         scheduled: The step's sequences, in the order in which their tokens are flattened.
         sampling: Function that returns the sampling parameters of a request.
-        launch: Function that launches a scoring step. The arguments are the step's name, the
-            indices of hidden states of the prefill step, and the token after each, int32
-            [num_rows] each.
+        launch: Function that launches a scoring step. The arguments are the step's name, indices of
+            hidden states of the prefill step, int32 [num_rows], and the token that follows each
+            hidden state, int32 [num_rows].
         num_rows: Number of tokens per launch.
         wait: Function that waits for arrays on several devices; None for one device.
     """
@@ -268,7 +272,7 @@ def score_prompts(
         inputs[:, : len(targets)] = np.concatenate(indices), targets
         num_before = len(launched)
         for start in range(0, inputs.shape[1], num_rows):
-            # An array takes two launches: `gather_hidden`, then the scoring step.
+            # Each array of scores takes two launches: `gather_hidden`, then the scoring step.
             if wait is not None and len(launched) >= MAX_LAUNCHES_AHEAD // 2:
                 wait(launched[-MAX_LAUNCHES_AHEAD // 2])
             launched.append(launch(name, *inputs[:, start : start + num_rows]))

@@ -26,7 +26,8 @@ class RuntimeConfig:
         num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
         has_peer_memory: Whether tensor-parallel devices all-reduce through each other's memory.
         speculation: Options of speculative decoding; None without speculative decoding.
-        logprobs_mode: Values that the scores of output tokens contain.
+        logprobs_mode: Kind of values in the scores of output tokens, such as log-probabilities or
+            logits.
     """
 
     block_size: int
@@ -45,7 +46,7 @@ class RuntimeConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Width of a block table (M)."""
+        """Number of entries in a block table (M)."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
@@ -65,7 +66,7 @@ class RuntimeConfig:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Shapes of the steps."""
+        """Shapes for which steps are compiled."""
         limits = self.max_num_seqs, self.max_num_batched_tokens
         return make_buckets(
             *limits,

@@ -51,10 +51,11 @@ ROW_WIDTH = _ROW_STRUCT.size // 4
 """Number of int32 columns of packed sampling parameters (W)."""
 
 ROWS_PER_LOAD, TOKENS_PER_LOAD = 64, 5376
-"""Number of rows (N) and number of tokens (E) per launch of `load_rows`. The packed input then fits
-the largest fragment of `allocation_guard`, 64 KiB."""
+"""Number of rows (N) and number of tokens (E) per launch of `load_rows`. With these numbers, the
+packed input is at most 64 KiB, the size of the largest fragment of `allocation_guard`."""
 
-# Within these bounds, a divisor in float32 is never 0, inf or subnormal.
+# Bounds for temperatures and other divisors. Within them, a float32 is never 0, infinite or
+# subnormal.
 _MIN_DIVISOR, _MAX_DIVISOR = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
@@ -79,9 +80,9 @@ class SamplingRows(NamedTuple):
     presence_penalty: Float32[Array, "B"]
     frequency_penalty: Float32[Array, "B"]
     min_tokens: Int32[Array, "B"]
-    """Number of output tokens before which the row's ending tokens are forbidden."""
+    """Number of output tokens that the row must have before its end tokens are allowed."""
     is_adjusted: Bool[Array, "B"]
-    """Whether sampling uses the row's `SamplingState`. If not, that state may still belong to an
+    """Whether sampling uses the row's `SamplingState`. If false, the state may be left over from an
     earlier sequence."""
     is_biased: Bool[Array, "B"]
     """Whether sampling uses the row's `logit_bias`."""
@@ -101,7 +102,8 @@ class SamplingState(NamedTuple):
     and whether it is forbidden until `min_tokens` (`IS_ENDING`). All three share one word, so that
     a step reads one word per token."""
     logit_bias: Float32[Array, "R V"]
-    """Biases added to the logits; -inf forbids a token. Only rows that are `is_biased` are read."""
+    """Biases added to the logits; -inf forbids a token. Only rows whose `SamplingRows.is_biased` is
+    true are read."""
     prompt_lens: Int32[Array, "R"]
     """Number of prompt tokens of each row."""
 
@@ -141,7 +143,8 @@ work for random sampling."""
 
 
 def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
-    """Unpack rows from `pack_params`, on the device. `position` is described in `SamplingRows`."""
+    """Unpack rows that `pack_params` packed, on the device. `position` is described in
+    `SamplingRows`."""
     floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOAT_COLUMNS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOAT_COLUMNS)},
@@ -157,8 +160,8 @@ def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> S
 
 
 def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """Return the biases of one row for `load_bias`, float32 [V]: `logit_bias`, and -inf for tokens
-    that are not allowed."""
+    """Return the biases of one row for `load_bias`, float32 [V]: the values of `logit_bias`, and
+    -inf for tokens that `allowed_token_ids` leaves out."""
     if params.allowed_token_ids is None:
         bias = np.zeros(vocab_size, np.float32)
     else:
@@ -183,9 +186,9 @@ def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
 class RowMarks(NamedTuple):
     """Tokens of a sequence that joins the batch, and the mark of each token in `token_state`.
 
-    `tokens` and `marks` are int32 [L]. Prompt tokens come first. The mark of an output token is 1,
-    which adds to the token's count. `IS_ENDING` marks a token at most once, because marks are added
-    up.
+    `tokens` and `marks` are int32 [L]. First come prompt tokens with the mark `IN_PROMPT`, then
+    output tokens with the mark 1, which `load_rows` adds to the token's count. Last come end tokens
+    with the mark `IS_ENDING`: each once, because marks are added up.
     """
 
     tokens: np.ndarray
@@ -214,8 +217,8 @@ class RowMarks(NamedTuple):
 def pack_marks(
     rows: Mapping[int, RowMarks], padding_row: int, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield the arrays, int32 [2 N + 3 E], for the calls of `load_rows` that initialize the device
-    rows in `rows`."""
+    """Yield one int32 array [2 N + 3 E] for each call of `load_rows` that is needed to initialize
+    the device rows in `rows`."""
     items = list(rows.items())
     for first in range(0, len(items), ROWS_PER_LOAD):
         part = items[first : first + ROWS_PER_LOAD]
@@ -244,15 +247,15 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
     Args:
         sampling: State of all rows. Donate the state to update it in place.
         marks: Array from `pack_marks`: N row indices, N prompt lengths, then E row indices, E
-            token ids and E marks. A mark says whether the token is in the prompt. Token id V is
-            padding.
+            token ids and E marks. `RowMarks` describes the marks. Token id V is padding.
     """
     V = sampling.token_state.shape[1]
     rows, prompt_lens = marks[: 2 * ROWS_PER_LOAD].reshape(2, ROWS_PER_LOAD)
     owners, tokens, kinds = marks[2 * ROWS_PER_LOAD :].reshape(3, TOKENS_PER_LOAD)
     owners = jnp.where(tokens < V, owners, 0)
     token_state = sampling.token_state.at[rows].set(0)
-    # A scatter drops index V, which is out of bounds. -1 would wrap around to the last token.
+    # Replace the tokens to leave out by index V: it is out of bounds, so the scatter drops it. An
+    # index of -1 would mean the last token.
     prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
     others = jnp.where(kinds == IN_PROMPT, V, tokens)
     token_state = token_state.at[owners, prompt].set(IN_PROMPT, mode="drop")
@@ -275,7 +278,7 @@ def record_tokens(
     token_ids: Int32[Array, "B"],
     is_output: Bool[Array, "B"],
 ) -> SamplingState:
-    """Count sampled tokens in the output of their rows, except where `is_output` is false or the
+    """Add 1 to the output count of each row's sampled token, unless `is_output` is false or the
     token is `NO_TOKEN`. Donate the state to update it in place."""
     V = state.token_state.shape[1]
     kept = jnp.where(is_output & (token_ids >= 0), token_ids, V)
@@ -285,8 +288,8 @@ def record_tokens(
 def make_adjustments(
     rows: SamplingRows, state: SamplingState, row_ids: Int32[Array, "B"]
 ) -> Adjustments:
-    """Return the adjustments of each batch row's logits. `row_ids` are the device rows, which index
-    `state`."""
+    """Return the adjustments of each batch row's logits: biases, forbidden tokens and penalties.
+    `row_ids` are the device rows, which index `state`."""
     early = rows.position - state.prompt_lens[row_ids] < rows.min_tokens
     bits = (rows.is_adjusted, IS_ADJUSTED), (rows.is_biased, HAS_BIASES), (early, BELOW_MIN_TOKENS)
     kinds = sum((jnp.where(holds, jnp.int32(bit), 0) for holds, bit in bits), jnp.int32(0))
@@ -300,7 +303,8 @@ class SamplerLevel(IntFlag):
     """Set of sampling features that a sample step supports.
 
     The features are independent, except that `TRUNCATED` includes `RANDOM`. A feature changes only
-    the tokens of rows that ask for it, so a batch may run at any level that covers all its rows.
+    the tokens of rows whose parameters ask for it. A batch may therefore run at any level that has
+    the features of all its rows.
     """
 
     GREEDY = 0
@@ -320,21 +324,21 @@ class SamplerLevel(IntFlag):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether sampling needs whole rows of logits. If not, the best token of each device's
-        vocabulary shard is enough."""
+        """Whether sampling needs the logits of the whole vocabulary. If false, the best token of
+        each device's vocabulary shard is enough."""
         return not SamplerLevel.RANDOM.covers(self)
 
 
 SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
-"""Sampling level with all features except random sampling. A row that needs neither adjustments nor
-scores costs one kernel that exits immediately, and a gather of logits if devices split the
-vocabulary."""
+"""Sampling level with all features except random sampling. For rows that need neither adjustments
+nor scores, this level adds one kernel that exits immediately. If devices split the vocabulary, the
+level also adds a gather of logits."""
 
 FULL_LEVEL = SamplerLevel.TRUNCATED | SCORED_GREEDY
 
 
 def required_level(params: SamplingParams) -> SamplerLevel:
-    """Return the lowest sampling level that covers a request."""
+    """Return the lowest sampling level that has the features of a request's parameters."""
     level = SamplerLevel.GREEDY
     if params.temperature != 0.0:
         level = SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
@@ -362,7 +366,7 @@ class _Distribution(NamedTuple):
     """Logits after biases, forbidden tokens and penalties."""
     is_greedy: Bool[Array, "B"]
     temperature: Float32[Array, "B"]
-    """1 in greedy rows."""
+    """Temperature of each row; 1 in greedy rows."""
     scaled: Float32[Array, "B V"]
     """Difference of each logit from the row's highest logit, divided by the temperature."""
     kept: Bool[Array, "B V"] | None
@@ -384,13 +388,13 @@ def sample(
 ) -> SampledTokens:
     """Sample a token for each row of the batch.
 
-    Operations have vLLM's order: biases and forbidden tokens, penalties, temperature, min-p, top-k,
-    top-p. A token depends only on the logits, parameters, seed and position of its row. A seeded
-    request therefore gives the same tokens in any batch.
+    The operations run in vLLM's order: biases and forbidden tokens, penalties, temperature, min-p,
+    top-k, top-p. A token depends only on the logits, parameters, seed and position of its row. A
+    seeded request therefore gives the same tokens in any batch.
 
-    If devices split the vocabulary and the level needs no whole rows, each device finds the best
-    token of its shard, and the devices compare these tokens. At other levels, the devices first
-    gather whole rows of logits.
+    If devices split the vocabulary, the level decides what the devices exchange. At a level without
+    `SamplerLevel.needs_whole_rows`, each device finds the best token of its shard, and the devices
+    compare these tokens. At other levels, the devices first gather whole rows of logits.
 
     Args:
         logits: Unchanged logits of the model. If `is_vocab_sharded`, the columns are the device's
@@ -398,12 +402,12 @@ def sample(
         rows: Sampling parameters of each batch row.
         state: State of the device rows. Required at a level with `ADJUSTED`, not read at others.
         row_ids: Device row of each batch row; R-1 for padding.
-        level: Static. Level that covers `required_level` of every row.
+        level: Static. Sampling level with all features of `required_level` for every row.
         backend: Static. Implementation of the kernels.
         max_logprobs: Static. Number of most probable tokens to return at a level with `LOGPROBS`.
-        logprobs_mode: Static. Values that the scores contain.
-        call_shared: Static. Function that calls code shared by several programs (see
-            `jpaged.compile.recipes`); None to call it directly.
+        logprobs_mode: Static. Kind of values in the scores, such as log-probabilities or logits.
+        call_shared: Static. Function that calls another function which several programs share (see
+            `jpaged.compile.recipes`); None to call shared functions directly.
         is_vocab_sharded: Static. Whether devices split the vocabulary.
 
     Raises:
@@ -456,11 +460,10 @@ def _choose_tokens(
     call: Callable,
     is_vocab_sharded: bool,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"], _Distribution | None]:
-    """Return the token of each row, and the value for which the token was chosen.
+    """Return the token of each row, the value of the token, and the distribution of random rows.
 
-    The value is the highest in its row: a logit, or a logit plus noise in a random row.
-
-    At a level with `RANDOM`, also return the distribution of random rows.
+    The token has the highest value in its row. The values are logits, or logits plus noise in a
+    random row. The distribution is None at a level without `RANDOM`.
     """
     if adjustments is not None:
         logits = adjust_logits(logits, adjustments, backend=backend)
@@ -490,9 +493,9 @@ def _processed_logits(
 ) -> Float32[Array, "B V"]:
     """Return the logits after temperature and truncation, with -inf for removed tokens.
 
-    Rows that report log-probabilities have differences from the row's highest logit, unless the
-    temperature is 1. The differences are more precise at low temperatures, and have the same
-    log-probabilities. `is_ranked` rows report log-probabilities in every mode.
+    If a row reports log-probabilities and its temperature is not 1, the row's highest logit is
+    subtracted. This keeps the precision at low temperatures, and does not change the
+    log-probabilities. Rows with `is_ranked` report log-probabilities in every mode.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
     if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:
@@ -504,7 +507,8 @@ def _processed_logits(
 def _kept_mass(
     scaled: Float32[Array, "B V"], kept: Bool[Array, "B V"], is_greedy: Bool[Array, "B"]
 ) -> Float32[Array, "B"]:
-    """Return the probability of the tokens that truncation kept; exactly 1 if it removed none."""
+    """Return the total probability of the tokens that truncation kept; exactly 1 if truncation
+    removed no token."""
     weights = jnp.exp(scaled)
     kept_weight = jnp.where(kept, weights, 0.0).sum(axis=1)
     removed_weight = jnp.where(kept, 0.0, weights).sum(axis=1)
@@ -564,7 +568,8 @@ def _gumbel_noise(
     high, low = threefry2x32_p.bind(
         wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
     )
-    # The uniform values are never 0 or 1. Small values give the large noise that wins, so
-    # -log1p(-u) is used instead of -log(u): it keeps the precision of small values.
+    # The uniform values are never 0 or 1. The token with the largest noise usually wins, and large
+    # noise comes from small uniform values. So use -log1p(-u) instead of -log(u): it is precise for
+    # small u.
     uniform = (high ^ low).astype(jnp.float32) * 2.0**-32 + 2.0**-33
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))

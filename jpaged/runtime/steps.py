@@ -11,7 +11,7 @@ An argument means the same in every step:
     model           the model with its parameters
     state           the KV pool and the block tables
     last_tokens     the token that each device row sampled last
-    sampling        the rows' tokens and biases; None at a level without `ADJUSTED`
+    sampling        token counts and biases of the rows; None at a level without `ADJUSTED`
     row_tokens      the rows' lengths and tokens; None without speculative decoding
     packed          the batch, as `jpaged.runtime.batch` packs it
     logits, inputs  results of the forward program; `logits` covers the device's shard of the
@@ -24,10 +24,10 @@ Some arguments are static:
     batch_size        sequences of the bucket (B)
     num_tokens        tokens of the bucket (T)
     backend           the implementation of the kernels
-    level             what sampling can do (`SamplerLevel`)
+    level             the set of sampling features (`SamplerLevel`)
     max_logprobs      number of most probable tokens that a level with `LOGPROBS` returns
-    logprobs_mode     values that the scores of sampled tokens contain
-    call_shared       calls functions that several programs have (`jpaged.compile.recipes`)
+    logprobs_mode     whether scores are log-probabilities or logits, raw or processed
+    call_shared       calls a function that several programs share (`jpaged.compile.recipes`)
     is_vocab_sharded  whether devices split the vocabulary
     drafter           proposes the drafts of a verify step (`jpaged.runtime.drafting`)
 
@@ -126,8 +126,8 @@ class SampleInputs(NamedTuple):
         rows: Device row of each row of logits; R-1 for padding.
         is_output: Whether the sampled token belongs to the output.
         packed_params: Sampling parameters, as packed by `pack_params`.
-        positions: Index, in its sequence, of the token to sample; -1 for a row without a free slot,
-            which samples nothing.
+        positions: Index, in its sequence, of the token to sample; -1 for a row that samples
+            nothing, because it has more tokens than its limit.
     """
 
     rows: Int32[Array, "B"]
@@ -149,8 +149,7 @@ def decode_step(
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """Compute one token of every sequence.
 
-    `packed` has G rows, as many as the logits. At most the first `batch_size` rows are sequences;
-    the other rows are padding.
+    `packed` has G rows, as many as the logits. Rows from `batch_size` on are padding.
 
     Returns:
         The logits after each sequence's token, the inputs of `sample_step`, and the new state.
@@ -167,7 +166,7 @@ def decode_step(
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
     batch_tables, seq_lens = tables[batch.rows], batch.seq_lens
-    if row_tokens is not None:  # a row without a free slot writes to the null block
+    if row_tokens is not None:  # a row with more tokens than its limit writes to the null block
         batch_tables = jnp.where(seq_lens[:, None] < 0, 0, batch_tables)
         seq_lens = jnp.maximum(seq_lens, 0)
     seq_index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -214,7 +213,7 @@ def prefill_step(
     if row_tokens is not None:
         limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
         sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
-        # A row without a free slot computes its token at the start of the null block.
+        # A row with more tokens than its limit computes its token at the start of the null block.
         block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
         seq_lens = jnp.abs(sample_positions)
     seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)
@@ -254,7 +253,7 @@ def decode_burst_step(
 ) -> tuple[SampledTokens, Int32[Array, "R"], SamplingState | None, KVState, RowTokens | None]:
     """Compute several decode steps in one launch, and sample after each step.
 
-    `packed` has one batch per step, in order. Each step reads the tokens that the step before
+    `packed` has one batch per step, in order. Each step reads the tokens that the previous step
     sampled.
 
     Returns:
@@ -340,10 +339,10 @@ def verify_step(
 def _propose_drafts(
     drafter: Drafter, packed: Int32[Array, "B C"], row_tokens: RowTokens
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B k"]]:
-    """Return the length of each row of a batch, and its drafts.
+    """Return the number of tokens of each row (see `resolve_lengths`), and the drafts of each row.
 
-    `NO_DRAFT` stands for a draft that the drafter did not propose, or that has no slot. See
-    `resolve_lengths` for the lengths.
+    An entry is `NO_DRAFT` if the drafter proposed no draft, or if the row has no slot for the
+    draft.
     """
     batch, limits = unpack_decode(packed), unpack_limits(packed)
     lengths = resolve_lengths(batch.seq_lens, limits, row_tokens.lengths[batch.rows])
@@ -366,7 +365,8 @@ def _compute_drafts(
 ) -> tuple[Float[Array, "Q B D"], KVState]:
     """Compute the last token and the drafts of each row.
 
-    Tokens without a slot are written to the null block. Their hidden states are meaningless.
+    The keys and values of tokens without a slot are written to the null block. The hidden states of
+    these tokens are meaningless.
     """
     batch, (indices, block_ids) = unpack_decode(packed), unpack_block_updates(packed)
     batch_size, num_drafts = drafts.shape
@@ -411,8 +411,9 @@ def _sample_drafts(
 ) -> tuple[SampledTokens, SamplingState | None]:
     """Sample after each token of a verify step, up to the first rejected draft of each row.
 
-    The head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits at once. With adjusted logits,
-    the positions are sampled one after another, because each depends on the tokens before it.
+    The head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits at once. If the level has
+    `ADJUSTED`, the positions are sampled one after another, because penalties depend on the tokens
+    before.
     """
     num_queries, batch_size, width = hidden.shape
     per_head = max(1, MAX_VERIFY_LOGITS_ROWS // batch_size)
@@ -505,7 +506,7 @@ def sample_step(
 def gather_hidden_step(
     hidden: Float[Array, "T D"], indices: Int32[Array, "C"]
 ) -> Float[Array, "C D"]:
-    """Return the rows of a prefill step's hidden states that a scoring step reads."""
+    """Select the rows `indices` of a prefill step's hidden states, for a scoring step."""
     return jnp.take(hidden, indices, axis=0, mode="clip")
 
 
@@ -520,10 +521,11 @@ def prompt_logprobs_step(
     """Return the scores of C prompt tokens, as packed by `token_scores`.
 
     At most `MAX_SCORED_LOGITS_ROWS` rows of logits exist at once. If devices split the vocabulary,
-    they exchange their logits, so that each device scores some rows over the whole vocabulary.
+    they exchange their logits, so that each device has some rows with the whole vocabulary, and
+    scores these rows.
 
     Args:
-        scored_hidden: Hidden state before each prompt token.
+        scored_hidden: Hidden state of the token before each prompt token.
         targets: The prompt tokens.
     """
     num_rows = targets.shape[0]
@@ -532,7 +534,7 @@ def prompt_logprobs_step(
     def score(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
         is_sharded = model.is_vocab_sharded
-        if is_sharded:  # pad to whole rows per device
+        if is_sharded:  # pad, so that each device gets the same number of rows
             padding = -size % lax.axis_size(MESH_AXIS)
             hidden, targets = (
                 jnp.pad(hidden, ((0, padding), (0, 0))),
@@ -562,12 +564,12 @@ def score_targets_step(
 ) -> Float32[Array, "C 2"]:
     """Return the log-probability of each target, and 1 if no token is more probable, else 0.
 
-    `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns no ranks and no
-    other tokens, so that it holds whole rows of logits only if `StepModel.target_logprobs` returns
-    None.
+    `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns neither ranks
+    nor most probable tokens. It therefore needs whole rows of logits only if
+    `StepModel.target_logprobs` returns None.
     """
     found = model.target_logprobs(scored_hidden, targets, backend)
-    if found is None:  # compute whole rows, with the op of generation
+    if found is None:  # compute whole rows of logits, and score them by the op for sampled tokens
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
@@ -671,14 +673,15 @@ class StepProgram:
         name: Name of the step. With a key, it names a compiled program.
         function: The step function.
         results: Names of the function's results. An argument with the name of a result is donated,
-            and the result takes its memory.
-        key: Names of the sizes that a key consists of.
-        keys: Function that returns the keys of all programs, in the order of compiling.
-        gemm_key: Function that returns the part of the model whose matrix products a program has,
-            and the number of their rows; None if a program has none.
-        compile_seconds: CPU seconds to compile one program, and CPU seconds that are spent once for
-            all programs whose keys differ only in the last part (Qwen3-0.6B, H200; see
-            docs/startup.md).
+            and the result reuses the memory of the argument.
+        key: Names of the values that make up a key, in order.
+        keys: Function that returns the keys of all programs, in compile order.
+        gemm_key: Function that returns which matrix products a program has: the part of the model
+            ("layers" or "head") and the number of rows. None if a program has no matrix products to
+            autotune.
+        compile_seconds: Two numbers of CPU seconds: to compile one program, and to compile what all
+            programs whose keys differ only in the last part share. Measured with Qwen3-0.6B on an
+            H200; see docs/startup.md.
     """
 
     name: str
@@ -700,10 +703,10 @@ class StepProgram:
         return tuple(name for name in self.arguments if name in INPUT_SHAPES)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
-        """Return the sizes in a key as a dict, by the names of the arguments that take them.
+        """Return the values of a key as a dict, by the names of the arguments that take them.
 
-        For a batch, the dict also has the number of rows of its logits. If the key has no number
-        of tokens, `num_tokens` is the number of sequences.
+        The dict also has sizes that follow from the key, such as `num_rows`, the number of rows of
+        the logits. If the key has no number of tokens, `num_tokens` is the number of sequences.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "drafter" in sizes:
@@ -726,7 +729,7 @@ class StepProgram:
         return "state" in self.arguments
 
     def persistent_arrays(self, names: Iterable[str], sizes: ProgramSizes) -> tuple[str, ...]:
-        """Return the names of the persistent arrays that a program takes, out of `names`."""
+        """Return which of the persistent arrays `names` a program of these sizes takes."""
         adjusts = SamplerLevel.ADJUSTED in sizes.get("level", FULL_LEVEL)
         taken = [name for name in names if name in self.arguments]
         return tuple(name for name in taken if adjusts or name != "sampling")
@@ -756,9 +759,10 @@ class PlanProgram(StepProgram):
     def make_packer(
         self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
     ) -> Callable[..., np.ndarray]:
-        """Return `pack` with all arguments set that are the same in each call of a program.
+        """Return a function that calls `pack` with the arguments that do not change between the
+        steps of a program.
 
-        The arguments are `sampling_table`, limits from `config`, and the sizes for `key`.
+        These arguments are `sampling_table`, options from `config`, and the sizes for `key`.
         """
         options = {
             "sampling_table": sampling_table,
@@ -778,7 +782,8 @@ def _sample_inputs(num_rows: int) -> SampleInputs:
 
 
 def _decode_keys(config: RuntimeConfig, _: DeviceShapes) -> list[int]:
-    """Return the decode batch sizes, largest first: the largest batch has the most to autotune."""
+    """Return the decode batch sizes. The largest size comes first, because its matrix products take
+    longest to autotune."""
     return [*reversed(config.buckets.decode_batch_sizes)]
 
 
@@ -792,7 +797,8 @@ def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, 
 def _verify_keys(
     config: RuntimeConfig, shapes: DeviceShapes
 ) -> list[tuple[int, int, SamplerLevel, Drafter]]:
-    """Return the keys of verify steps for all batch sizes, and of bursts for small batches."""
+    """Return the keys of all programs that verify drafts: one step for every batch size, and bursts
+    for small batch sizes."""
     if config.speculation is None:
         return []
     drafter, keys = make_drafter(config.speculation), []

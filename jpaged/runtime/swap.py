@@ -25,7 +25,7 @@ from jpaged.runtime.kv_cache import KVState
 from pallas_kernels import LayerKV
 
 MAX_CHUNK_BYTES = 256 * 2**20
-"""Maximum size of a chunk; larger transfers are no faster."""
+"""Maximum size of a chunk in bytes. Larger transfers are no faster."""
 
 MIN_CHUNK_BLOCKS, MAX_CHUNK_BLOCKS = 8, 1024
 
@@ -79,13 +79,14 @@ def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
 
 
 def pool_block_bytes(pool: Any) -> int:
-    """Return the size in bytes of one block in all arrays of the pool, on each device."""
+    """Return the number of bytes that one block takes on each device, in all arrays of the pool
+    together."""
     return per_device_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
 
 
 def staging_bytes(pool: Any, num_host_blocks: int) -> int:
-    """Return the maximum device memory that swapping takes, in bytes: the staged chunks and one
-    chunk that is being gathered."""
+    """Return the maximum device memory that swapping takes, in bytes: `MAX_STAGED_CHUNKS` chunks in
+    transfer, and one chunk that is being gathered."""
     sizes = chunk_sizes(pool, num_host_blocks)
     return (MAX_STAGED_CHUNKS + 1) * max(sizes, default=0) * pool_block_bytes(pool)
 
@@ -176,7 +177,8 @@ class SwapEntries:
         del self._swap_entries[swap_entry_id]
 
     def swap_out(self, launch: LaunchFunction, swap: SwapOut) -> None:
-        """Copy blocks to a new swap entry, with their contents at this point of the launch order.
+        """Launch a copy of blocks to a new swap entry. The copy has the contents of the blocks
+        after all programs launched before.
 
         Raises:
             ValueError: Swapping is disabled (`num_host_blocks` is 0), or the swap entry exists
@@ -219,8 +221,8 @@ class SwapEntries:
     def finish_swap_ins(
         self, launch: LaunchFunction, incoming_chunks: deque[IncomingChunk]
     ) -> None:
-        """Write swapped-in blocks to the pool, at this point of the launch order. Empty
-        `incoming_chunks`, so that no chunk stays on the device."""
+        """Launch the writes of swapped-in blocks to the pool. Empty `incoming_chunks`, so that no
+        chunk stays on the device."""
         while incoming_chunks:
             ids, blocks, is_staged = incoming_chunks.popleft()
             if not is_staged:

@@ -1,8 +1,9 @@
 """Costs of steps that verify drafts, relative to plain steps.
 
-The scheduler verifies drafts while the rows receive more tokens per step than a verify step costs.
-The table is shipped, not measured at startup, so that runs can be repeated. `bench/speculative.py`
-measures such costs.
+The cost of a verify step is its duration, as a multiple of the duration of a step without drafts.
+The scheduler verifies drafts as long as the number of tokens per row and step exceeds the cost. The
+costs are constants, and not measured at startup, so that runs are reproducible.
+`bench/speculative.py` measures them.
 """
 
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -13,8 +14,8 @@ GPU_COSTS = {
     3: ((2, 1.25), (8, 1.10), (32, 1.25), (64, 1.65)),
     7: ((1, 1.31), (8, 1.22), (32, 1.70), (64, 2.46)),
 }
-"""By number of drafts: pairs (number of rows, cost). An entry is the mean of the costs of
-Qwen3-0.6B's and Llama-3.1-8B's shapes on an H200 for 1, 8, 32 and 64 rows
+"""Costs on a GPU: for each number of drafts, pairs (number of rows, cost). A cost is the mean of
+two costs measured on an H200, with the shapes of Qwen3-0.6B and of Llama-3.1-8B
 (`bench/results/speculative_nvidia-h200.json`)."""
 
 CPU_COSTS = {
@@ -22,14 +23,16 @@ CPU_COSTS = {
     3: ((2, 1.10), (8, 2.10), (16, 2.40), (64, 2.80)),
     7: ((1, 1.15), (8, 3.50), (16, 3.80), (64, 4.50)),
 }
-"""The same on a CPU: estimates for the embedded model. A plain step computes at least 8 rows, so a
-verify step of 8 tokens costs nearly the same."""
+"""Costs on a CPU, estimated for the embedded model: for each number of drafts, pairs (number of
+rows, cost). A step without drafts computes at least 8 rows, so a verify step of 8 tokens costs
+little more than 1."""
 
 
 def verify_costs(config: RuntimeConfig, num_drafts: int) -> tuple[tuple[int, float], ...]:
     """Return pairs (number of rows, cost) for the verify steps of an engine.
 
-    The cost is the duration of a verify step, as a multiple of the duration of a plain step.
+    The cost is the duration of a verify step, as a multiple of the duration of a step without
+    drafts.
 
     Args:
         config: Sizes and limits of the runtime.

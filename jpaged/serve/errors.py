@@ -68,7 +68,7 @@ def field_error(path: str, *problem: str, code: str | None = None, **info: Any) 
 
 
 def context_length_error(path: str, *problem: str, **info: Any) -> ApiError:
-    """Return a 400 error for a prompt that exceeds the context, alone or with its answer."""
+    """Return a 400 error for a prompt that is too long, alone or together with `max_tokens`."""
     info["kind"] = errors.ErrorKind.TOO_LARGE
     return field_error(path, *problem, code="context_length_exceeded", **info)
 

@@ -82,7 +82,7 @@ def _check_api_keys(name: str, keys: Sequence[str]) -> None:
 
 
 def _check_model_names(name: str, names: Sequence[str]) -> None:
-    """Raise RequestError for an empty or unprintable name, or one with outer spaces."""
+    """Raise RequestError for an empty or unprintable name, or a name with a space at an end."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
             raise RequestError(

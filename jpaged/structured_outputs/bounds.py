@@ -122,10 +122,14 @@ TRIAL_TOKENS = 24
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,  # about 4 ms
-    "step_max_items": 5_000,  # less than 1 ms
-    "max_items_in_row": 600,  # about 6 ms: ambiguous grammars take quadratic time per token
-    "max_lexer_states": 32_768,  # about 560 bytes each; `Matcher` replaces a full lexer
+    # This fuel suffices for about 4 ms.
+    "step_lexer_fuel": 50_000,
+    # This number of items takes less than 1 ms.
+    "step_max_items": 5_000,
+    # The items of one token take about 6 ms: the time is quadratic in their number.
+    "max_items_in_row": 600,
+    # A state takes about 560 bytes. `Matcher` replaces a lexer that reaches this limit.
+    "max_lexer_states": 32_768,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }

@@ -35,11 +35,12 @@ MAX_CACHED_GRAMMARS = 64
 """Default maximum number of compiled grammars in the cache of a `GrammarCompiler`."""
 
 _JSON_OPTIONS: Any = {
-    # At most one blank between JSON tokens: an unsure model would write blanks forever.
+    # Allow at most one blank between JSON tokens. Otherwise an answer could consist of endless
+    # blanks.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
-    # No \u escapes, so that a property name has one spelling. With two spellings, a name could
-    # appear twice or evade `additionalProperties`.
+    # Forbid \u escapes, so that a property name has only one spelling. With two spellings, a name
+    # could appear twice or evade `additionalProperties`.
     "json_allowed_escapes": '"\\bfnrt',
 }
 """Options of llguidance for the JSON that answers contain."""
@@ -80,7 +81,8 @@ def _grammar_source(spec: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(spec.regex or "")
         case "choice":
-            # Use one terminal: with rules, each choice would count towards `max_items_in_row`.
+            # Write all choices as one terminal of the grammar. If each choice were a rule, each
+            # would count towards `max_items_in_row`.
             choices = " | ".join(json.dumps(each) for each in spec.choice or ())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
@@ -160,7 +162,8 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                self._memory = LexerMemory()  # starts after the vocabulary, which is no lexer
+                # Create this object now, so that it does not count the vocabulary's memory.
+                self._memory = LexerMemory()
 
     def submit(
         self, spec: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
@@ -258,7 +261,8 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                lexer.initial_matcher.deep_copy().compute_bitmask()  # any mask refuels the lexer
+                # Computing any mask resets the lexer's fuel.
+                lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]
                 ):

@@ -111,9 +111,9 @@ class LexerMemory:
 class LexerUse(Enum):
     """How an answer uses a lexer."""
 
-    EXCLUSIVE = auto()  # one answer at a time; later answers reuse the lexer
-    SHARED = auto()  # several answers at a time
-    PRIVATE = auto()  # one answer only; the lexer is not in the pool
+    EXCLUSIVE = auto()  # only one answer uses the lexer at a time; later answers reuse it
+    SHARED = auto()  # several answers use the lexer at a time
+    PRIVATE = auto()  # only one answer ever uses the lexer, which is not in the pool
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class LexerPool:
             return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `acquire` must compile a lexer of a grammar that compiles slowly."""
+        """Return whether `acquire` would compile a lexer, which takes long for this grammar."""
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:

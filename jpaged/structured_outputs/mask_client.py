@@ -110,7 +110,7 @@ class Answer:
 
 
 class Constraint:
-    """The grammar of a request, as the engine sees it.
+    """The grammar of a request, which the mask worker compiles.
 
     Attributes:
         answers: One `Answer` per sample of the request.
@@ -177,19 +177,23 @@ class MaskWorkerClient:
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
         self._is_stalled = False  # the worker let a step time out and is silent since then
-        self._memory: Any = None  # a MaskMemory; None before the first grammar
-        self._worker: Any = None  # a _WorkerProcess, or None while no worker runs
+        # A MaskMemory, or None before the first grammar.
+        self._memory: Any = None
+        # A _WorkerProcess, or None while no worker runs.
+        self._worker: Any = None
         # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
         # indices in that range.
         self._num_used_indices, self._free_indices = 1, list[int]()
-        # Memory indices of answers that are over: before and after the worker was informed.
+        # Memory indices of answers that are over: those that the worker does not know yet, and
+        # those that were sent to the worker.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
         self._pending_answers: Sequence[Answer] = ()
         self._pending_indices: Any = None  # int32 [n]: memory indices of `_pending_answers`
         self._unsent_message: Callable[[], bytes] | None = None
-        self._num_steps_sent = 0  # number of steps whose tokens were sent
+        # Number of steps whose tokens were sent to the worker.
+        self._num_steps_sent = 0
         # Seconds without a report while an answer was pending, and the time of the last check.
         self._silent_s = self._polled_at = 0.0
         self._buffer = np.zeros((0, 0), np.int32)
@@ -264,7 +268,8 @@ class MaskWorkerClient:
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        # Drop the references: the worker learns of an answer's end when the answer is collected.
+        # Drop the references to the answers: when an answer is garbage-collected, its end is
+        # reported to the worker.
         (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
@@ -420,7 +425,7 @@ class MaskWorkerClient:
         return worker
 
     def _allocate_indices(self, count: int) -> list[int]:
-        """Return the lowest `count` free memory indices, so that used memory is used again."""
+        """Return the lowest `count` free memory indices, so that few pages of memory are used."""
         ending, self._reported_ends = self._reported_ends, []
         for memory_index in ending:
             if self._memory.states[memory_index] == AnswerState.FREE:
@@ -457,7 +462,7 @@ class MaskWorkerClient:
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
         """Wait until `is_done()` or `give_up()`. No answer is pending once the worker has ended."""
-        if self._is_stalled:  # the loop may end without looking for reports, so look here
+        if self._is_stalled:  # the loop below may end before it reads the worker's reports
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
@@ -562,8 +567,9 @@ def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None
         while (message := queue.get()) is not None:
             try:
                 sock.sendall(message())
-            except OSError:  # the worker has ended: `_read_notifications` notices it
-                # A message may be incomplete, so nothing may follow it.
+            except OSError:
+                # The worker has ended, which `_read_notifications` notices. The last message may be
+                # incomplete, so no other message may follow it.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             message = None  # release the step's arrays while the thread waits

@@ -123,10 +123,13 @@ class MaskJob(msgspec.Struct, frozen=True):
 class MaskMessageKind(IntEnum):
     """Kind of a message to the mask worker."""
 
-    BEGIN = 0  # a `MaskJob` in JSON; in the first message, the `MaskWorkerSettings`
-    # int32: memory indices of answers, their rows in a step, the tokens of all rows (-1 for none).
+    # The content is a `MaskJob` in JSON, or `MaskWorkerSettings` in the first message.
+    BEGIN = 0
+    # The content is int32: memory indices of answers, their rows in a step, and the tokens of all
+    # rows (-1 for no token).
     TOKENS = 1
-    END = 2  # int32: memory indices of answers that are over
+    # The content is int32: memory indices of answers that are over.
+    END = 2
 
 
 class AnswerState(IntEnum):
@@ -436,7 +439,7 @@ class MaskMaker:
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
     def _make_masks(self, answers: Sequence[_WorkerAnswer]) -> None:
-        """Make masks in one batch, except masks that may be slow: threads make these."""
+        """Make the masks of answers in one batch, but let threads make masks that may be slow."""
         quick = [it for it in answers if not it.needs_mask_thread]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.needs_mask_thread:
@@ -619,8 +622,8 @@ def main(sock: socket.socket, fd: str) -> None:
         fd: File descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine handles it, and may drain first
-    exit_with_parent(sock)  # watches from a thread, because libraries may block this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore SIGTERM, which the engine handles
+    exit_with_parent(sock)  # uses a thread, because libraries may block this one
     sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
     with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")

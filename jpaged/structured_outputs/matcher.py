@@ -61,7 +61,7 @@ def broken_matcher(vocabulary: "Vocabulary") -> Any:
 
 
 def replay_tokens(vocabulary: "Vocabulary", inner: Any, consumed: list[int]) -> bool:
-    """Let llguidance's matcher consume tokens. Return whether it allows all tokens."""
+    """Let llguidance's matcher consume tokens. Return whether the matcher allows all of them."""
     from llguidance import LLExecutor
 
     # llguidance releases the GIL only if it gets two or more matchers.
@@ -156,7 +156,8 @@ class Matcher:
         self.mask_timing = grammar.mask_timing
         self.needs_lexer = False
         self._consumed: list[int] = []
-        self._num_lexers = 0  # lexers that the answer has used so far
+        # Number of lexers that the answer has used so far.
+        self._num_lexers = 0
         # `len(_consumed)` when the matcher got its private lexer; None with a shared lexer.
         self._private_since: int | None = None
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))
@@ -246,7 +247,10 @@ class Matcher:
         return None
 
     def _use_lexer(self, lexer: Lexer, use: LexerUse) -> None:
-        """Use a lexer until the next call. The pool gets it back when the matcher is collected."""
+        """Use a lexer until the next call of this method.
+
+        When the matcher is garbage-collected, the pool gets the lexer back.
+        """
         self._lexer: Any = lexer
         self._num_lexers += 1
         self._lexer_since = len(self._consumed)

@@ -68,7 +68,7 @@ class PropertyCount:
             schema: The schema that was passed to `from_schema`.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
-        if self._is_bounded:  # one case per set of optional properties
+        if self._is_bounded:  # yield one case per set of optional properties
             for size in self._sizes:
                 for names in combinations(self.optional_names, size):
                     yield self._case(names, self.optional_names) | (
@@ -100,6 +100,6 @@ class PropertyCount:
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema that requires `names` and forbids every other name in `others`."""
+        """Return a schema that requires `names`, and forbids the names that only `others` has."""
         forbidden = {name: False for name in others if name not in names}
         return {"type": "object", "required": list(names), "properties": forbidden}

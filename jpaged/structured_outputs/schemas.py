@@ -345,7 +345,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Schemas that apply to one value together
+# The following functions check schemas that apply to one value together.
 
 
 def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
@@ -447,7 +447,7 @@ def _intersect_counts(
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """Yield the schemas of `allOf` and `$ref`: each value of the schema must match them too."""
+    """Yield the schemas of `allOf` and `$ref`, which every value of the schema must match too."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)
@@ -457,7 +457,7 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
     yield from schema.get(keyword, ())
 
 
-# Schemas that no finite value matches
+# The following code finds schemas that no finite value matches.
 
 
 DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})

@@ -156,10 +156,10 @@ def _parse_count(digits: str) -> int:
 
 
 class _RepetitionCounter:
-    """Counts nested repetitions while a regular expression or a grammar is read.
+    """Counter of nested repetitions in a regular expression or a grammar.
 
-    The methods raise ValueError if groups are nested too deeply or nested counts multiply to too
-    many repetitions.
+    A tokenizer of the text calls one method per token. The methods raise ValueError if groups are
+    nested too deeply, or if nested counts multiply to too many repetitions.
     """
 
     def __init__(self, path: str):
@@ -168,22 +168,22 @@ class _RepetitionCounter:
         self._last_product = 1  # product of nested counts in the last item or group
 
     def add_item(self) -> None:
-        """Read an item that is not repeated yet."""
+        """Count an item such as a character. A call of `repeat_last` may follow."""
         self._last_product = 1
 
     def open_group(self) -> None:
-        """Read the start of a group."""
+        """Count the start of a group."""
         self._group_products.append(1)
         self._last_product = 1
         bounds.GROUP_DEPTH.check(self._path, len(self._group_products) - 1)
 
     def close_group(self) -> None:
-        """Read the end of a group. llguidance refuses an end without a start."""
+        """Count the end of a group. Ignore an end without a start, which llguidance refuses."""
         self._last_product = self._group_products.pop() if len(self._group_products) > 1 else 1
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
 
     def repeat_last(self, count: int) -> None:
-        """Read a count that repeats the last item or group."""
+        """Multiply the repetitions of the last item or group by `count`."""
         self._last_product *= max(count, 1)
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
         bounds.NESTED_REPETITIONS.check(self._path, self._last_product)

@@ -35,7 +35,8 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
-        # Cache no grammars: the server remembers which passed, and this process must stay small.
+        # Cache no grammars: the server stores the results of trials, and this process must stay
+        # small.
         self._compiler = GrammarCompiler(
             tokenizer,
             len(tokenizer),
@@ -46,13 +47,13 @@ class GrammarTrial:
         with suppress(GrammarError):  # `run` raises the error again
             self._compiler.prepare()
 
-    def run(self, form: StructuredOutputs) -> None:
+    def run(self, spec: StructuredOutputs) -> None:
         """Try a structured-output specification.
 
         **The process is killed or crashes** if the specification exceeds the trial's limits.
 
         Args:
-            form: The specification.
+            spec: The specification.
 
         Raises:
             GrammarError: The specification cannot be enforced.
@@ -60,7 +61,7 @@ class GrammarTrial:
         left, _ = signal.getitimer(signal.ITIMER_PROF)
         signal.setitimer(signal.ITIMER_PROF, min(left or self.seconds, self.seconds))
         with _limit_memory(bounds.TRIAL_MEMORY_BYTES):
-            self._compiler.try_random_answer(form, self._ending_ids)
+            self._compiler.try_random_answer(spec, self._ending_ids)
 
 
 @contextmanager

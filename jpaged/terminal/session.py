@@ -129,7 +129,7 @@ class AnswerPrinter:
             self._begin_next_answer()
 
     def end_line(self) -> None:
-        """Print a newline if the current answer does not end with one. Call once per answer."""
+        """Print a newline unless the current answer ends with a newline. Call once per answer."""
         printed = self.texts[self._current_index] if self._current_index >= 0 else ""
         if printed and not printed.endswith("\n"):
             print(flush=True)

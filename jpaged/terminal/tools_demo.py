@@ -254,7 +254,7 @@ class _StepPrinter:
             print(event.text, end="", flush=True)
 
     def end_line(self) -> None:
-        """End the current line, if there is one."""
+        """Print a newline if the current line has text."""
         if self._label:
             print(flush=True)
         self._label = ""

@@ -157,7 +157,10 @@ class _Marks:
         self._marks_by_text: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """Return the mark of `text`. Marks inside `text` are restored first."""
+        """Return the character that replaces `text` during rendering, its mark.
+
+        `text` may contain marks of other texts. `restore` then returns the original text.
+        """
         if text not in self._marks_by_text:
             if self._unused_points is None:
                 taken = set[str]()

@@ -32,8 +32,8 @@ _MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and a token 
 class WindowDecoder:
     """Incremental decoder for tokenizers where the text of a token depends on earlier tokens.
 
-    The returned chunks, joined, are the text that the output has after the prompt: decoding the
-    prompt and the output together gives the prompt's text followed by the joined chunks.
+    All returned chunks together are the text that the output adds to the prompt's text, as if
+    prompt and output were decoded in one call.
 
     Args:
         decode: Function that returns the text of a list of token ids.

@@ -313,7 +313,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _has_start_marker(self) -> bool:
-        """Whether the tokens of a text at the start of a prompt differ from those elsewhere."""
+        """Whether a text has other tokens at the start of a prompt than inside a prompt."""
         token_text = self.hf_tokenizer.convert_ids_to_tokens
         prefixed = [self._encode(f"{token_text(i)}a", False) for i in sorted(self._control_ids)[:1]]
         return any(ids[1:] != self._encode("a", False) for ids in prefixed)
@@ -477,7 +477,10 @@ The pre-tokenizers of GPT-2, Llama 3, Qwen and DeepSeek always split at these po
 """
 
 _ACROSS_WORDS = re.compile(r"[A-Za-z][ Ġ▁]|[\nĊ][^\sĠĉĊč▁]")
-"""Characters in a vocabulary token that contains a position of `_BETWEEN_WORDS`."""
+"""Matches inside a vocabulary token if the token contains a boundary between two words.
+
+Vocabularies write a space as " ", "Ġ" or "▁", and a line break as a line break or "Ċ".
+"""
 
 _MAX_UNSURE_TOKENS = 1024
 """Number of first tokens that may differ if a text is cut between arbitrary characters.

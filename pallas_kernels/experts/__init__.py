@@ -4,18 +4,24 @@ A token has `k` pairs (token, choice), one per chosen expert. `route` sorts the 
 GEMMs compute one row per pair, in this sorted order. Every pair is computed: experts have no
 capacity limit, and no token is dropped.
 
-All ops run in plain XLA (xla.py) on every backend.
+The public ops check their arguments and choose an implementation for the backend and the shapes:
+
+    route                   choice of experts: triton.py on a GPU, else xla.py; sort of the pairs:
+                            xla.py on every backend
+    expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
+    expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.experts import xla
-from pallas_kernels.gemm.xla import map_row_tiles
+from pallas_kernels.experts import hopper, triton, tuning, xla
+from pallas_kernels.gemm import BATCH_INVARIANT_UNIT, map_row_tiles
+from pallas_kernels.tuning import device_kind, num_cores
 from pallas_kernels.types import Backend
 
 ACTIVATIONS = ("silu",)
@@ -75,7 +81,7 @@ def route(
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
         backend: The implementation to run.
-        batch_invariant: Whether a token's bits must not depend on the other tokens.
+        batch_invariant: Whether the bits of a token's weights must not depend on the other tokens.
 
     Raises:
         ValueError: A shape or `num_experts_per_token` is wrong, or only one of `first_expert` and
@@ -98,15 +104,19 @@ def route(
     for name, scalar in (("num_tokens", num_tokens), ("first_expert", first_expert)):
         if scalar is not None:
             checks.check_array(name, scalar, "[]", jnp.int32)
-    Backend(backend)
-    choose = partial(
-        xla.choose_experts,
-        num_choices=num_experts_per_token,
-        softmax_first=softmax_first,
-        normalize=normalize,
-        scale=scale,
-    )
-    weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    backend = Backend(backend)
+    options: dict[str, Any] = {
+        "num_choices": num_experts_per_token,
+        "softmax_first": softmax_first,
+        "normalize": normalize,
+        "scale": scale,
+    }
+    if backend is Backend.XLA or not logits.size:
+        choose = partial(xla.choose_experts, **options)
+        weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    else:  # The kernel is always batch-invariant, because a program computes one row.
+        interpret = backend is Backend.INTERPRET
+        weights, experts = triton.choose_experts(logits, interpret=interpret, **options)
     num_experts = sizes["E"] if num_local_experts is None else num_local_experts
     if first_expert is not None:
         experts = experts - first_expert
@@ -122,7 +132,7 @@ def expert_gated_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "R F"]:
-    """Return activation(gate) * up of each pair's token, for the pair's expert.
+    """Return activation(gate) * up for each pair: the pair's token through the pair's expert.
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
     dtype.
@@ -140,7 +150,9 @@ def expert_gated_gemm(
         One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
 
     Raises:
-        ValueError: Shapes do not match, or the activation is not supported.
+        ValueError: Shapes do not match, the activation is not supported, or `batch_invariant` is
+            set and the GPU has no such kernel. The kernel needs a Hopper GPU, a 2-byte dtype, and
+            sizes that are multiples of `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[T, D]")
@@ -152,10 +164,11 @@ def expert_gated_gemm(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
-    Backend(backend)
-    if not x.size:
+    backend = Backend(backend)
+    if not (x.size and weight.size):
         return jnp.zeros((routing.order.shape[0], sizes["width"] // 2), x.dtype)
-    return xla.gated_gemm(x, weight, routing, batch_invariant=batch_invariant)
+    module, options = _select(weight, routing, backend, 2, batch_invariant=batch_invariant)
+    return module.expert_gated_gemm(x, weight, routing, **options)
 
 
 def expert_down_gemm(
@@ -166,7 +179,7 @@ def expert_down_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return the sum of each token's experts, multiplied by the routing weights.
+    """Apply the down projections, and return the weighted sum of each token's k experts.
 
     The k rows of a token are summed in float32, in the order of the choices, and rounded once to
     x's dtype. Pairs that hit no expert add nothing, whatever their rows contain.
@@ -179,16 +192,63 @@ def expert_down_gemm(
         batch_invariant: Whether a token's bits must not depend on the other tokens.
 
     Raises:
-        ValueError: Shapes do not match.
+        ValueError: Shapes do not match, or `batch_invariant` is set and the GPU has no such kernel.
+            The kernel needs a Hopper GPU, a 2-byte dtype, and sizes that are multiples of
+            `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[R, F]")
     sizes = checks.check_array("weight", weight, "[E, F, D]", x.dtype, **sizes)
     check_routing(routing, R=sizes["R"], E=sizes["E"])
-    Backend(backend)
-    if not x.size:
+    backend = Backend(backend)
+    if not (x.size and weight.size):
         return jnp.zeros((routing.experts.shape[0], sizes["D"]), x.dtype)
-    return xla.down_gemm(x, weight, routing, batch_invariant=batch_invariant)
+    module, options = _select(weight, routing, backend, 1, batch_invariant=batch_invariant)
+    return module.expert_down_gemm(x, weight, routing, **options)
+
+
+def _select(
+    weight, routing, backend, num_factors, *, batch_invariant
+) -> tuple[Any, dict[str, Any]]:
+    """Return the module that runs a GEMM, and the options for the module's function.
+
+    Args:
+        weight: Weights of all experts.
+        routing: The routing of the step.
+        backend: The implementation to run.
+        num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
+        batch_invariant: Whether a row's bits must not depend on the other rows.
+
+    Raises:
+        ValueError: `batch_invariant` is set, and the GPU has no kernel for the sizes.
+    """
+    if backend is Backend.XLA or (batch_invariant and backend is not Backend.TRITON):
+        return xla, {"batch_invariant": batch_invariant}
+    num_experts, depth, num_columns = weight.shape
+    num_tokens, num_choices = routing.experts.shape
+    gemm = tuning.ExpertsProblem(
+        num_tokens=num_tokens,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        depth=depth,
+        width=num_columns // num_factors,
+        itemsize=weight.dtype.itemsize,
+        num_factors=num_factors,
+        out_itemsize=weight.dtype.itemsize if num_factors == 2 else 4,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
+    )
+    config = tuning.experts_config(gemm)
+    if config is not None:
+        return hopper, {"config": config}
+    if batch_invariant:  # Triton uses different instructions for few rows and for many rows.
+        raise ValueError(
+            f"no batch-invariant kernel multiplies {weight.dtype} by experts of {depth} x "
+            f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
+            f"and sizes that are multiples of {BATCH_INVARIANT_UNIT}"
+        )
+    interpret = backend is Backend.INTERPRET
+    return triton, {"tile_rows": tuning.triton_tile_rows(gemm), "interpret": interpret}
 
 
 def check_routing(routing, **sizes):
@@ -209,7 +269,7 @@ def check_routing(routing, **sizes):
         checks.check_array(f"routing.{name}", getattr(routing, name), "[T, k]", jnp.int32, **pairs)
     num_rows = sizes["T"] * sizes["k"]
     if sizes.get("R", num_rows) != num_rows:
-        raise ValueError(f"x has {sizes['R']} rows; it must have {num_rows}, one per pair")
+        raise ValueError(f"x has {sizes['R']} rows; it must have one row per pair, {num_rows}")
     checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
     bounds = num_experts + 1
     checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)

@@ -58,7 +58,7 @@ def sort_by_expert(experts, num_experts, num_tokens):
     return experts, order, positions.reshape(num_rows, num_choices), offsets
 
 
-def gated_gemm(x, weight, routing, *, batch_invariant):
+def expert_gated_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_gated_gemm` in plain XLA."""
     num_choices = routing.experts.shape[1]
 
@@ -73,7 +73,7 @@ def gated_gemm(x, weight, routing, *, batch_invariant):
     return _map_tiles(compute_tile, routing, width, x.dtype, batch_invariant=batch_invariant)
 
 
-def down_gemm(x, weight, routing, *, batch_invariant):
+def expert_down_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_down_gemm` in plain XLA."""
 
     def compute_tile(expert, rows):
@@ -93,8 +93,8 @@ def down_gemm(x, weight, routing, *, batch_invariant):
 def _expert_weight(weight, expert):
     """Return the weight of one expert.
 
-    On a CPU, XLA computes bfloat16 products in float32. Without the barrier, it moves the
-    conversion of all experts in front of the loop over tiles.
+    On a CPU, XLA converts bfloat16 weights to float32. Without the barrier, XLA would convert the
+    weights of all experts before the loop over tiles.
     """
     weight, expert = lax.optimization_barrier((weight, expert))
     return weight[expert]
@@ -130,11 +130,15 @@ def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
 
 
 def _num_tile_rows(num_rows, num_experts):
-    """Return the power of two above the mean number of rows per expert, within the bounds."""
+    """Return the number of rows per tile, for `num_rows` rows that hit `num_experts` experts.
+
+    The number is the next power of two above the mean number of rows per expert, from
+    `MIN_TILE_ROWS` to `MAX_TILE_ROWS`.
+    """
     mean = max(num_rows // num_experts, 1)
     return min(max(1 << mean.bit_length(), MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
 def _take(array, rows):
-    """Return rows of an array; an index past the end returns the last row."""
+    """Return the given rows of an array; an index past the end gives the last row."""
     return jnp.take(array, rows, axis=0, mode="clip")

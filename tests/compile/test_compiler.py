@@ -1,4 +1,5 @@
-"""Test which unrecorded GEMMs are measured and how often, and the compiler options of programs."""
+"""Test which GEMMs without shipped measurements are measured, how often they are measured, and the
+compiler options of programs."""
 
 import fcntl
 import re
@@ -49,7 +50,7 @@ def model_of(config: dict[str, Any]) -> Any:
 
 
 class FakeLowered:
-    """A lowered program that records the options of each `compile`."""
+    """A lowered program that records the options of each call of `compile`."""
 
     def __init__(self):
         self.options: list[dict] = []
@@ -69,7 +70,7 @@ def decode(kind: str, rows: int) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Return the (part, rows) of each measurement, without compiling anything."""
+    """Replace `measure_gemms`, and return a list that gets the pair (part, rows) of each call."""
     found: list[tuple[str, int]] = []
 
     def record(model: Any, part: str, rows: int, backend: Backend) -> None:
@@ -89,7 +90,7 @@ def test_xla_accepts_the_compiler_options(options: dict):
     assert jax.jit(lambda x: x @ x).lower(shape).compile(options) is not None
 
 
-def test_only_gemms_of_many_rows_are_measured(measured: list, tmp_path: Path):
+def test_only_gemms_with_many_rows_are_measured(measured: list, tmp_path: Path):
     autotuning, lowered = compiler(tmp_path), FakeLowered()
     for recipe in (
         Recipe(("sample", (256, 0)), print),
@@ -132,8 +133,9 @@ def test_tensor_parallel_programs_use_synchronous_collectives(monkeypatch: pytes
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-def test_collectives_have_no_separate_stream():
-    """Without the option, a collective gets a stream if another operation can run concurrently."""
+def test_collectives_run_on_the_stream_of_the_step():
+    """Without the option, XLA runs a collective on a separate stream if another operation can run
+    concurrently."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
 
@@ -151,7 +153,7 @@ def test_collectives_have_no_separate_stream():
     assert are_synchronous(replace(shared, options={})) == [False]
 
 
-def test_processes_with_one_folder_measure_each_size_once(measured: list, tmp_path: Path):
+def test_processes_that_share_a_folder_measure_each_size_once(measured: list, tmp_path: Path):
     first, second = compiler(tmp_path), compiler(tmp_path)
     first.compile(prefill(512, 8), FakeLowered())
     first.compile(prefill(512, 256), FakeLowered())
@@ -194,7 +196,7 @@ sys.stdin.read()
 """
 
 
-def test_measuring_process_waits_for_others(measured: list, tmp_path: Path):
+def test_process_waits_while_another_process_measures(measured: list, tmp_path: Path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
     autotuning, lowered = compiler(tmp_path), FakeLowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -207,11 +209,11 @@ def test_measuring_process_waits_for_others(measured: list, tmp_path: Path):
         other.kill()
         compiling.join(60)
     assert lowered.options == [CUBLAS_AUTOTUNING]
-    with (tmp_path / "measuring.lock").open("w") as lock:  # the compiler released the lock
+    with (tmp_path / "measuring.lock").open("w") as lock:  # the compiler has released the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_wait_for_a_measuring_process_is_bounded(
+def test_wait_for_another_measuring_process_has_a_time_limit(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)
@@ -229,7 +231,8 @@ def test_wait_for_a_measuring_process_is_bounded(
 def test_all_gemms_of_a_layer_and_the_head_are_measured(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A layer has four: queries, keys and values; output; and two of the feed-forward."""
+    """A layer has four GEMMs: one for queries, keys and values, one for the attention output, and
+    two in the feed-forward."""
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:
@@ -245,7 +248,9 @@ def test_all_gemms_of_a_layer_and_the_head_are_measured(
     assert "tensor<16x128xf32>" in texts[-1]
 
 
-def test_tensor_parallel_measurement_uses_the_gemms_of_a_shard(monkeypatch: pytest.MonkeyPatch):
+def test_tensor_parallel_gemms_are_measured_with_the_sizes_of_a_shard(
+    monkeypatch: pytest.MonkeyPatch,
+):
     texts: list[str] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
     mesh = make_mesh(jax.devices(), 2)

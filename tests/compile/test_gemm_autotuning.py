@@ -37,7 +37,9 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_record_name_contains_device_and_versions(recorded: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gemm_record_name_contains_device_and_versions(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert recorded.name.startswith(f"NVIDIA_H2_00_X-{jaxlib.__version__}-")
     versions = {"nvidia-cublas-cu12": "12.9", "nvidia-cublas": "13.1"}
 
@@ -52,7 +54,7 @@ def test_record_name_contains_device_and_versions(recorded: Path, monkeypatch: p
     assert gemm_autotuning.gemm_record_path(DEVICE).name.endswith("-12.9.json")
 
 
-def test_record_is_written_where_xla_reads_it(cache: Path, recorded: Path):
+def test_gemm_record_is_copied_to_the_folder_that_xla_reads(cache: Path, recorded: Path):
     folder = gemm_autotuning.autotuning_folder(cache)
     (folder / "version").mkdir(parents=True)
     (folder / "version" / "two").write_bytes(b"own")
@@ -62,7 +64,7 @@ def test_record_is_written_where_xla_reads_it(cache: Path, recorded: Path):
         assert files == {"version/one": b"\x80fast", "version/two": b"own"}
 
 
-def test_nothing_is_written_without_a_record_or_a_cache(cache: Path, recorded: Path):
+def test_no_measurements_are_copied_without_a_record_or_a_cache(cache: Path, recorded: Path):
     another = SimpleNamespace(device_kind="another")
     assert gemm_autotuning.install_gemm_record(another) == EMPTY_RECORD
     assert not cache.exists()
@@ -107,7 +109,7 @@ def test_unwritable_cache_folder_gives_an_empty_record(cache: Path, recorded: Pa
         ),
     ],
 )
-def test_damaged_record_gives_a_warning_and_is_not_written(
+def test_damaged_gemm_record_gives_a_warning_and_is_not_copied(
     content: bytes, cache: Path, recorded: Path
 ):
     recorded.write_bytes(content)
@@ -116,7 +118,7 @@ def test_damaged_record_gives_a_warning_and_is_not_written(
     assert not cache.exists()
 
 
-def test_shipped_records_contain_the_published_shapes():
+def test_shipped_gemm_records_cover_the_published_models():
     records = [read_record(path) for path in gemm_autotuning.AUTOTUNING_DIR.iterdir()]
     assert records
     for record in records:
@@ -127,7 +129,7 @@ def test_shipped_records_contain_the_published_shapes():
                 assert record.rows[model] == rows
 
 
-def test_record_covers_a_model_only_with_all_its_gemms():
+def test_gemm_record_covers_only_models_with_all_gemms_measured():
     def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -140,7 +142,7 @@ def test_record_covers_a_model_only_with_all_its_gemms():
     assert not EMPTY_RECORD.covers(leaves, {8})
 
 
-def test_failed_write_leaves_no_partial_record(
+def test_failed_copy_of_a_gemm_record_leaves_no_partial_file(
     cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("full")))
@@ -148,7 +150,7 @@ def test_failed_write_leaves_no_partial_record(
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
-def test_record_also_applies_with_a_float8_pool():
+def test_gemm_record_also_applies_with_a_float8_pool():
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
     one, other = (

@@ -1,4 +1,5 @@
-"""Test how an engine start changes garbage collection, JAX options and the compilation cache."""
+"""Test what starting an engine changes: garbage collection, JAX options, and the compilation
+cache."""
 
 import gc
 import re
@@ -20,8 +21,9 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_objects_of_a_start_are_frozen_for_the_garbage_collector(enabled: bool):
-    """If the caller has disabled the collector, nothing is frozen and it stays disabled."""
+def test_engine_start_freezes_objects_for_the_garbage_collector(enabled: bool):
+    """If the caller has disabled the garbage collector, the collector stays disabled, and no object
+    is frozen."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -39,7 +41,7 @@ def is_tracked(node: Node) -> bool:
     return any(it is node for it in gc.get_objects())
 
 
-def test_objects_of_a_failed_start_are_collected():
+def test_failed_engine_start_freezes_no_objects():
     made: list[Node] = []
 
     def fail() -> None:
@@ -53,9 +55,9 @@ def test_objects_of_a_failed_start_are_collected():
     assert is_tracked(made[0])
 
 
-def test_earlier_engines_are_collected_at_a_start():
+def test_engine_start_first_collects_earlier_engines():
     node = Node()
-    node.itself = node  # a cycle, as in a failed engine
+    node.itself = node  # a reference cycle, as in a failed engine
     left = weakref.ref(node)
     del node
     with pause_garbage_collection():
@@ -63,7 +65,8 @@ def test_earlier_engines_are_collected_at_a_start():
 
 
 def client_options_after_start(theirs: object) -> object:
-    """Return JAX's client options after the start of an engine with `theirs` set before."""
+    """Set JAX's client options to `theirs`, prepare the start of an engine, and return the client
+    options."""
     name = "jax_pjrt_client_create_options"
     before = jax.config.values[name]
     jax.config.update(name, theirs)
@@ -105,7 +108,7 @@ def test_unusable_cache_folder_raises_an_error_with_its_path(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("home", [".", "a" * 300])
-def test_unwritable_home_only_disables_the_cache(
+def test_unwritable_home_disables_the_cache_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ):
     (tmp_path / ".cache").touch()
@@ -114,7 +117,7 @@ def test_unwritable_home_only_disables_the_cache(
         assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
 
 
-def test_read_only_cache_is_used():
-    config = EngineConfig(compilation_cache_dir="/proc/self")  # where files cannot be created
+def test_read_only_cache_folder_is_used_with_a_warning():
+    config = EngineConfig(compilation_cache_dir="/proc/self")  # no process can create files there
     with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*not in the folder"):
         assert with_usable_cache(config) is config

@@ -26,7 +26,8 @@ DEVICE = jax.local_devices()[0]
 
 @pytest.fixture
 def jax_cache(tmp_path: Path) -> Iterator[Path]:
-    """Return JAX's compilation cache: an empty folder that gets every compiled program."""
+    """Set JAX's compilation cache to an empty folder in which JAX stores every compiled program,
+    and return the folder."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -97,7 +98,7 @@ def test_second_start_traces_and_compiles_nothing(tmp_path: Path, jax_cache: Pat
     assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (2, files)
 
 
-def test_key_includes_shapes_model_code_and_settings(
+def test_program_key_depends_on_shapes_model_code_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save(make_store(tmp_path), recipe())
@@ -123,7 +124,7 @@ def test_key_includes_shapes_model_code_and_settings(
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
-def test_key_includes_the_device_its_cores_and_its_memory(tmp_path: Path):
+def test_program_key_depends_on_the_device_its_cores_and_its_memory(tmp_path: Path):
     def store(**changes: Any) -> ProgramStore:
         facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132, "share": 7}
         facts |= changes
@@ -133,7 +134,7 @@ def test_key_includes_the_device_its_cores_and_its_memory(tmp_path: Path):
 
     save(store(), recipe())
     assert store(core_count=66).load(recipe().key) is None
-    assert store(share=8).load(recipe().key) is None  # XLA schedules for the memory limit
+    assert store(share=8).load(recipe().key) is None  # XLA's scheduling depends on the memory limit
     assert store(device_kind="another GPU").load(recipe().key) is None
     assert store().load(recipe().key) is not None
 
@@ -143,7 +144,7 @@ def test_key_includes_the_device_its_cores_and_its_memory(tmp_path: Path):
     [slice(0, -7), slice(0, 0), slice(1, None)],
     ids=["without its end", "empty", "without its beginning"],
 )
-def test_truncated_file_is_not_loaded(tmp_path: Path, part: slice):
+def test_truncated_program_file_is_not_loaded(tmp_path: Path, part: slice):
     save(make_store(tmp_path), recipe())
     (file,) = (tmp_path / "programs").iterdir()
     file.write_bytes(file.read_bytes()[part])
@@ -157,7 +158,9 @@ def test_invalid_program_file_gives_a_warning(tmp_path: Path):
         assert store.load(recipe().key) is None
 
 
-def test_unwritable_folder_gives_one_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+def test_unwritable_store_folder_gives_one_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
     (tmp_path / "programs").write_text("a file")
     store = make_store(tmp_path)
     for size in (4, 8):
@@ -165,7 +168,7 @@ def test_unwritable_folder_gives_one_warning(tmp_path: Path, recwarn: pytest.War
     assert [str(warning.message)[:23] for warning in recwarn] == ["programs are not stored"]
 
 
-def test_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_only_store_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(make_store(tmp_path), recipe())
     monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError("read-only")))
     assert make_store(tmp_path).load(recipe().key) is not None
@@ -179,12 +182,12 @@ def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len([*(tmp_path / "programs").iterdir()]) == 1
 
 
-def test_folder_is_private(tmp_path: Path):
+def test_store_folder_is_private_to_the_user(tmp_path: Path):
     save(make_store(tmp_path), recipe())
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
 
-def test_stored_number_is_computed_once(tmp_path: Path):
+def test_number_in_the_store_is_computed_only_if_missing(tmp_path: Path):
     assert make_store(tmp_path).load_or_compute("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
     assert make_store(tmp_path).load_or_compute("bytes", unused) == 42

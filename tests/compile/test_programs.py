@@ -49,7 +49,7 @@ class FakeRecipe(Recipe):
 
 
 class Log:
-    """A log of lowered and compiled programs, and the factory of their recipes."""
+    """A log of lowered and compiled programs. `recipe` creates recipes that write to the log."""
 
     def __init__(self):
         self.said: list[str] = []
@@ -76,7 +76,7 @@ def test_programs_are_reported_and_found_by_name():
     assert log.said.count("lower decode 8") == 1
 
 
-def test_program_waiting_for_measurements_delays_no_other():
+def test_program_that_waits_for_measurements_delays_no_other_program():
     log, free = Log(), threading.Event()
     recipes = [
         log.recipe(("prefill", (8, 1)), ("layers", 1), work=free.wait),
@@ -104,7 +104,7 @@ def test_each_program_is_reported_when_compiled():
         assert len([*builder.iter_built()]) == 2
 
 
-def test_other_programs_are_compiled_after_the_drafts():
+def test_programs_measured_for_workspace_are_compiled_before_other_programs():
     log, free = Log(), threading.Event()
     drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
     others = [log.recipe(name) for name in ALWAYS]
@@ -124,7 +124,7 @@ def test_other_programs_are_compiled_after_the_drafts():
     assert log.index("compiled draft 1") < first_other
 
 
-def test_drafts_and_programs_use_the_same_compiler_options(tmp_path: Path):
+def test_workspace_is_measured_with_the_compiler_of_the_programs(tmp_path: Path):
     log = Log()
 
     class Other(Compiler):
@@ -162,7 +162,8 @@ def test_compile_failure_is_raised_and_stops_all_work():
 
 
 def test_closed_builder_starts_no_further_program():
-    """Closing waits for the running trace. Ctrl-C and failures close the builder too."""
+    """Closing the builder waits for the trace that is running. A Ctrl-C or an error closes the
+    builder in the same way."""
     log, before = Log(), threading.active_count()
     tracing, free = threading.Event(), threading.Event()
 
@@ -190,7 +191,7 @@ class TracedRecipe(Recipe):
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
-def test_programs_are_traced_with_the_settings_of_their_creator(
+def test_programs_are_traced_with_the_jax_settings_of_the_creating_thread(
     setting: str | None, is_highest: bool
 ):
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -201,7 +202,7 @@ def test_programs_are_traced_with_the_settings_of_their_creator(
     assert ("HIGHEST" in text) is is_highest
 
 
-def test_worker_thread_borrows_and_restores_jax_settings():
+def test_thread_settings_apply_jax_settings_and_restore_them():
     def read_settings() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device

@@ -31,7 +31,7 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     "backend", [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full)]
 )
-def test_shared_call_gives_the_same_truncation_mask(backend: Backend):
+def test_shared_call_gives_the_truncation_mask_of_a_direct_call(backend: Backend):
     shared, given = SharedCalls(backend), arguments()
     keep = partial(truncation_mask, backend=backend)
     expected = truncation_mask(**given, backend=backend)

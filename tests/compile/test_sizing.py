@@ -1,4 +1,4 @@
-"""Test how an engine divides a device's memory, and that sizing runs while the model loads."""
+"""Test how much device memory each purpose gets, and that sizing runs while the model is loaded."""
 
 import threading
 from dataclasses import replace
@@ -39,7 +39,7 @@ def sizing(limit: int, held: int = 0, model: ModelConfig = MODEL, **options: Any
     stats = {"bytes_limit": limit, "bytes_in_use": held}
     split = SplitModel.of(make_abstract_model(model, FLOAT32))
     made = Sizing(EngineConfig(**options), model, split, FLOAT32, [device(stats)])
-    stats["bytes_in_use"] = limit  # later allocations belong to this engine
+    stats["bytes_in_use"] = limit  # memory allocated later belongs to this engine
     return made
 
 
@@ -55,7 +55,7 @@ def test_smallest_tensor_parallel_device_limits_the_pool():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_model_too_large_for_one_device_fits_two(count: int):
+def test_model_too_large_for_one_device_fits_on_two_devices(count: int):
     """Llama-3-70B has 131 GiB of weights. An engine gets 90% of an H200's 139.8 GiB."""
     h200 = device_of(int(0.9 * 139.8 * 2**30))
     model, dtype = read_model_config(ALL_SHAPES["llama-70b"]), jnp.dtype(jnp.bfloat16)
@@ -91,11 +91,12 @@ def test_virtual_devices_share_the_host_memory(
         return
     with pytest.raises(ValueError, match=words) as error:
         Sizing(config, MODEL, split, FLOAT32, [device(None)] * count)
-    assert "more devices" not in str(error.value)  # they would share the same memory
+    assert "more devices" not in str(error.value)  # all devices share the memory
 
 
-def test_narrower_kv_dtype_gives_more_blocks():
-    """The account, the size of a host block and the arrays follow the pool's dtype."""
+def test_kv_dtype_with_fewer_bytes_gives_more_blocks():
+    """The memory account, the size of a block in host memory and the shapes of the arrays depend on
+    the dtype of the pool."""
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
     options: dict[str, Any] = {"preemption_mode": "swap", "swap_space": 0.01}
     wide, _, _ = sizing(2**30, **options).fit(0)
@@ -108,7 +109,7 @@ def test_narrower_kv_dtype_gives_more_blocks():
     assert shapes.hidden.dtype == FLOAT32
 
 
-def test_pool_gets_the_remaining_memory():
+def test_pool_gets_the_memory_that_other_purposes_leave():
     limit, held, step = 2**30, 2**28, 2**20
     runtime, account, shapes = sizing(limit, held).fit(step)
     assert account.limit == limit - held
@@ -146,11 +147,11 @@ def test_pool_is_sized_while_the_model_loads(
 
     def load(*_: Any, **__: Any) -> None:
         assert begun.wait(60)
-        raise error("while it is read")
+        raise error("cannot read the weights")
 
     monkeypatch.setattr(Sizing, "workspace", workspace)
     monkeypatch.setattr(ModelPlan, "load", load)
-    with pytest.raises(error, match="while it is read"):
+    with pytest.raises(error, match="cannot read the weights"):
         startup.build_parts(EngineConfig(compilation_cache_dir=None))
     assert threading.active_count() == before
 

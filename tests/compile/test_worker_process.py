@@ -1,4 +1,4 @@
-"""Test which programs each compile worker compiles, and from which options."""
+"""Test which programs each compile worker compiles, and which model options the worker uses."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,7 +24,7 @@ def named(*names: tuple) -> list[Recipe]:
     return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
 
 
-def test_each_program_is_assigned_once_and_shared_kernels_stay_together():
+def test_each_program_is_assigned_to_one_worker_and_shared_kernels_stay_together():
     prefills = [("prefill", sizes) for sizes in ((64, 8), (128, 8), (64, 256))]
     made = named(
         *(("decode", 8), prefills[0], ("sample", (8, 0)), *prefills[1:]),
@@ -38,7 +38,7 @@ def test_each_program_is_assigned_once_and_shared_kernels_stay_together():
 
 
 class ReachedError(Exception):
-    """The worker is about to compile programs."""
+    """Raised when the worker begins to compile programs."""
 
 
 @pytest.mark.usefixtures("jax_settings")

@@ -1,4 +1,4 @@
-"""Test compile workers: their jobs, their failures, their messages and how they end."""
+"""Test compile workers: their jobs, failures, messages and exits."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def start_unsized(pool, limits):  # as on a GPU, where the KV pool is sized duri
 
 
 start, CompilePool.start = CompilePool.start, start_unsized
-compilation.nothing_to_measure = lambda *_: False  # as on a GPU
+compilation.is_autotuned = lambda *_: False  # as on a GPU
 engine = Engine(
     sys.argv[2],
     load_format="dummy",
@@ -121,7 +121,8 @@ def test_worker_with_another_digest_compiles_nothing(
 ):
     """The digests differ because only this process has the type checks of the tests.
 
-    The checkpoint's path is not UTF-8, and Python's standard encoding is ASCII.
+    The test also covers a checkpoint path that is not valid UTF-8, and ASCII as Python's standard
+    encoding.
     """
     folder = tmp_path / "modèle-caf\udce9"
     folder.mkdir()
@@ -131,12 +132,12 @@ def test_worker_with_another_digest_compiles_nothing(
     with start.pool() as pool:
         assert pool.start(start.runtime)
         assert compile_all(pool, start) == names(start.recipes)
-    # A worker reports another digest only after it has read config.json in the folder.
+    # A worker reads config.json in the folder before it reports that the digests differ.
     assert sum("code, settings or device memory" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
-def test_programs_of_a_lost_worker_are_compiled_by_the_engine(start: Start):
+def test_engine_compiles_the_programs_of_a_killed_worker(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
         for child in pool.processes:
@@ -153,7 +154,7 @@ def raise_no_thread(_: object) -> None:
     [(sys, "executable", "/nowhere/python"), (threading.Thread, "start", raise_no_thread)],
     ids=["no process", "no thread"],
 )
-def test_engine_compiles_all_programs_without_workers(
+def test_engine_compiles_all_programs_if_no_worker_can_start(
     owner: Any, name: str, value: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -183,7 +184,11 @@ while "waits" in sys.argv and channel.recv(1000):
 
 
 def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
-    """Start one fake worker per list of arguments: the bytes that it sends, and "waits"."""
+    """Replace each worker by a fake process, which takes one of the lists as arguments.
+
+    The first argument is the message to send, as hexadecimal text. With "waits" as the second
+    argument, the process runs until its channel closes; otherwise it exits.
+    """
     left = iter(arguments)
 
     def command(module: str, channel: int) -> list[str]:
@@ -192,7 +197,7 @@ def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
     monkeypatch.setattr(processes, "child_command", command)
 
 
-def test_programs_reported_by_a_lost_worker_are_not_compiled_again(
+def test_programs_reported_before_a_worker_failed_are_not_compiled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
@@ -208,8 +213,10 @@ def test_programs_reported_by_a_lost_worker_are_not_compiled_again(
     assert counts == [*range(1, len(found) + 1)]
 
 
-def test_engine_does_not_wait_for_an_ended_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
-    """The first worker ends immediately; the second one runs and never sends a message."""
+def test_engine_does_not_wait_for_the_programs_of_an_ended_worker(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    """The first worker ends immediately. The second worker runs and never sends a message."""
     start_fakes(monkeypatch, [""], ["", "waits"])
     first = select_worker_recipes(start.recipes, 0, 2)
     with start.pool() as pool:
@@ -249,7 +256,9 @@ def test_worker_ends_after_an_invalid_message():
     child.kill_and_close()
 
 
-def test_output_of_imported_modules_goes_to_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stdout_of_modules_that_a_worker_imports_goes_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     package = tmp_path / "jpaged"
     package.mkdir()
     (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")

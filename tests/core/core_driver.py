@@ -24,9 +24,10 @@ from jpaged.core.swap import PreemptionPolicy
 
 DIGESTS: dict[str, HashFunction] = {
     "xxh3": seeded_hash_function(0),
+    # With four hash values, most keys have the same hash as other keys.
     "two bits": lambda key: seeded_hash_function(0)(key) % 4,
     "constant": lambda key: 7,
-}  # the last two collide all the time
+}
 
 
 def make_scheduler(
@@ -39,7 +40,7 @@ def make_scheduler(
     pressure: PreemptionPolicy | None = None,
     by_priority: bool = False,
 ) -> Scheduler:
-    """Return a scheduler, with a prefix cache of hash function `digest` unless it is None."""
+    """Return a scheduler. `digest` names the hash function of its prefix cache; None: no cache."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, by_priority)
     cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
     return Scheduler(config, BlockManager(num_blocks, block_size, cache), pressure)
@@ -57,7 +58,7 @@ def make_request(
     priority: int = 0,
     **stop,
 ) -> Request:
-    """Return a request. If `prompt` is a length, make up tokens that depend on `name`, a number."""
+    """Return a request. If `prompt` is a number of tokens, the tokens depend on `name` only."""
     if isinstance(prompt, int):
         prompt = [(int(name) + i) % 11 for i in range(prompt)]
     criteria = StopCriteria(max_tokens, **stop)
@@ -80,7 +81,10 @@ def make_requests(*sizes: tuple[int, int]) -> list[Request]:
 
 
 class Driver:
-    """Runs plans and reads their results `lag` bursts later: 0 is the synchronous loop."""
+    """Run a scheduler's plans on the fake device, in bursts of `burst` plans.
+
+    The results of a burst are read after `lag` more bursts have been launched.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Driver:
             self.streams[_stream_name(sequence)] = []
 
     def step(self) -> StepPlan | None:
-        """Run one turn of the loop, and return its first plan."""
+        """Plan and launch one burst, read a burst if due, and return the first new plan."""
         plan = self._plan()
         for _ in range(self.burst - 1):
             self._plan()
@@ -138,7 +142,7 @@ class Driver:
         return plan
 
     def read(self) -> list[EmittedToken]:
-        """Update with the oldest step in flight."""
+        """Pass the results of the oldest step in flight to the scheduler."""
         emitted, _, failed = self.scheduler.update(*self.in_flight.popleft())
         self.failed += failed
         for sequence, request, token_id, _ in emitted:
@@ -148,8 +152,10 @@ class Driver:
         return emitted
 
     def postpone_rows(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Read all steps except the newest, and postpone the rows of the newest that `choose`
-        returns. Return these rows."""
+        """Read all steps except the newest, then postpone rows of the newest step.
+
+        `choose` gets the indices of the rows that may be postponed. Return the rows that it chose.
+        """
         while len(self.in_flight) > 1:
             self.read()
         plan, sampled, found = self.in_flight.pop()
@@ -175,7 +181,7 @@ class Driver:
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Reset the prefix cache, and spoil free blocks if no swap-out still reads them."""
+        """Reset the prefix cache. Delete the KV of free blocks unless a swap-out must read it."""
         self.scheduler.reset_prefix_cache()
         entries = [r.swap_entry for r in self.scheduler.unfinished_requests if r.swap_entry]
         if all(entry.swap_entry_id in self.device.swap_entries for entry in entries):
@@ -237,7 +243,7 @@ def driver_of(*requests: Request, lag: int = 0, **limits) -> Driver:
 
 
 def fresh_search(search: BeamSearch) -> BeamSearch:
-    """Return a search with the same options that has not begun."""
+    """Return a new beam search with the same options, which has not begun."""
     return BeamSearch(
         search.width,
         length_penalty=search.length_penalty,

@@ -1,7 +1,8 @@
-"""A fake device that checks whose KV each step reads, and an oracle of the expected tokens.
+"""A fake device that checks which KV each step reads, and functions that compute expected tokens.
 
-A checksum stands for the KV of a token. The checksum covers all tokens of the sequence up to the
-token and the origin: the cache salt if prefixes are shared, otherwise the request.
+The device stores a checksum instead of the KV of a token. The checksum depends on all tokens of the
+sequence up to this token. It also depends on the cache salt if prefixes are shared, otherwise on
+the request.
 """
 
 import zlib
@@ -23,7 +24,7 @@ def next_token(token_ids: list[int], index: int = 0) -> int:
 
 
 def candidates_of(token_ids: list[int]) -> BeamCandidates:
-    """Return the fake model's candidates, likeliest first."""
+    """Return all tokens with the fake model's log-probabilities, most probable first."""
     weights = [zlib.crc32(bytes([*token_ids, t])) / 2**32 for t in range(VOCABULARY)]
     logprobs = np.log(np.array(weights) / sum(weights)).astype(np.float32)
     order = np.argsort(-logprobs, kind="stable")
@@ -33,7 +34,7 @@ def candidates_of(token_ids: list[int]) -> BeamCandidates:
 def oracle(
     prompt: list[int], stop: StopCriteria, max_model_len: int, index: int = 0
 ) -> tuple[list[int], FinishReason]:
-    """Return the tokens of a sample that runs alone without a cache."""
+    """Return the expected output tokens and finish reason of one sample of a prompt."""
     tokens = list(prompt)
     while True:
         tokens.append(token := next_token(tokens, index))
@@ -45,7 +46,7 @@ def oracle(
 
 
 def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[Hypothesis]:
-    """Return the answers of a beam search whose beams are plain lists of tokens."""
+    """Return the expected answers of a beam search, computed without scheduler and blocks."""
     outputs, scores = [[]], [0.0]
     while outputs:
         found = [candidates_of(prompt + output) for output in outputs]
@@ -62,29 +63,29 @@ def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[
 
 
 def kv_of(origin: str, token_ids: list[int]) -> list[int]:
-    """Return the checksum that stands for the KV of each token."""
+    """Return the checksums that stand for the KV of the tokens of a sequence."""
     start = zlib.crc32(origin.encode())
     return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
 
 
 class FakeDevice:
-    """Holds the slots, block tables and last tokens, and runs each step in `launch`."""
+    """Device state (slots, block tables, last tokens), on which `launch` runs steps."""
 
     def __init__(
         self, block_size: int, max_num_seqs: int, shares: bool = False, num_host_blocks: int = 0
     ):
         self.block_size, self.max_num_seqs, self.shares = block_size, max_num_seqs, shares
         self.num_host_blocks = num_host_blocks
-        self.swap_entries: dict[int, list[list[int]]] = {}  # host memory: blocks of slots
+        self.swap_entries: dict[int, list[list[int]]] = {}  # copied blocks
         self.slots: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}  # rows of the batch, by sequence
+        self.tables: dict[int, list[int]] = {}  # by seq_id
         self.last_tokens: dict[int, int] = {}
-        self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
+        self.history: dict[int, list[int]] = {}  # all tokens of every sequence, by seq_id
 
     def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
         """Run a step, and return the sampled tokens (garbage in rows that do not sample)."""
         for seq_id in plan.released_seq_ids:
-            del self.tables[seq_id]  # KeyError: released twice, or never in the batch
+            del self.tables[seq_id]  # this raises KeyError for a sequence without a row
             self.last_tokens.pop(seq_id, None)
         for parent, child in plan.row_forks:
             assert child.seq_id not in self.tables, "a child has a row already"
@@ -115,13 +116,13 @@ class FakeDevice:
         return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
 
     def unsample(self, sequence: Sequence) -> int:
-        """Forget the last sampled token of a sequence, and return the garbage in its place."""
+        """Replace the last sampled token of a sequence by an invalid token, and return it."""
         self.history[sequence.seq_id].pop()
         self.last_tokens[sequence.seq_id] = 10**6
         return 10**6
 
     def spoil(self, pool: BlockPool) -> None:
-        """Delete the KV in free blocks: after a reset of the prefix cache no step may read it."""
+        """Delete the KV in free blocks. No step may read it after a reset of the prefix cache."""
         for block_id in pool.free_block_queue:
             for offset in range(self.block_size):
                 self.slots.pop(block_id * self.block_size + offset, None)
@@ -135,7 +136,7 @@ class FakeDevice:
             self.slots[block_id * self.block_size + offset] = kv
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy all pairs together, as the device does: their order must not matter."""
+        """Read all source blocks before writing the target blocks, as the device does."""
         sources, targets = {s for s, _ in copies}, [t for _, t in copies]
         assert len(set(targets)) == len(targets), "a block is the target of two copies"
         assert sources.isdisjoint(targets), "a copy's source is another's target"

@@ -35,7 +35,7 @@ class Injector:
 
     @contextmanager
     def faults(self, seed: int, sites: list[FaultSite]) -> Iterator[None]:
-        """Make each call to one of the sites fail with the rate of the site."""
+        """Let calls of the functions in `sites` fail at random, each with the site's rate."""
         self._pick = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
             for site in sites:

@@ -1,4 +1,4 @@
-"""Short views of plans, pools and block tables for tests with literal values."""
+"""Convert plans, pools and block tables to short tuples and lists that tests compare."""
 
 from core_driver import Driver
 

@@ -23,7 +23,7 @@ GARBAGE = 10**6
 
 
 class RandomSpeculation(Speculation):
-    """Verifies drafts in a random part of the steps."""
+    """Choose at random for each step whether it verifies drafts."""
 
     def __init__(self, num_drafts: int, seed: int = 0, rate: float = 0.8):
         super().__init__(num_drafts, [(10**6, 1.0)])
@@ -34,7 +34,7 @@ class RandomSpeculation(Speculation):
 
 
 class SpeculativeDevice(FakeDevice):
-    """A device that knows the lengths of its rows, and proposes, verifies and accepts drafts.
+    """A fake device that proposes, verifies and accepts drafts, and stops rows at their limits.
 
     Attributes:
         acceptance: Probability that a draft is the token that the model samples.
@@ -64,7 +64,7 @@ class SpeculativeDevice(FakeDevice):
         return np.array([self._accept(row, plan.num_drafts) for row in plan.scheduled]), None
 
     def _propose(self, sequence: Sequence, num_drafts: int) -> list[int]:
-        """Drafts for the slots that the row has, or fewer; some are wrong."""
+        """Return up to `num_drafts` drafts for free slots of the row; some of them are wrong."""
         seq_id = sequence.seq_id
         tokens, drafts = list(self.history.get(seq_id, sequence.token_ids)), []
         noise = random.Random(zlib.crc32(repr((seq_id, len(tokens))).encode()))
@@ -86,7 +86,10 @@ class SpeculativeDevice(FakeDevice):
         return self._start(row) >= self.limits[seq_id]
 
     def _start(self, row: ScheduledSequence) -> int:
-        """The position of the first computed token, which only the device may know."""
+        """Return the position of the first token that the row computes.
+
+        While the host has not read all steps, only the device knows how many drafts were accepted.
+        """
         if row.start < len(row.sequence.token_ids):
             return row.start
         return len(self.history[row.sequence.seq_id]) - 1
@@ -102,7 +105,7 @@ class SpeculativeDevice(FakeDevice):
             table[index : index + 1] = [block_id]
         held = sequence.block_table
         assert table[: len(held)] == held, "the device's block table is out of date"
-        del table[len(held) :]  # blocks that the scheduler has taken back
+        del table[len(held) :]  # The scheduler freed these blocks.
         assert len(table) >= -(-(row.start + row.num_scheduled_tokens) // self.block_size)
         assert self.limits[sequence.seq_id] <= len(table) * self.block_size
         if sequence.request.beam is not None or row.start < len(sequence.token_ids):
@@ -129,7 +132,7 @@ class SpeculativeDevice(FakeDevice):
                 self.slots[slot] = kv[position]
 
     def _read(self, row: ScheduledSequence, end: int) -> None:
-        """Check the KV that the row reads, of which the host may know fewer tokens."""
+        """Check the KV that the row reads, including tokens that the host has not read yet."""
         num_more = self._start(row) - row.start
         if not self._is_stopped(row):
             super()._read(row, end + num_more)
@@ -142,7 +145,7 @@ class SpeculativeDevice(FakeDevice):
         return NO_DRAFT
 
     def _accept(self, row: ScheduledSequence, num_drafts: int) -> list[int]:
-        """All tokens of a row of a verify step, of which `_sample` has sampled the first."""
+        """Return all tokens of a row of a verify step. `_sample` has sampled the first one."""
         seq_id = row.sequence.seq_id
         drafts, history = self.drafts[seq_id], self.history[seq_id]
         if seq_id in self.stopped:
@@ -161,7 +164,7 @@ class SpeculativeDevice(FakeDevice):
 
 
 class SpeculativeDriver(Driver):
-    """Drives a scheduler with speculation over the fake device."""
+    """A driver that runs a scheduler with speculative decoding on the fake device."""
 
     def __init__(
         self,

@@ -4,13 +4,14 @@ from core_driver import Driver, driver_of, make_request
 
 from jpaged.core.swap import PreemptionCosts, PreemptionMode, PreemptionPolicy
 
-# Swapping is cheaper than recomputing for some lengths of the tests' short sequences only.
+# With these costs, swapping is cheaper than recomputing for some lengths of the tests' sequences,
+# and more expensive for other lengths.
 COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 SWAP = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=8)
 
 
 def swapped_out(lag: int = 0, digest: str | None = None, policy: PreemptionPolicy = SWAP) -> Driver:
-    """Run until request 1 takes a fourth block and request 2 gives up its two blocks."""
+    """Return a driver that has just preempted request 2, because request 1 needed a block."""
     requests = make_request("1", 7, max_tokens=8), make_request("2", 1, max_tokens=8)
     driver = driver_of(*requests, lag=lag, num_blocks=6, pressure=policy, digest=digest)
     driver.step_until_preemption()

@@ -1,4 +1,4 @@
-"""A bound on the number of steps that a request waits."""
+"""Check that no request waits longer than a maximum number of steps."""
 
 import math
 
@@ -9,9 +9,9 @@ from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Checks that the first unfinished request finishes within a bound of steps.
+    """Check that the request that is served first finishes within a maximum number of steps.
 
-    With the throughput goal, steps that the prompts of other requests fill do not count.
+    With the throughput goal, steps that contain only prompts of other requests do not count.
     """
 
     def __init__(self, driver: Driver):
@@ -32,17 +32,17 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def _fills_up_with_others(self, plan: StepPlan) -> bool:
-        """Return whether prompts of other requests fill the step, so that no row decodes."""
+        """Return whether the step's token budget is spent on prompts of other requests only."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        # The first row may recompute tokens after its prompt.
+        # Ignore the first row: it may recompute tokens that follow its prompt.
         new = plan.scheduled[1:]
         no_row_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
         is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT
         return is_throughput and is_full and no_row_decodes and not of_first
 
     def bound(self, request: Request) -> float:
-        """Return the bound on the number of steps that a request can wait."""
+        """Return the maximum number of steps until the request, if served first, finishes."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the common prefix

@@ -1,4 +1,4 @@
-"""Test the block map and the memory report."""
+"""Test the block map (one entry per block) and the memory report (numbers of slots and blocks)."""
 
 from collections import Counter
 from dataclasses import FrozenInstanceError
@@ -58,13 +58,13 @@ def test_memory_report_of_one_sequence():
     assert report.num_waste_slots == num_waste_slots(driver.scheduler) == 2
 
 
-def test_slots_that_no_token_can_fill_are_fragmented():
-    # The last of two output tokens needs no slot.
+def test_memory_report_counts_slots_after_the_last_token_as_fragmented():
+    # The second of two output tokens is never an input of the model, so it needs no slot.
     driver = driver_of(make_request("1", 6, max_tokens=2), num_blocks=5, lag=1)
     driver.step()
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 1, 1, 0, 8), 2)
-    driver.scheduler.abort("1")  # the step is still in flight
+    driver.scheduler.abort("1")  # the step of request 1 is still in flight
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 0, 2, 0, 8), 2)
     assert block_map(driver.scheduler)[2].request_ids == ("1",)
@@ -72,7 +72,7 @@ def test_slots_that_no_token_can_fill_are_fragmented():
     assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 0, 16)
 
 
-def test_freed_full_blocks_are_cached():
+def test_block_map_shows_freed_full_blocks_as_cached():
     driver = driver_of(make_request("1", 6, max_tokens=1), num_blocks=5, digest="constant")
     driver.run()
     infos = block_map(driver.scheduler)
@@ -106,7 +106,7 @@ def test_block_map_names_all_requests_that_share_a_block():
     assert memory_report(driver.scheduler).shared_savings == pytest.approx(2 / 6)
 
 
-def test_pinned_blocks_are_used_and_save_nothing():
+def test_pinned_blocks_count_as_used_but_not_as_shared_savings():
     driver = driver_of(make_request("1", 9, max_tokens=1), num_blocks=5, digest="xxh3")
     driver.run()
     manager = driver.scheduler.block_manager
@@ -129,13 +129,13 @@ def test_memory_report_counts_host_blocks():
     assert {r for info in block_map(driver.scheduler).values() for r in info.request_ids} == {"1"}
 
 
-def test_memory_reports_are_snapshots():
+def test_memory_report_does_not_change_later():
     with pytest.raises(FrozenInstanceError):
         memory_report(make_scheduler()).num_blocks = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_accounts(scheduler: Scheduler) -> None:
-    """Compare the block map and the memory report with the block tables, slot by slot."""
+    """Check the block map and the memory report against slots counted from the block tables."""
     manager, infos = scheduler.block_manager, block_map(scheduler)
     size, block_counts = manager.block_size, manager.pool.block_counts()
     assert [*infos] == list(range(1, block_counts.total + 1))
@@ -187,7 +187,7 @@ def _check_info(info: BlockInfo, filled: set, block_size: int, num_pins: int) ->
 
 
 class AccountedMachine(SchedulerMachine):
-    """Checks the accounts after each step of the scheduler's random work."""
+    """Check block map and memory report after each step of the scheduler's random work."""
 
     @invariant()
     def accounts_add_up(self):

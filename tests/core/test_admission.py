@@ -1,4 +1,4 @@
-"""Test when a refused request fits into a pool of five blocks of four tokens."""
+"""Test which changes of a full pool let a waiting request fit that was refused before."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ PROMPT = list(range(10))  # three blocks
 
 @dataclass
 class WaitingQueue:
-    """The first waiting request and the sequence that holds the blocks for it."""
+    """The first waiting request, and a sequence that holds the blocks that this request needs."""
 
     manager: BlockManager
     admission: Admission
@@ -36,7 +36,7 @@ class WaitingQueue:
         self.head.live_sequences.pop()
 
     def end_running_request(self) -> None:
-        """End the running request, which has no blocks but requires a spare block."""
+        """End the running request. It has no blocks, but one free block was reserved for it."""
         self.running.discard(self.running.first)
 
     def register_prefix(self) -> None:
@@ -44,7 +44,7 @@ class WaitingQueue:
 
 
 CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
-    # the change; the prompt and the samples of the first request, which misses one block
+    # (change, prompt, number of samples): the request lacks one block until the change.
     (WaitingQueue.free_block, PROMPT, 1),
     (WaitingQueue.replace_head, PROMPT, 1),
     (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),
@@ -82,13 +82,13 @@ def test_refused_request_fits_as_soon_as_its_blocks_are_free(
             swap_out(queue.head, queue.manager)
         return queue.admission.find_fit(queue.head) is not None
 
-    assert [fits(), fits()] == [False, False]  # the second answer comes from memory
+    assert [fits(), fits()] == [False, False]  # the second result is cached
     change(queue)
     assert fits()
 
 
 def swap_out(request: Request, manager: BlockManager) -> None:
-    """Put a request into the state after all its tokens were computed and swapped out."""
+    """Put a request into the state that it has after all its tokens were swapped out."""
     for sequence in request.live_sequences:
         first, num_tokens = 10 * sequence.index, len(sequence.token_ids)
         sequence.host_block_table = [*range(first, first + manager.num_blocks_for(num_tokens))]

@@ -39,7 +39,7 @@ def test_ties_are_broken_by_beam_and_then_by_candidate():
     assert [(beam.parent, beam.token_id) for beam in beams] == [divmod(i, 20) for i in range(30)]
 
 
-def test_end_token_completes_an_answer_and_the_next_continuation_is_used():
+def test_end_token_completes_an_answer_and_the_next_best_token_extends_the_beam():
     search = BeamSearch(2, end_token_ids=frozenset({END}))
     assert search.num_candidates == 3
     rows = candidates({END: -0.5, 5: -1.0, 6: -2.0}, {7: -2.0, 8: -2.5, 6: -3.0})
@@ -48,7 +48,7 @@ def test_end_token_completes_an_answer_and_the_next_continuation_is_used():
     assert search.hypotheses == [Hypothesis((1, END), -1.0, -0.5, True)]
 
 
-def test_end_token_below_the_best_continuations_is_ignored():
+def test_end_token_that_ranks_after_the_best_continuations_is_ignored():
     search = BeamSearch(2, end_token_ids=frozenset({END}))
     beams = first_step(search, {5: -0.5, 6: -1.0, END: -1.5})
     assert [beam.token_id for beam in beams] == [5, 6]
@@ -75,9 +75,10 @@ def test_score_is_sum_of_logprobs_divided_by_length_power(length_penalty: float,
 
 
 def two_answers_and_a_beam(**options) -> tuple[BeamSearch, list[Continuation]]:
-    """Return a search of width 2 with answers of scores -1 and -2, and its beams after a step.
+    """Return a search of width 2 after one step with max_tokens=4, and its beams.
 
-    The best beam has the log-probability -3 at length 1, and max_tokens is 4.
+    The search has complete answers with scores -1 and -2. The best beam has one token and the
+    log-probability -3.
     """
     search = BeamSearch(2, end_token_ids=frozenset({END, 8}), **options)
     return search, first_step(search, {END: -1.0, 8: -2.0, 5: -3.0, 6: -4.0}, max_tokens=4)
@@ -92,9 +93,9 @@ def test_search_ends_when_no_beam_beats_its_worst_answer():
 
 
 def answers_around_a_beam(**options) -> list[Continuation]:
-    """Return the beams of a search whose answers have the log-probabilities -1 and -2.5.
+    """Return the beams of a search with complete answers of log-probability -1 and -2.5.
 
-    The best beam has the log-probability -2.25.
+    The best beam has the log-probability -2.25, between the two answers.
     """
     search = BeamSearch(2, end_token_ids=frozenset({END}), **options)
     first_step(search, {END: -1.0, 5: -1.5, 6: -2.0}, max_tokens=4)
@@ -109,13 +110,13 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
     assert answers_around_a_beam(early_stopping=False)[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_stopping_rule_uses_present_length_if_longer_scores_worse():
-    # The worst answer scores -5. The beam scores -4.5 now, and -9 at 4 tokens.
+def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
+    # The worst complete answer scores -5. The beam scores -4.5 at its length, and -9 at 4 tokens.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_stopping_rule_ends_only_if_no_length_can_improve():
+def test_never_early_stopping_ends_only_if_no_longer_answer_can_be_better():
     # The sum of the best beam's log-probabilities is -3. At 4 tokens, its score would be -0.75 with
     # a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
@@ -138,7 +139,7 @@ def test_width_one_search_is_greedy_with_any_early_stopping():
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
 
 
-def test_a_small_vocabulary_gives_fewer_beams_and_answers():
+def test_vocabulary_smaller_than_the_width_gives_fewer_beams_and_answers():
     search = BeamSearch(4, end_token_ids=frozenset({END}))
     beams = first_step(search, {5: -0.5, END: -1.0, 6: -1.5, 7: -np.inf, 8: np.nan}, 2)
     assert [beam.token_id for beam in beams] == [5, 6]
@@ -167,7 +168,7 @@ def test_extreme_length_penalty_gives_finite_scores(length_penalty: float):
     assert [answer.output_token_ids[-1] for answer in search.hypotheses] == [5, 6]
 
 
-def test_search_copies_its_arguments():
+def test_beam_search_copies_its_arguments():
     ends = {END}
     options = {"length_penalty": np.float32(0.5), "end_token_ids": ends}
     search = BeamSearch(np.int64(2), **options)  # pyright: ignore[reportArgumentType]
@@ -184,7 +185,7 @@ def test_search_copies_its_arguments():
         ("early_stopping", ["always", "", None, 1, 0.0]),
     ],
 )
-def test_bad_option_is_refused(name: str, values: list):
+def test_invalid_beam_search_option_is_refused(name: str, values: list):
     for value in values:
         with pytest.raises(ValueError, match=rf"{name}={value!r} "):
             BeamSearch(**{"width": 2, name: value})

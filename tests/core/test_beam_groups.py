@@ -1,4 +1,4 @@
-"""Test beam search in the scheduler by literal plans of a search of width 2."""
+"""Test plans of the scheduler for a beam search of width 2."""
 
 import core_fake_device
 import numpy as np
@@ -14,9 +14,9 @@ PROMPT = [9, 9, 9, 9, 9, 9]
 PROBABILITIES = {
     (): {1: 0.5, 2: 0.4, 3: 0.1},
     (1,): {4: 0.4, 5: 0.3, 6: 0.3},
-    (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) overtakes (1, 4)
+    (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) becomes more probable than (1, 4)
     (1, 4): {7: 0.4, 8: 0.3, 9: 0.3},
-    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # two continuations of (2, 4) prune (1, 4)
+    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # the two best beams extend (2, 4), so (1, 4) is dropped
 }
 OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
 
@@ -49,11 +49,12 @@ def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
 
 
-def test_search_forks_copies_and_prunes_beams():
+def test_search_forks_beams_copies_blocks_and_drops_beams():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 6, True)]  # one beam computes the whole prompt
+    # Only one beam exists, and it computes the whole prompt.
+    assert shape(plan) == [(10, 0, 6, True)]
     assert beams(driver) == [(1,), (2,)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
 
@@ -62,7 +63,7 @@ def test_search_forks_copies_and_prunes_beams():
     assert shape(plan) == [(10, 6, 1, True), (11, 6, 1, True)]
     assert (plan.block_copies, updates(plan)) == (((2, 3),), [((1, 3),), ()])
     assert plan.is_decode
-    assert beams(driver) == [(2, 4), (1, 4)]  # the second beam leads now
+    assert beams(driver) == [(2, 4), (1, 4)]  # the second beam is now the best
     assert tables(driver, "1") == [[1, 2], [1, 3]]
 
     plan = the(driver.step())
@@ -70,7 +71,7 @@ def test_search_forks_copies_and_prunes_beams():
     assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
     assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
-    assert num_free(driver) == 8  # block 3 was freed with the pruned beam
+    assert num_free(driver) == 8  # dropping the beam (1, 4) has freed block 3
 
     plan = the(driver.step())
     assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])
@@ -136,7 +137,7 @@ def test_search_waits_until_all_beams_were_computed():
 
 
 def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
-    """Preempt both beams of request 2 while a step of the beams is in flight."""
+    """Return a driver that has preempted request 2 while a step with its two beams is in flight."""
     scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
     driver = Driver(scheduler, lag=1)
     driver.add(make_request("1", 2, max_tokens=11))
@@ -153,7 +154,7 @@ def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     return driver
 
 
-def test_step_in_flight_of_preempted_beams_is_read_before_they_are_recomputed():
+def test_preempted_beams_are_recomputed_only_after_their_step_in_flight_is_read():
     driver = preempted_in_flight(PreemptionPolicy())
     assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
@@ -161,7 +162,7 @@ def test_step_in_flight_of_preempted_beams_is_read_before_they_are_recomputed():
     assert tables(driver, "2") == [[], []]
     while status(driver, "2") == "preempted":
         plan = driver.step()
-    assert shape(plan) == [(11, 0, 8, False)]  # the common prefix
+    assert shape(plan) == [(11, 0, 8, False)]  # recomputes the common prefix
     driver.read()
     plan = the(driver.step())
     assert (forks(plan), plan.block_copies) == ([(11, 12)], ())
@@ -170,7 +171,7 @@ def test_step_in_flight_of_preempted_beams_is_read_before_they_are_recomputed():
     assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
 
 
-def test_step_in_flight_of_swapped_out_beams_prunes_the_swap_entry():
+def test_reading_a_step_of_swapped_out_beams_drops_blocks_of_the_swap_entry():
     driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5
@@ -230,7 +231,7 @@ def test_nan_logits_end_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch
     assert answers(driver) == []
 
 
-def test_update_of_a_search_requires_candidates():
+def test_scheduler_update_of_a_beam_search_requires_candidates():
     driver = Driver(make_scheduler())
     add_search(driver)
     plan = the(driver.scheduler.schedule())

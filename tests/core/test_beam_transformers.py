@@ -195,7 +195,7 @@ def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: 
     for options, ends in all_options():
         compare(PROMPTS, width, max_tokens, ends, seen, **options)
     assert seen["searches"] == 45 * len(PROMPTS)
-    # A third of the searches have no end token.
+    # A third of the searches have no end token, so they cannot end before the maximum length.
     assert seen["ended inside"] > seen["searches"] / 2
     if width > 1:
         assert seen["went on after an answer"] > seen["searches"] / 3

@@ -16,10 +16,11 @@ salts = st.sampled_from([None, "a"])
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Compares the manager with a list of free ids, oldest first, and a table per sequence.
+    """Compare the block manager with a model: a list of free block ids and one table per sequence.
 
     Attributes:
-        contents: Salt and all tokens up to the end of each registered block, oldest first.
+        contents: For each block in the prefix cache, the salt and all tokens up to the block's
+            end. The block that was registered first comes first.
     """
 
     def __init__(self):
@@ -124,7 +125,10 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_behind=st.integers(0, 4))
     def register(self, data: st.DataObject, num_behind: int):
-        """Register full blocks as if up to 4 of the computed tokens were still on the device."""
+        """Register full blocks, without the last `num_behind` computed tokens.
+
+        The scheduler has not read such tokens from the device yet.
+        """
         sequence = data.draw(st.sampled_from(self.sequences))
         num_tokens = max(sequence.num_computed_tokens - num_behind, 0)
         self.manager.register_full_blocks(sequence, num_tokens)

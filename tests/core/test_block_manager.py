@@ -1,4 +1,4 @@
-"""Test the block manager by literal block ids."""
+"""Test which block ids the block manager assigns, copies and frees."""
 
 import pytest
 from core_plans import queue_of
@@ -40,7 +40,7 @@ def test_append_without_enough_free_blocks_changes_nothing():
     manager.check_integrity([sequence])
 
 
-def test_free_queues_the_tail_before_the_head():
+def test_free_queues_the_last_block_of_a_sequence_first():
     manager, sequence, other = BlockManager(6, 4), make(0), make(1)
     grow(manager, sequence, 12)
     grow(manager, other, 1)
@@ -71,7 +71,7 @@ def test_append_to_a_shared_partly_filled_block_copies_it_on_write():
     assert manager.num_new_blocks(child, 1) == 1
     assert grow(manager, child, 1) == BlockChanges(((1, 3),), ((2, 3),))
     assert (parent.block_table, child.block_table) == ([1, 2], [1, 3])
-    # The parent holds block 2 alone again and writes in place.
+    # Now only the parent holds block 2, so the parent writes to the block without copying it.
     assert grow(manager, parent, 1) is NO_CHANGES
     manager.check_integrity([parent, child])
 
@@ -102,7 +102,7 @@ def test_check_integrity_finds_wrong_tables(table: list[int]):
 def test_check_integrity_finds_a_wrong_reference_count():
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 5)
-    with pytest.raises(IntegrityError, match="is not their number of holders"):
+    with pytest.raises(IntegrityError, match="differs from their number of holders"):
         manager.check_integrity([])
 
 
@@ -115,7 +115,7 @@ def test_longer_prefix_is_looked_up_after_partial_eviction():
     assert not manager.can_extend_prefix(contents, sequence, 6)
     manager.free(sequence)
     sequence.num_computed_tokens = 0
-    taken = manager.pool.allocate(6)  # all but the first block are overwritten
+    taken = manager.pool.allocate(6)  # this overwrites all cached blocks except the first
     assert not manager.can_extend_prefix(contents, sequence, 6)
     assert len(contents) == 1
     manager.pool.free(taken)

@@ -1,4 +1,4 @@
-"""Test the block pool by literal block ids."""
+"""Test which block ids the block pool allocates and frees."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_freed_blocks_are_allocated_last():
     assert pool.allocate(3) == [4, 5, 2]
 
 
-def test_touch_keeps_a_block_until_its_last_reference_is_gone():
+def test_block_is_free_only_after_its_last_reference_is_dropped():
     pool = BlockPool(4)
     pool.allocate(1)
     pool.touch([1])
@@ -67,7 +67,7 @@ def test_freeing_twice_and_touching_an_unqueued_block_raise():
         pool.touch([3])
 
 
-def test_pool_needs_a_block_in_addition_to_the_null_block():
+def test_pool_of_only_the_null_block_is_refused():
     with pytest.raises(ValueError, match="num_blocks must be at least 2"):
         BlockPool(1)
 
@@ -84,7 +84,7 @@ def test_pool_needs_a_block_in_addition_to_the_null_block():
         "pool.num_cached_blocks += 1",
     ],
 )
-def test_check_integrity_finds_damage(damage: str):
+def test_check_integrity_finds_a_damaged_block_pool(damage: str):
     pool = BlockPool(6)
     pool.allocate(1)
     pool.check_integrity()

@@ -1,4 +1,4 @@
-"""Test the costs of swapping and recomputing."""
+"""Test the estimated seconds for swapping or recomputing a preempted request."""
 
 import math
 
@@ -13,7 +13,7 @@ COSTS = PreemptionCosts(((64, 1.0), (128, 1.5), (256, 2.5)), ((8, 0.1), (32, 0.2
     ("num_tokens", "seconds"),
     [(0, 0.0), (1, 1.0), (64, 1.0), (65, 1.5), (256, 2.5), (257, 3.5), (800, 3 * 2.5 + 1.0)],
 )
-def test_recompute_cost_uses_largest_steps_and_one_for_the_rest(num_tokens: int, seconds: float):
+def test_recompute_cost_adds_largest_steps_and_a_step_for_the_rest(num_tokens: int, seconds: float):
     assert math.isclose(COSTS.recompute_cost(num_tokens), seconds)
 
 
@@ -29,8 +29,8 @@ def test_swap_cost_scales_with_blocks_after_one_measurement():
     assert [round(costs.swap_cost(n), 9) for n in (1, 8, 20)] == [0.2, 0.2, 0.5]
 
 
-def test_large_swaps_cost_the_measured_time():
-    """Use times of Qwen3-0.6B on an H200, where chunks of 128 blocks overlap."""
+def test_cost_of_large_swaps_is_extrapolated_to_the_measured_time():
+    """Compare the extrapolated cost with the times of Qwen3-0.6B on an H200."""
     milliseconds = {64: 3.81, 256: 10.16, 1024: 35.58}
     costs = PreemptionCosts(((64, 1.0),), tuple((n, milliseconds[n]) for n in (64, 256)))
     assert math.isclose(costs.swap_cost(1024) / 2, milliseconds[1024], rel_tol=0.01)

@@ -63,7 +63,7 @@ def test_check_integrity_finds_damage_in_groups(damage: str):
 
 
 def end_running_sequence(scheduler: Scheduler) -> None:
-    """Remove the only sequence of the running request, and leave the request."""
+    """Remove the only sequence of the running request, but keep the request in its queue."""
     sequence = scheduler.running["1"].live_sequences.pop()
     del scheduler.sequences.by_id[sequence.seq_id]
     scheduler.block_manager.free(sequence)

@@ -1,4 +1,4 @@
-"""Test parallel sampling by literal plans."""
+"""Test the plans of requests with several samples."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_scheduler
@@ -10,14 +10,14 @@ from jpaged.core.request import FinishReason, Sequence
 
 def test_samples_share_the_prompt_and_copy_its_last_block():
     driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=3), block_size=4)
-    plan = the(driver.step())  # each sample computes the last token of the prompt
+    plan = the(driver.step())  # the prompt's last token is left to each sample
     assert shape(plan) == [(10, 0, 5, False)]
     assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
     assert tables(driver, "1") == [[1, 2], [], []]
     plan = the(driver.step())
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 5, 1, True), (11, 5, 1, True), (12, 5, 1, True)]
-    assert plan.block_copies == ((2, 3), (2, 4))  # the last sample keeps block 2
+    assert plan.block_copies == ((2, 3), (2, 4))  # the last sample writes to block 2 itself
     assert updates(plan) == [((1, 3),), ((1, 4),), ()]
     assert plan.is_decode
     assert tables(driver, "1") == [[1, 3], [1, 4], [1, 2]]
@@ -92,7 +92,7 @@ def test_sample_that_ends_early_frees_its_block_and_row():
     assert [s.finish_reason for s in samples(driver, "1")] == [FinishReason.STOP, "abort"]
 
 
-def test_ending_a_sample_twice_changes_its_reason_only():
+def test_ending_a_sample_twice_changes_only_its_finish_reason():
     driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=2), block_size=4)
     driver.step()
     driver.step()
@@ -107,7 +107,7 @@ def test_ending_a_sample_twice_changes_its_reason_only():
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, FinishReason.ERROR), (2, FinishReason.STOP)])
-def test_late_reason_of_a_sample_becomes_the_reason_of_a_request_with_one_sample(
+def test_new_finish_reason_of_an_only_sample_becomes_that_of_the_request(
     n: int, expected: FinishReason
 ):
     driver = driver_of(make_request("1", 3, max_tokens=4, seq_id=10, n=n))
@@ -127,7 +127,7 @@ def test_step_with_a_small_budget_computes_part_of_a_group():
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
     assert shape(driver.step()) == [(10, 2, 1, False)]
-    plan = the(driver.step())  # three samples join, but the budget is two tokens
+    plan = the(driver.step())  # three samples join, but the token budget allows only two rows
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 3, 1, True), (11, 3, 1, True)]
     assert tables(driver, "1") == [[2], [3], [1]]
@@ -162,7 +162,8 @@ def test_preempted_group_recomputes_its_common_prefix_and_forks():
     assert tables(driver, "2") == [[], []]
     while status(driver, "2") == "preempted":
         plan = the(driver.step())
-    assert shape(plan) == [(10, 0, 4, False)]  # the whole prompt: each sample has an output token
+    # The common prefix is the whole prompt, because each sample has an output token.
+    assert shape(plan) == [(10, 0, 4, False)]
     plan = the(driver.step())
     assert forks(plan) == [(10, 11)]
     assert shape(plan) == [(10, 4, 1, True), (11, 4, 1, True)]
@@ -171,7 +172,7 @@ def test_preempted_group_recomputes_its_common_prefix_and_forks():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_first_sample_that_ends_in_the_common_prefix_is_replaced(lag: int):
+def test_next_sample_computes_the_common_prefix_if_the_first_sample_ends(lag: int):
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=3), lag)
     driver.add(make_request("1", 8, max_tokens=3, seq_id=10, n=3))
     driver.step()
@@ -206,7 +207,7 @@ def test_forks_wait_for_blocks(ended: int | None, expected: list[tuple[int, int]
     driver.run()
 
 
-def test_children_join_alone_if_the_parent_ends_before_the_fork():
+def test_samples_join_without_row_forks_if_the_parent_ends_before_the_fork():
     driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
@@ -232,7 +233,7 @@ def test_group_waits_until_rows_for_all_samples_are_free():
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(6, "waiting"), (7, "running")])
 def test_group_joins_only_if_all_its_samples_fit(num_blocks: int, expected: str):
-    # Request 2 needs two blocks, a copy of the partial block, and a spare.
+    # Request 2 needs two blocks and a copy of its partly filled block. One more must stay free.
     requests = make_request("1", 5, 3), make_request("2", 6, 2, n=2, seq_id=10)
     driver = driver_of(*requests, num_blocks=num_blocks)
     driver.step()
@@ -252,14 +253,15 @@ def test_refused_group_joins_after_one_of_its_samples_ends():
     driver.run()
 
 
-def test_no_request_joins_while_a_running_one_waits_for_blocks():
+def test_no_request_joins_while_a_running_request_waits_for_blocks():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
     driver.add(make_request("2", 5, seq_id=20))
     driver.step()
     driver.scheduler.abort("2")
     driver.add(make_request("3", 1))
-    assert num_free(driver) == 2  # enough for request 3, but request 1 needs three
+    # Two blocks would suffice for request 3, but request 1 waits for three.
+    assert num_free(driver) == 2
     assert driver.scheduler.schedule() is None
     assert (num_free(driver), status(driver, "3")) == (2, "waiting")
     driver.read()
@@ -277,5 +279,5 @@ def test_no_request_joins_while_a_running_one_waits_for_blocks():
         ([[5, 1], [4, 1]], 0),
     ],
 )
-def test_common_prefix_length(texts: list[list[int]], expected: int):
+def test_common_prefix_length_of_several_sequences(texts: list[list[int]], expected: int):
     assert common_prefix_length([Sequence(0, text, 1) for text in texts]) == expected

@@ -1,4 +1,4 @@
-"""Test that exactly the requests that can never run are refused."""
+"""Test that a request is refused if it can never run, and accepted otherwise."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request
@@ -21,7 +21,7 @@ REFUSALS = [
         make_request("2", 2, beam=BeamSearch(5), seq_id=10),
         "runs 5 sequences, but max_num_seqs=4: lower n, best_of or beam_width",
     ),
-    (  # four shared blocks, and two for each sample
+    (  # the samples share four blocks, and each sample needs two more
         make_request("2", 17, max_tokens=8, n=3, seq_id=10),
         r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\), but the pool has 9: "
         "raise num_blocks or lower max_tokens, n or beam_width",
@@ -55,9 +55,9 @@ def test_negative_priority_is_accepted_with_priority_scheduling():
     ("prompt", "max_tokens", "block_size", "each", "shared_by_samples", "shared_by_beams"),
     [
         (1, 1, 4, 1, 0, 0),
-        (4, 6, 4, 3, 0, 1),  # each sample computes the last prompt token
+        (4, 6, 4, 3, 0, 1),  # each sample computes the last prompt token itself
         (5, 3, 4, 2, 1, 1),
-        (5, 4, 4, 2, 1, 1),  # the last token needs no slot
+        (5, 4, 4, 2, 1, 1),  # the last output token needs no slot
         (5, 6, 4, 3, 1, 1),
         (6, 5, 1, 10, 5, 6),
         (7, 9, 3, 5, 2, 2),
@@ -100,7 +100,7 @@ def test_the_largest_group_that_fits_runs_to_its_end(
 def group_request(
     name: str, prompt: int | list[int], max_tokens: int, group: int | BeamSearch, **options
 ) -> Request:
-    """Return a request of `group` samples or of a beam search."""
+    """Return a request with `group` samples, or with a beam search of the same width as `group`."""
     if isinstance(group, int):
         return make_request(name, prompt, max_tokens, n=group, seq_id=10, **options)
     search = BeamSearch(group.width)
@@ -119,10 +119,11 @@ def driver_with_pins(num_blocks: int) -> Driver:
 
 @pytest.mark.parametrize(
     ("group", "prompt", "max_tokens", "needed"),
-    [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],  # the samples share two pinned blocks
+    # The last case shares two of the pinned blocks.
+    [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],
     ids=str,
 )
-def test_pinned_prefix_saves_a_group_its_shared_blocks_only(
+def test_pinned_prefix_reduces_the_needed_blocks_by_the_shared_blocks(
     group: int | BeamSearch, prompt: int, max_tokens: int, needed: int
 ):
     request = group_request("2", [0] * prompt, max_tokens, group)
@@ -134,7 +135,7 @@ def test_pinned_prefix_saves_a_group_its_shared_blocks_only(
     driver.run()
 
 
-def test_partly_computed_swapped_prompt_counts_only_computed_pinned_blocks():
+def test_swapped_out_sequence_counts_pinned_blocks_of_computed_tokens_only():
     manager = driver_with_pins(7).scheduler.block_manager
     waiting = Sequence(98, [0] * 13, 13)
     assert manager.num_pinned_prefix_blocks(waiting) == 3
@@ -142,8 +143,8 @@ def test_partly_computed_swapped_prompt_counts_only_computed_pinned_blocks():
     assert manager.num_pinned_prefix_blocks(swapped) == 2
 
 
-def test_a_pin_must_leave_room_for_a_group():
-    request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)  # one block, and two per sample
+def test_pin_that_leaves_too_few_blocks_for_a_request_is_refused():
+    request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
     driver = driver_of(request, num_blocks=8, digest="xxh3")
     manager = driver.scheduler.block_manager
     check_pin_fits(manager, 2, driver.scheduler.unfinished_requests)
@@ -152,14 +153,14 @@ def test_a_pin_must_leave_room_for_a_group():
     driver.run()
 
 
-def test_pinning_blocks_of_one_sample_saves_the_group_nothing():
-    request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # one block, and two per sample
+def test_pinned_block_of_one_sample_does_not_reduce_the_blocks_of_its_group():
+    request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
     driver = driver_of(request, num_blocks=10, digest="xxh3")
     while len(driver.streams["1"]) < 4:
         driver.step()
     manager, first = driver.scheduler.block_manager, driver.requests["1"].live_sequences[0]
     pin = manager.pins.pin(manager.find_prefix(first))
-    assert manager.pins.num_blocks == 2  # a prompt block and a block of one sample
+    assert manager.pins.num_blocks == 2  # the pin holds a prompt block and a block of one sample
     check_pin_fits(manager, 3, driver.scheduler.unfinished_requests)
     with pytest.raises(ValueError, match="leaves 3, but request '1' may need 4"):
         check_pin_fits(manager, 4, driver.scheduler.unfinished_requests)

@@ -1,4 +1,4 @@
-"""Test that a planning fault of one request ends that request only."""
+"""Test that an error while the scheduler plans for one request ends only that request."""
 
 from collections import Counter
 from typing import Any
@@ -31,7 +31,7 @@ SITES = [
 
 
 class FaultyDriver(Driver):
-    """Allows that `step` finds nothing to plan, because planning the only request has failed."""
+    """A driver whose `step` may return no plan, because planning the only request has failed."""
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.goal)
@@ -61,7 +61,7 @@ class FaultyWork(Work):
         self.driver.step()
 
 
-def test_random_faults_in_planning():
+def test_random_faults_in_planning_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         try:

@@ -1,4 +1,4 @@
-"""Test the prefix cache of a block manager by literal block ids."""
+"""Test which block ids a block manager finds in its prefix cache."""
 
 import pytest
 from core_driver import DIGESTS
@@ -26,7 +26,7 @@ def join(
 ) -> Sequence:
     """Admit a sequence with its cached prefix, and compute the other tokens.
 
-    With `is_read`, also add the full blocks of the sequence to the prefix cache.
+    If `is_read` is true, also add the full blocks of the sequence to the prefix cache.
     """
     sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
     prefix = manager.find_prefix(sequence)
@@ -71,7 +71,7 @@ def test_cached_prefix_ends_where_the_tokens_differ():
     free(manager, join(manager, LETTERS[:12]))
     assert hits(manager, [*LETTERS[:8], 99, 99, 99, 99, 12]) == [1, 2]
     assert hits(manager, [*LETTERS[:3], 99, *LETTERS[4:12]]) == []
-    assert hits(manager, LETTERS[4:12]) == []  # the same tokens at other positions
+    assert hits(manager, LETTERS[4:12]) == []  # the same tokens at other positions are no hit
 
 
 def test_different_salts_share_no_blocks():
@@ -88,7 +88,7 @@ def test_different_salts_share_no_blocks():
 def test_hash_collision_is_a_miss():
     manager = make_manager(digest="constant")
     first = join(manager, LETTERS[:8])
-    # The second block has the hash of the first.
+    # The second block has the same hash as the first block, so it cannot be registered.
     assert first.num_registered_blocks == REGISTRATION_ENDED
     other = join(manager, LETTERS[50:58], seq_id=1)
     assert other.block_table == [3, 4]
@@ -102,7 +102,8 @@ def test_hash_collision_is_a_miss():
 def test_blocks_after_an_evicted_parent_are_not_found():
     manager = make_manager(4)
     child = join(manager, LETTERS[:8])
-    manager.pool.free([1])  # a sequence would free block 2 first
+    # A sequence frees its last block first, but this test frees block 1 before block 2.
+    manager.pool.free([1])
     child.block_table = [2]
     manager.pool.free_block_queue.move_to_end(1)
     other = Sequence(1, LETTERS[50:58], 8)
@@ -116,7 +117,7 @@ def test_blocks_after_an_evicted_parent_are_not_found():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
-def test_hit_returns_the_oldest_block_and_after_its_eviction_the_next():
+def test_hit_returns_the_oldest_block_with_the_tokens():
     manager = make_manager(6)
     first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
     for sequence in (first, second):
@@ -129,12 +130,12 @@ def test_hit_returns_the_oldest_block_and_after_its_eviction_the_next():
     manager.check_integrity([second, taken])
 
 
-def test_only_computed_and_known_tokens_are_registered():
+def test_tokens_that_the_host_has_not_read_are_not_cached():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
     assert hits(manager, LETTERS[:13]) == [1]
-    del sequence.token_ids[10:]  # two tokens are still on the device
+    del sequence.token_ids[10:]  # the host has not read the last two tokens yet
     manager.register_full_blocks(sequence, 12)
     assert hits(manager, LETTERS[:13]) == [1, 2]
     manager.free(sequence)
@@ -142,7 +143,7 @@ def test_only_computed_and_known_tokens_are_registered():
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
-def test_reset_clears_the_cache_and_running_sequences_add_no_blocks_to_it():
+def test_running_sequences_add_no_blocks_after_a_cache_reset():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     running = join(manager, LETTERS[50:58], seq_id=1)
@@ -221,7 +222,7 @@ def test_check_integrity_names_holders_of_a_wrong_block():
         "manager.pool.num_cached_blocks += 1",
     ],
 )
-def test_check_integrity_finds_damage(damage: str):
+def test_check_integrity_finds_a_damaged_prefix_cache(damage: str):
     manager = make_manager()
     sequence = join(manager, LETTERS[:12])
     manager.check_integrity([sequence])

@@ -73,7 +73,7 @@ def test_no_request_is_preempted_if_the_urgent_one_fits():
 
 
 @pytest.mark.parametrize(("by_priority", "priorities"), [(True, (1, 2)), (False, (0, 0))])
-def test_request_that_is_not_more_urgent_preempts_none(
+def test_request_of_equal_or_lower_priority_preempts_none(
     by_priority: bool, priorities: tuple[int, int]
 ):
     first = make_request("1", 8, priority=priorities[0])
@@ -132,7 +132,7 @@ def test_queue_stays_sorted(has_fast_front: bool):
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
-def test_queue_check_finds_disorder(ranks: list[tuple[int, int]]):
+def test_queue_integrity_check_finds_wrong_order(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival_index = rank
@@ -176,7 +176,7 @@ def test_blocks_shared_with_victims_are_counted_once():
     driver.run()
 
 
-def test_urgent_request_preempts_none_if_the_rest_could_not_continue():
+def test_urgent_request_preempts_none_if_other_requests_would_lack_blocks():
     driver = make_driver(num_blocks=14, max_num_batched_tokens=128, max_model_len=48)
     driver.add(make_request("1", [3] * 8, max_tokens=12))
     driver.add(make_request("2", [4] * 8, max_tokens=12))
@@ -188,7 +188,7 @@ def test_urgent_request_preempts_none_if_the_rest_could_not_continue():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_refusal_is_checked_again_when_the_cached_prefix_grows(lag: int):
+def test_refused_request_is_checked_again_when_its_cached_prefix_grows(lag: int):
     limits = {"num_blocks": 13, "block_size": 8, "max_num_seqs": 2, "max_model_len": 96}
     driver = make_driver(lag=lag, digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(9)]
@@ -203,7 +203,7 @@ def test_refusal_is_checked_again_when_the_cached_prefix_grows(lag: int):
     driver.run()
 
 
-def test_unpinned_blocks_count_as_free():
+def test_blocks_count_as_free_for_an_urgent_request_after_unpinning():
     limits = {"num_blocks": 21, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(16)]
@@ -239,6 +239,7 @@ def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Admission, "measure_fit", record_request)
     for _ in range(4):  # request 2 allocates one block in these steps
         assert the(driver.step()).preempted_request_ids == ()
-    assert measured == ["3", "3"]  # without and with preempting request 2
+    # Request 3 was measured twice: without, and with preempting request 2.
+    assert measured == ["3", "3"]
     monkeypatch.undo()
     driver.run()

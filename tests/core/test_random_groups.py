@@ -176,7 +176,7 @@ class Work:
         )
 
     def prefer_rare(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Usually return only preempted requests and requests with a common prefix, if any."""
+        """Return all requests, or usually only those that are preempted or have a common prefix."""
         rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 
@@ -210,7 +210,7 @@ class Work:
 @pytest.mark.parametrize(
     ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
 )
-def test_random_groups_under_pressure(num_seeds: int, fewest: int):
+def test_random_groups_in_small_pools_get_the_expected_tokens(num_seeds: int, fewest: int):
     tally = Tally()
     for seed in range(num_seeds):
         try:

@@ -1,4 +1,4 @@
-"""Test that a fault while a step is read ends one request only."""
+"""Test that an error while the scheduler reads a step ends only one request."""
 
 import random
 from collections import Counter
@@ -34,7 +34,7 @@ SITES = [
 
 
 class FaultyDriver(Driver):
-    """Injects faults while it reads a step, and drops some tokens."""
+    """A driver that injects faults while it reads a step, and drops some sampled tokens."""
 
     injector = Injector(Counter())
     num_lost = 0
@@ -81,7 +81,7 @@ class FaultyWork(Work):
         return self.faulty
 
 
-def test_random_faults_in_reading():
+def test_random_faults_in_reading_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     num_lost = 0
     for seed in range(SEEDS):
@@ -164,11 +164,11 @@ def test_beam_without_a_token_ends_its_search():
     assert driver.requests["2"].finish_reason is FinishReason.LENGTH
 
 
-def test_blocks_of_a_prompt_without_token_are_not_cached():
+def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # launches another step, then reads the step without tokens
+    driver.step()  # this launches another step, then reads the step that sampled no token
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()

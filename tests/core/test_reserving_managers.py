@@ -40,7 +40,7 @@ def test_requests_end_and_free_their_memory_with_each_allocator(system: str):
             assert manager.ranges.num_free == num_blocks - 1
             assert not manager.reservations
             assert not any(plan.preempted_request_ids for plan in driver.plans)
-    assert most_held > 2  # several requests run together with at least one seed
+    assert most_held > 2  # with at least one seed, several requests run at the same time
 
 
 def make_request(name: int, pick: random.Random, max_model_len: int) -> Request:

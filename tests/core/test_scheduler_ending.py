@@ -61,7 +61,7 @@ def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
     assert pool.num_free_blocks == 8
     driver.read()
     assert pool.num_free_blocks == 10
-    # The last block of the block table was freed first, so the first block is reused last.
+    # A sequence frees the last block of its table first, so its first block is reused last.
     assert list(pool.free_block_queue)[-2:] == [2, 1]
     assert driver.streams["1"] == []
 
@@ -71,14 +71,14 @@ def test_request_waits_for_the_block_of_an_aborted_request():
     driver = driver_of(*requests, lag=1, num_blocks=5)
     driver.step()
     driver.scheduler.abort("3")  # the step in flight still writes the block of request 3
-    plan = the(driver.step())  # only request 1 gets a free block
+    plan = the(driver.step())  # only one block is free, and request 1 gets it
     assert (shape(plan), plan.preempted_request_ids) == ([(1, 4, 1, True)], ())
     plan = the(driver.step())
     assert (2, 4, 1, True) in shape(plan)  # request 2 recomputes no token
     driver.run()
 
 
-def test_abort_of_a_preempted_request_drains_its_pending_token():
+def test_aborted_preempted_request_is_freed_after_its_steps_in_flight():
     requests = (make_request(name, n, max_tokens=5) for name, n in (("1", 3), ("2", 1)))
     driver = driver_of(*requests, lag=2, num_blocks=5, block_size=2, max_num_seqs=2)
     assert driver.step_until_preemption().preempted_request_ids == ("2",)
@@ -92,7 +92,7 @@ def test_abort_of_a_preempted_request_drains_its_pending_token():
     assert released_rows(driver) == [2, 1]
 
 
-def test_pending_token_can_end_a_preempted_request():
+def test_token_in_flight_can_finish_a_preempted_request():
     requests = make_request("1", 6, max_tokens=5), make_request("2", 1, max_tokens=2)
     driver = driver_of(*requests, lag=3, num_blocks=6, block_size=2, max_num_seqs=2)
     while "2" in driver.scheduler.running or not driver.plans:
@@ -174,7 +174,7 @@ def test_invalid_config_or_stop_criteria_are_refused(make: Callable[[], object],
         "running.sequences[0].block_table.clear()",
     ],
 )
-def test_check_integrity_finds_damage(damage: str):
+def test_check_integrity_finds_damaged_scheduler_state(damage: str):
     driver = driver_of(*(make_request(name, 5) for name in "123"), lag=1, max_num_seqs=2)
     driver.step()
     scheduler = driver.scheduler

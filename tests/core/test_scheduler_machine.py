@@ -1,4 +1,4 @@
-"""Compare random work on the scheduler and the fake device with an oracle."""
+"""Run random requests on the scheduler and the fake device, and check their tokens."""
 
 import math
 from collections.abc import Callable
@@ -27,10 +27,11 @@ MACHINE_SETTINGS = settings(
 
 @st.composite
 def limits(draw: Callable) -> dict:
-    """Draw arguments of make_scheduler, down to pools of one block."""
+    """Draw random arguments of `make_scheduler`. The pool may be as small as one block."""
     max_model_len = draw(st.integers(2, 24))
     block_size = draw(st.integers(1, 5))
-    most = 2 + 3 * max_model_len // (2 * block_size)  # 1.5 times the need of one sequence
+    # A pool has at most 1.5 times the blocks of one sequence.
+    most = 2 + 3 * max_model_len // (2 * block_size)
     return {
         "num_blocks": draw(st.integers(max(2, most // 2), most)),
         "block_size": block_size,
@@ -66,10 +67,10 @@ pressures = st.none() | st.builds(
     st.integers(0, 12),
     st.just(COSTS),
 )
-# One sequence, several samples, or a beam search.
+# A request has one sequence, several samples, or a beam search.
 groups = st.just(1) | st.integers(2, 4) | searches()
 
-# Random prompts, and prefixes of two texts that differ in one token.
+# Prompts are random, or prefixes of two texts that differ in one token.
 prompts = st.lists(st.integers(0, 10), max_size=9) | st.builds(
     lambda length, odd: ([1, 2, 3] * 6 + [odd] + [4, 5] * 3)[:length],
     st.integers(1, 20),
@@ -134,7 +135,7 @@ def make(name: str, arrival: tuple, seq_id: int, scored_from: int | None = None)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, ends, pins and reads requests in random order and checks all streams."""
+    """Add, end, pin and read requests in random order, and check all sampled tokens."""
 
     @initialize(
         limits=limits(),
@@ -147,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, rows_per_free_row: int
     ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
-        # With the default, requests never wait for free rows in batches this small.
+        # With the default of ROWS_PER_FREE_ROW, requests never wait for free rows in small batches.
         self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", rows_per_free_row)
         self.patch.start()
         self.turn = Turn(self.driver)
@@ -162,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data(), more=st.lists(st.integers(0, 10), min_size=1, max_size=3))
     def go_on(self, data: st.DataObject, more: list[int]):
-        """Add the next turn of a chat: the tokens of an earlier request and more."""
+        """Add a request whose prompt is all tokens of an earlier request, followed by `more`."""
         earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.requests]))]
         sequence = earlier.sequences[0]
         self.add((sequence.token_ids + more, earlier.stop_criteria, sequence.cache_salt, 1, 0))
@@ -232,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data())
     def finish_sample(self, data: st.DataObject):
-        """End one sample, as after a stop string."""
+        """End one sample, as the engine does when a stop string is found."""
         scheduler = self.driver.scheduler
         requests = [r for r in scheduler.unfinished_requests if r.beam is None]
         sequence = data.draw(st.sampled_from([s for r in requests for s in r.live_sequences]))
@@ -299,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.stop()
 
     def check_releases(self) -> None:
-        """Check that plans release each row of the batch once, except rows still on the device."""
+        """Check that plans release each device row once, unless the row is still in use."""
         joined, released, batch = [], [], set[int]()
         for plan in self.driver.plans:
             released += plan.released_seq_ids
@@ -317,6 +318,6 @@ TestSchedulerMachine.settings = settings(MACHINE_SETTINGS, max_examples=300)
 
 @pytest.mark.soak
 class TestSchedulerMachineSoak(SchedulerMachine.TestCase):
-    """Runs many more examples."""
+    """`SchedulerMachine` with many more random examples."""
 
     settings = settings(MACHINE_SETTINGS, max_examples=10_000)

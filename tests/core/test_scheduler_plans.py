@@ -1,4 +1,4 @@
-"""Test plans by literal values: chunks, mixed steps, admission and preemption."""
+"""Test plans of the scheduler: prompt chunks, mixed steps, admission and preemption."""
 
 import random
 from typing import Any
@@ -72,7 +72,7 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
-    # A block that a later step writes again is not registered yet.
+    # The full block of `first` is not registered yet, because its postponed row is computed again.
     assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
     assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
@@ -118,7 +118,7 @@ def test_last_prompt_token_is_not_a_decode_step(prompt: int, is_decode: list[boo
     assert [the(driver.step()).is_decode for _ in is_decode] == is_decode
 
 
-def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
+def test_requests_beyond_max_num_seqs_wait_in_order():
     driver = Driver(make_scheduler(max_num_seqs=2))
     for name in "123":
         driver.add(make_request(name, 2, max_tokens=2))
@@ -133,7 +133,8 @@ def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
 
 def test_no_request_overtakes_the_first_waiting_request():
     driver = driver_of(make_request("1", 8, max_tokens=3), num_blocks=6, block_size=4)
-    driver.add(make_request("2", 12, max_tokens=3))  # needs three blocks and a spare
+    # Request 2 needs three blocks, and one more must stay free.
+    driver.add(make_request("2", 12, max_tokens=3))
     driver.add(make_request("3", 1, max_tokens=3))
     assert shape(driver.step()) == [(1, 0, 8, True)]
     assert [r.request_id for r in driver.scheduler.waiting] == ["2", "3"]
@@ -148,14 +149,14 @@ def test_last_arrived_request_is_preempted_and_recomputed():
     for _ in range(5):
         driver.step()
     assert tables(driver) == [[1, 2, 4], [3, 5]]
-    plan = the(driver.step())  # request 1 needs a fourth block
+    plan = the(driver.step())  # request 1 needs a fourth block, so request 2 is preempted
     assert shape(plan) == [(1, 12, 1, True)]
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.scheduled[0].block_updates == ((3, 5),)  # freed by request 2
     second = driver.requests["2"]
     assert second.status is RequestStatus.PREEMPTED
     assert (second.sequences[0].num_computed_tokens, second.sequences[0].block_table) == (0, [])
-    # Request 2 needs two blocks and a spare, which are free once request 1 has finished.
+    # Request 2 joins when three blocks are free: it needs two, and one more must stay free.
     assert shape(driver.step()) == [(1, 13, 1, True)]
     plan = the(driver.step())
     assert shape(plan) == [(2, 0, 7, True)]
@@ -189,14 +190,14 @@ def test_last_arrived_request_can_preempt_itself():
     driver.run()
 
 
-def test_request_waits_for_draining_blocks_instead_of_preempting():
+def test_request_waits_for_blocks_of_a_finished_request_instead_of_preempting():
     driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=1)
     stop = frozenset(range(11))
     driver.add(make_request("1", 7, max_tokens=5, stop_token_ids=stop, min_tokens=2))
     driver.add(make_request("2", 2, max_tokens=7))
     for _ in range(3):
         driver.step()
-    # Request 1 has stopped, and a step in flight still holds its blocks.
+    # Request 1 has finished, but its blocks are not free until the step in flight is read.
     assert driver.requests["1"].is_finished
     assert tables(driver) == [[3]]
     assert driver.scheduler.block_manager.num_free_blocks == 0
@@ -224,7 +225,7 @@ def test_preempted_request_returns_with_all_its_tokens():
     assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
 
 
-def test_preempted_request_waits_until_its_pending_token_is_read():
+def test_preempted_request_waits_until_its_token_in_flight_is_read():
     driver = driver_of(*make_requests((7, 3), (1, 6)), lag=2, num_blocks=5, max_num_seqs=2)
     for _ in range(4):
         driver.step()
@@ -246,7 +247,7 @@ def test_preempted_request_waits_until_its_pending_token_is_read():
 def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
-    """Compare the plans of random requests with samples, beams, cached prefixes and preemptions."""
+    """Compare both paths on random requests with samples, beams, prefix hits and preemptions."""
     schedule_decode = Scheduler._schedule_decode
     taken: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Test the scheduler with a prefix cache."""
+"""Test plans of the scheduler with a prefix cache."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
@@ -48,7 +48,8 @@ def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
     driver.run()
     driver.add(make_request("2", [0], max_tokens=2))
     driver.step()
-    # Request 3 needs all three free blocks, two of them cached, so no spare block would be left.
+    # Request 3 must wait. It needs all three free blocks, two of which are cached, and one block
+    # must stay free for running requests.
     driver.add(make_request("3", PROMPT, max_tokens=1))
     assert rows(driver.step()) == [(2, 1, 1)]
     assert rows(driver.step()) == [(3, 8, 1)]
@@ -77,19 +78,21 @@ def test_generated_tokens_are_cached_for_the_next_chat_turn(lag: int):
     driver.add(make_request("1", PROMPT, max_tokens=8))
     driver.run()
     history = driver.requests["1"].sequences[0].token_ids
-    assert len(history) == 17  # the last token was never computed, so four blocks are full
+    # The KV of the last token was never computed, so four blocks are full.
+    assert len(history) == 17
     driver.add(make_request("2", [*history, 5]))
     assert rows(driver.step()) == [(2, 16, 2)]
     driver.run()
 
 
-def test_step_after_a_stop_registers_only_known_tokens():
+def test_step_in_flight_after_a_stop_caches_blocks_up_to_the_stop_token():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT[:7], max_tokens=9, stop_token_ids=frozenset(range(11))))
     driver.run()
     history = driver.requests["1"].sequences[0].token_ids
     assert (len(history), len(driver.plans)) == (8, 2)
-    assert hits(driver, [*history, 0]) == [1, 2]  # the last step computed the stop token's KV
+    # The step in flight has computed the KV of the stop token, so block 2 is full.
+    assert hits(driver, [*history, 0]) == [1, 2]
 
 
 @pytest.mark.parametrize("lag", [1, 2])
@@ -118,7 +121,7 @@ def test_preempted_request_resumes_after_its_cached_blocks():
     driver.run()
 
 
-def test_request_that_ignores_the_cache_registers_its_blocks():
+def test_request_that_reads_no_cached_blocks_adds_its_own_blocks():
     driver = make_driver()
     for name in "12":
         driver.add(make_request(name, PROMPT, max_tokens=2, scored_from=1))
@@ -143,11 +146,12 @@ def test_scored_request_takes_only_blocks_before_its_first_score(scored_from: in
     driver.run()
 
 
-def test_shared_prefix_lets_a_waiting_request_fit():
+def test_waiting_request_fits_when_a_prefix_that_it_shares_is_cached():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
-    # Request 2 needs four blocks and a spare, and three are free until it shares two blocks.
+    # Request 2 needs four blocks, and one must stay free. Only three are free, so it must share
+    # two.
     assert rows(driver.step()) == [(1, 0, 9)]
     assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
     driver.run()
@@ -165,7 +169,9 @@ def test_refused_first_request_is_checked_again_only_after_a_change(
     driver.add(make_request("1", PROMPT, max_tokens=14))
     driver.add(make_request("2", [0] * 20, max_tokens=2))
     driver.run()
-    assert lookups == [1, 2, 2]  # request 1 joins; request 2 is refused, then joins after request 1
+    # One lookup each: request 1 joins, request 2 is refused, request 2 joins after request 1 has
+    # ended.
+    assert lookups == [1, 2, 2]
 
 
 def test_finished_request_does_not_free_shared_blocks():

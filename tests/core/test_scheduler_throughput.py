@@ -1,4 +1,4 @@
-"""Test plans with the throughput goal."""
+"""Test plans of the scheduler with `SchedulingGoal.THROUGHPUT`."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_scheduler
@@ -36,7 +36,7 @@ def throughput_driver(*prompt_lens: int, **limits) -> Driver:
 
 
 def check_steps(driver: Driver, *expected: dict[int, int]) -> None:
-    """Check the number of tokens of each sequence in the next steps, then run to the end."""
+    """Check the next steps against dicts {seq_id: number of tokens}, then run to the end."""
     assert [{s: n for s, _, n, _ in shape(driver.step())} for _ in expected] == [*expected]
     driver.run()
 
@@ -80,7 +80,7 @@ def test_latency_goal_or_priorities_decode_all_rows_in_each_step(
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),
-        # 3 blocks are used, 5 are needed, and 2 are spares for running requests.
+        # The pool has 10 blocks: 3 are used, the new prompts need 5, and 2 must stay free.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],
@@ -135,7 +135,7 @@ def test_preempted_request_alone_does_not_stop_decoding(policy: PreemptionPolicy
 
 @pytest.fixture
 def two_free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Require two free rows of four for a step that prompts fill."""
+    """Set the number of free batch rows that make a step with prompts worthwhile to 2 of 4."""
     monkeypatch.setattr(admission, "ROWS_PER_FREE_ROW", 2)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler with speculative decoding, with literal blocks and tokens."""
+"""Test plans of the scheduler with speculative decoding."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def speculative_scheduler(num_drafts: int = 3, rate: float = 1.0, **options) -> 
 
 
 def decoding(scheduler: Scheduler, name: str = "1", length: int = 3, **options) -> StepPlan:
-    """Add a request, let it compute its prompt and sample token 9, and plan its next step."""
+    """Add a request, compute its prompt, sample token 9, and return the plan of the next step."""
     scheduler.add(make_request(name, length, **options))
     plan = the(scheduler.schedule())
     scheduler.update(plan, np.array([9]))
@@ -30,7 +30,7 @@ def decoding(scheduler: Scheduler, name: str = "1", length: int = 3, **options) 
 
 
 def read(scheduler: Scheduler, plan: StepPlan, *rows: list[int]) -> list[int]:
-    """Update with the tokens of each row, and return the emitted tokens."""
+    """Pass the tokens of each row to the scheduler, and return the tokens that it emits."""
     tokens = np.array(rows)
     emitted = scheduler.update(plan, tokens).emitted_tokens
     for column in tokens.T[1:]:
@@ -47,7 +47,7 @@ def test_verify_step_reserves_slots_for_all_drafts():
     assert (plan.num_drafts, plan.limits, updates(plan)) == (3, (8,), [((1, 2),)])
     [sequence] = scheduler.running["1"].sequences
     assert sequence.block_table == [1, 2]
-    # The next step may write as many tokens after all that this step may return.
+    # The next step may write three drafts after the four tokens that this step may return.
     plan = the(scheduler.schedule())
     assert (shape(plan), plan.limits, updates(plan)) == ([(1, 4, 1, True)], (12,), [((2, 3),)])
 
@@ -62,14 +62,14 @@ def test_update_appends_several_tokens():
     assert shape(scheduler.schedule()) == [(1, 6, 1, True)]
 
 
-def test_row_without_token_is_computed_again():
+def test_row_that_returned_no_token_is_computed_again():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert read(scheduler, plan, [NO_DRAFT] * 4) == []
     assert shape(scheduler.schedule()) == [(1, 3, 1, True)]
 
 
-def test_row_without_a_token_after_a_draft_fails_its_request():
+def test_request_fails_if_its_logits_are_not_finite_after_a_draft():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     tokens = np.array([[1, NO_TOKEN, NO_DRAFT, NO_DRAFT]])
@@ -96,7 +96,7 @@ def test_stop_token_cuts_the_accepted_drafts(
     assert (sequence.output_token_ids, sequence.finish_reason) == (outputs, reason)
 
 
-def test_caller_may_end_a_sequence_between_two_tokens():
+def test_sequence_can_be_ended_between_two_accepted_tokens():
     """A stop string ends the sequence, and the tokens after it are dropped."""
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
@@ -109,8 +109,8 @@ def test_caller_may_end_a_sequence_between_two_tokens():
     scheduler.check_integrity()
 
 
-def test_limit_counts_no_slot_after_the_last_token():
-    """The last of `max_tokens` tokens needs no slot, and the device samples none after it."""
+def test_limit_of_a_row_excludes_the_last_output_token():
+    """The last output token needs no slot, because no step computes its KV."""
     scheduler = speculative_scheduler(num_drafts=7)
     plan = decoding(scheduler, max_tokens=5)
     assert plan.limits == (3 + 5 - 1,)
@@ -118,7 +118,7 @@ def test_limit_counts_no_slot_after_the_last_token():
     assert not scheduler.has_unfinished_requests
 
 
-def test_rejected_drafts_leave_the_reservation_to_the_row():
+def test_row_keeps_its_reserved_blocks_when_drafts_are_rejected():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     read(scheduler, plan, [1, REJECTED, REJECTED, REJECTED])
@@ -127,24 +127,25 @@ def test_rejected_drafts_leave_the_reservation_to_the_row():
 
 
 def test_waiting_request_takes_reserved_blocks_first():
-    """Empty blocks return to the head of the queue, and no further block is reserved."""
+    """While a request waits, blocks reserved for drafts are freed and no more are reserved."""
     scheduler = speculative_scheduler(num_blocks=7, max_model_len=20)
     first = decoding(scheduler, length=8, max_tokens=8)
     assert (updates(first), queue_of(scheduler.block_manager)) == ([((2, 3),)], [4, 5, 6])
-    second = the(scheduler.schedule())  # the drafts of both steps may fill a fourth block
+    # This step may write to a fourth block if all drafts of the first step are accepted.
+    second = the(scheduler.schedule())
     assert (updates(second), queue_of(scheduler.block_manager)) == ([((3, 4),)], [5, 6])
     read(scheduler, first, [1, REJECTED, REJECTED, REJECTED])
     read(scheduler, second, [1, REJECTED, REJECTED, REJECTED])
     scheduler.add(make_request("2", 12, max_tokens=2))
     plan = the(scheduler.schedule())
-    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 is empty.
+    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 was only reserved.
     assert shape(plan)[0] == (1, 10, 1, True)
     assert scheduler.running["1"].sequences[0].block_table == [1, 2, 3]
     assert not scheduler.waiting or queue_of(scheduler.block_manager)[0] == 4
 
 
-def test_drafts_never_preempt():
-    """Two rows that need all blocks verify drafts only in the slots that they have."""
+def test_drafts_never_preempt_a_request():
+    """Two sequences need all blocks of the pool, so drafts only use free slots of these blocks."""
     driver = SpeculativeDriver(
         speculative_scheduler(num_blocks=6, max_model_len=20), lag=1, acceptance=1.0
     )
@@ -167,8 +168,11 @@ def test_urgent_request_takes_reserved_blocks_before_it_preempts():
     assert shape(plan) == [(2, 0, 12, True), (1, 10, 1, True)]
 
 
-def test_step_adds_as_many_blocks_as_a_packed_row_has_room_for():
-    """Without a cap, a row would catch up with the drafts of all steps in flight at once."""
+def test_step_reserves_at_most_the_blocks_that_a_packed_row_can_list():
+    """Without this maximum, a row would reserve blocks for the drafts of all steps in flight.
+
+    A row of a packed plan has room for few block updates.
+    """
     scheduler = speculative_scheduler(num_blocks=12, block_size=1, max_model_len=11)
     scheduler.add(make_request("1", 3, max_tokens=8))
     scheduler.update(the(scheduler.schedule()), np.array([9]))
@@ -180,7 +184,7 @@ def test_step_adds_as_many_blocks_as_a_packed_row_has_room_for():
     assert (plan.limits, updates(plan)) == ((8,), [((4, 5), (5, 6), (6, 7), (7, 8))])
 
 
-def test_no_drafts_are_planned_if_the_request_takes_none():
+def test_no_drafts_are_planned_for_a_request_with_takes_drafts_false():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert plan.num_drafts == 3
@@ -204,7 +208,10 @@ def test_decode_rows_take_no_drafts_next_to_a_prompt():
 
 
 def test_watch_reports_a_cached_block_that_a_reservation_evicts():
-    """The trimmed block is first in the free queue, and the watch has never seen its table."""
+    """Reserve a cached block for drafts and free it again between two updates of the watch.
+
+    The block is then empty, although the watch has never seen it in a block table.
+    """
     scheduler = speculative_scheduler(max_model_len=20, digest="xxh3")
     read(scheduler, decoding(scheduler, "1", 7, max_tokens=2), [1, *[NO_DRAFT] * 3])
     plan, manager = decoding(scheduler, "2", 3, max_tokens=9), scheduler.block_manager
@@ -228,7 +235,7 @@ def verify(policy: Speculation, num_accepted: int, num_rows: int = 4) -> None:
     policy.record(np.array([row] * num_rows))
 
 
-def test_policy_stops_drafting_where_no_draft_is_accepted():
+def test_verification_stops_if_no_draft_is_accepted():
     policy = Speculation(3, [(8, 1.2)])
     for _ in range(NUM_TRIAL_STEPS):
         assert policy.choose_num_drafts(4) == 3
@@ -237,11 +244,12 @@ def test_policy_stops_drafting_where_no_draft_is_accepted():
     assert choices == [0] * MIN_PLAIN_STEPS + [3]  # it tries again
 
 
-def test_policy_drafts_while_the_accepted_drafts_pay_for_the_cost():
+def test_verification_continues_while_accepted_drafts_outweigh_its_cost():
     policy = Speculation(3, [(8, 1.2), (64, 2.5)])
     for _ in range(100):
         assert policy.choose_num_drafts(8) == 3
         verify(policy, 1)
-    assert policy.choose_num_drafts(9) == 0  # 2 tokens per row cost more than 2 plain steps
+    # A verify step returns 2 tokens per row here, and costs more than 2 plain steps.
+    assert policy.choose_num_drafts(9) == 0
     assert policy.choose_num_drafts(65) == 0
     assert (policy.num_draft_tokens, policy.num_accepted_tokens) == (1200, 400)

@@ -1,4 +1,4 @@
-"""Random requests under pressure, with drafts that are accepted at random."""
+"""Run random requests in small pools with speculative decoding, whose drafts are randomly wrong."""
 
 import random
 from collections import Counter
@@ -23,7 +23,7 @@ EXPECTED = (
 
 
 class SpeculativeWork(Work):
-    """The work of `test_random_groups`, with speculation."""
+    """Random requests and events as in `test_random_groups`, with speculative decoding."""
 
     def _make_driver(self) -> Driver:
         driver, pick = super()._make_driver(), random.Random(self.random.random())

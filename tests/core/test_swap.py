@@ -1,4 +1,4 @@
-"""Test preemption by swapping with literal block ids."""
+"""Test which block ids preemption by swapping copies and frees."""
 
 import pytest
 from core_driver import Driver, driver_of, make_request, make_requests, make_scheduler
@@ -16,7 +16,7 @@ def test_sequence_is_swapped_out_and_in():
     plan = driver.plans[-1]
     assert (plan.preempted_request_ids, plan.released_seq_ids) == (("2",), (2,))
     assert plan.swap_outs == ((1, (3, 5)),)
-    assert updates(plan) == [((3, 5),)]  # block 5 is read before it is written
+    assert updates(plan) == [((3, 5),)]  # the swap-out reads block 5 before request 1 writes to it
     (sequence,) = samples(driver, "2")
     assert (status(driver, "2"), driver.scheduler.num_swapped) == ("swapped", 1)
     assert (sequence.num_computed_tokens, sequence.host_block_table) == (6, [0, 1])
@@ -93,7 +93,7 @@ def test_swap_entry_of_an_ended_group_is_dropped(sample_by_sample: bool):
     driver.run()
 
 
-def test_swap_entry_dropped_before_the_next_plan_is_never_created():
+def test_swap_entry_of_a_request_that_ends_before_the_next_plan_is_not_created():
     scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2, pressure=SWAP)
     driver = Driver(scheduler, lag=2)
     driver.add(make_request("1", 7, max_tokens=3))
@@ -140,7 +140,8 @@ def test_partial_block_is_copied_even_if_a_full_one_is_cached():
     driver = swapped_out(digest="xxh3")
     manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
     sequence.token_ids.append(0)
-    block = manager.pool.blocks[5]  # as if another sequence had computed all eight tokens
+    # Register block 5 as if another sequence had computed all eight tokens.
+    block = manager.pool.blocks[5]
     parent = manager.find_prefix(sequence, 4)[0].cache_entry
     assert manager.prefix_cache is not None
     assert parent is not None
@@ -227,7 +228,8 @@ def test_swap_in_leaves_a_spare_block_for_running_requests():
     scheduler, request = driver.scheduler, driver.requests["2"]
     scheduler.abort("1")
     taken = scheduler.block_manager.pool.allocate(3)
-    assert num_free(driver) == 2  # the number of blocks in the swap entry
+    # Two blocks suffice for the swap entry, but one more must stay free.
+    assert num_free(driver) == 2
     running = RequestQueue()
     running.add(make_request("3", 1))
     books = scheduler.config, scheduler.block_manager, scheduler.swap_space
@@ -236,7 +238,7 @@ def test_swap_in_leaves_a_spare_block_for_running_requests():
     assert alone.find_fit(request) == ([[]], 2)
     request.live_sequences.append(sample := Sequence(99, [1], 1, host_block_table=[2]))
     assert alone.find_fit(request) is None
-    request.live_sequences.remove(sample)  # the group has changed, so the check is repeated
+    request.live_sequences.remove(sample)  # the fit is checked again, because the group has changed
     assert alone.find_fit(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
     assert shared.find_fit(request) == ([[]], 2)
@@ -274,7 +276,8 @@ def test_swap_in_of_shared_partial_block_needs_a_copy_block():
     assert driver.requests["1"].is_finished
     pool = driver.scheduler.block_manager.pool
     taken = pool.allocate(4)
-    assert driver.scheduler.schedule() is None  # one free block; the copy needs a second
+    # One block is free, but the copy of a shared block needs a second block.
+    assert driver.scheduler.schedule() is None
     pool.free(taken)
     plan = the(driver.step())
     assert len(plan.swap_ins) == 1

@@ -25,7 +25,7 @@ def test_swap_space_counts_existing_swap_entries():
     for request in (first, second):
         manager.append(request.live_sequences[0], 12)
         request.live_sequences[0].num_computed_tokens = 12
-    assert space.should_swap(second)  # three of the five host blocks
+    assert space.should_swap(second)  # the entry needs three of the five host blocks
     space.swap_out(first)
     assert (space.num_used_host_blocks, space.should_swap(second)) == (3, False)
     space.drop(first)
@@ -36,15 +36,17 @@ def test_swap_space_counts_existing_swap_entries():
     ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
 )
 def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expected: str):
-    # Six tokens to compute or two blocks to copy each way. Equal costs mean recomputing.
+    # The request has six tokens to recompute, or two blocks to copy in both directions. If the
+    # costs are equal, the request is recomputed.
     costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.AUTO, 8, costs))
     assert status(driver, "2") == expected
     driver.run()
 
 
-def test_auto_preemption_counts_shared_tokens_once():
-    # Five tokens to compute (three shared, one per sample) or three blocks to copy.
+def test_auto_preemption_counts_tokens_shared_by_samples_once():
+    # The request has five tokens to recompute (three shared, and one per sample), or three blocks
+    # to copy.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
     policy = PreemptionPolicy(PreemptionMode.AUTO, 8, costs)
     requests = make_request("1", 3, max_tokens=8), make_request("2", 4, seq_id=10, n=2)
@@ -61,20 +63,21 @@ def test_auto_preemption_counts_shared_tokens_once():
         ((PreemptionMode.AUTO, 4), "mode 'auto' needs costs"),
     ],
 )
-def test_bad_policies_are_refused(arguments: tuple, message: str):
+def test_invalid_preemption_policy_is_refused(arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
         PreemptionPolicy(*arguments)
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_complete_request_is_preempted_without_swapping_out(mode: PreemptionMode):
+def test_request_without_tokens_to_compute_is_preempted_without_a_swap(mode: PreemptionMode):
     policy = PreemptionPolicy(mode, num_host_blocks=20)
     requests = make_request("1", 2, max_tokens=6), make_request("2", 2, max_tokens=3)
     driver = driver_of(*requests, lag=1, num_blocks=5, block_size=2, pressure=policy)
     for _ in range(3):
         driver.step()
     assert num_free(driver) == 0
-    assert samples(driver, "2")[0].num_tokens == 5  # the last token is sampled but not yet read
+    # The host has not read the last sampled token yet.
+    assert samples(driver, "2")[0].num_tokens == 5
     plan = the(driver.step())
     assert shape(plan) == [(1, 4, 1, True)]
     assert (plan.preempted_request_ids, plan.swap_outs, plan.released_seq_ids) == ((), (), (2,))

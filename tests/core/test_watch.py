@@ -1,4 +1,4 @@
-"""Compare a replica of the pool, built from the changes of a watch, with the pool."""
+"""Rebuild the state of the pool from the changes that a watch reports, and compare both."""
 
 from weakref import WeakSet
 
@@ -88,7 +88,8 @@ def test_watch_reports_the_life_of_a_request():
     driver.run()
     changes = replica.update()
     assert changes.gone == [1]
-    assert changes.blocks[:2] == ([1, 2], [CACHED, CACHED])  # block 3 was allocated and freed
+    # Block 3 was allocated and freed between two updates, so it is not reported.
+    assert changes.blocks[:2] == ([1, 2], [CACHED, CACHED])
     replica.check()
 
 
@@ -102,7 +103,7 @@ def test_watch_reports_copy_on_write():
         changes = replica.update()
         kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
         copies |= changes.copies
-    assert (1, 1) in kept  # the second of two blocks was replaced
+    assert (1, 1) in kept  # one table keeps its first block, and the second block is replaced
     assert copies == {3: 2}
     replica.check()
 
@@ -113,7 +114,7 @@ def test_watch_reports_a_trimmed_table_that_grows_again():
     driver.step()
     replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # as if the step had computed 3 tokens
+    sequence.num_computed_tokens = 3  # the step has computed 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
@@ -147,7 +148,7 @@ def test_watch_is_registered_until_it_is_closed_or_deleted():
 
 
 def test_watch_reports_a_pinned_block_with_new_content():
-    """Unpin, evict and pin again between two updates, so that the number of pins is equal."""
+    """Unpin, evict and pin again between two updates, so that only the content has changed."""
     driver = driver_of(make_request("1", 5, max_tokens=1), num_blocks=3, digest="xxh3")
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.run()
@@ -199,7 +200,7 @@ def test_watch_reports_swap_entries():
 
 
 class WatchedMachine(SchedulerMachine):
-    """Updates one replica after each step of the random work, and another after every third."""
+    """Update one replica after each step of random work, and another after every third step."""
 
     replicas: tuple[Replica, ...] = ()
     num_steps = 0

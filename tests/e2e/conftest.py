@@ -1,4 +1,5 @@
-"""Engines and checkpoints of the end-to-end tests, and a check for lost blocks after each test."""
+"""Fixtures of the end-to-end tests: engines and checkpoints. After each test, the fixture `engines`
+checks that no block is lost."""
 
 import json
 import re
@@ -19,8 +20,9 @@ from jpaged.config import EMBEDDED_MODEL
 
 @pytest.fixture
 def engines(kept_engines: Engines) -> Iterator[Engines]:
-    """Return a function that makes or reuses an engine, which compiles each program at its first
-    call. After the test, check that every block of every engine is free."""
+    """Return a function that creates an engine or reuses one with the same options. Each program of
+    the engine is compiled when it is first called. After the test, check that every block of every
+    engine is free."""
     used: list[Engine] = []
 
     def make(model: str | Path | None = None, **options: Any) -> Engine:
@@ -39,7 +41,7 @@ def engines(kept_engines: Engines) -> Iterator[Engines]:
 
 @pytest.fixture
 def new_engine(compilation_cache: Path) -> Engines:
-    """Return a function that makes an engine that no other test uses. Each of its programs is
+    """Return a function that creates an engine for one test only. Each program of the engine is
     compiled when it is first called."""
 
     def make(model: str | Path | None = None, **options: Any) -> Engine:
@@ -52,14 +54,15 @@ def new_engine(compilation_cache: Path) -> Engines:
 
 @pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    """Return an engine of the embedded model, in each loop."""
+    """Return an engine of the embedded model. The test runs once for each of `LOOPS`."""
     return engines(**LOOPS[request.param])
 
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the first two layers of the embedded model, with its tokenizer. The layers compile in a
-    third of the time. The answers are wrong, so use them only to compare answers."""
+    """Save a checkpoint with the first two layers of the embedded model, and the tokenizer. Such a
+    model compiles in a third of the time. Its answers are wrong, so use it only to compare answers.
+    """
     folder = tmp_path_factory.mktemp("shallow")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, folder)

@@ -1,4 +1,4 @@
-"""Requests and engine options of the end-to-end tests."""
+"""Engine options, requests and helpers that several end-to-end tests use."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,15 +17,16 @@ SMALL: dict[str, Any] = {
     "max_model_len": 256,
     "num_compile_workers": 0,
 }
-"""One decode and one prefill bucket, so that an engine compiles in seconds. Worker processes would
-refuse to compile, since the code of tests has checks in it."""
+"""Engine options with one decode bucket and one prefill bucket, so that an engine compiles in
+seconds. There are no compile workers: they would refuse to compile, because the tests add type
+checks to jpaged's code."""
 
 LOOPS: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "bursts": {"num_scheduler_steps": 3},
     "synchronous": {"async_scheduling": False},
 }
-"""Options of the loops, which all give the same answers."""
+"""Options of each kind of engine loop. All loops give the same answers."""
 
 SINGLE_STEP_LOOPS = {name: LOOPS[name] for name in ("overlapped", "synchronous")}
 
@@ -36,7 +37,8 @@ def in_full_tier(*values: Any) -> list[Any]:
 
 
 MOSTLY_OVERLAPPED = ["overlapped", *in_full_tier("bursts", "synchronous")]
-"""Loops of a slow test: only the full tier runs it in the other two."""
+"""Values of the parameter `engine` for a slow test. The default tier runs the test only with the
+overlapped loop."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
@@ -65,7 +67,8 @@ def token_ids(outputs: Any) -> list[list[list[int]]]:
 
 
 def answers(outputs: Any) -> list[list[tuple]]:
-    """Return tokens, text and reasons of the end of every completion of every request."""
+    """Return the tokens, text, finish reason and stop reason of every completion of every
+    request."""
     return [
         [(tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
         for output in outputs
@@ -75,7 +78,8 @@ def answers(outputs: Any) -> list[list[tuple]]:
 def make_workload(
     kinds: list[dict[str, Any]], count: int, vocab_size: int, **options: Any
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts with a common prefix, and requests of all kinds."""
+    """Return `count` prompts that share a prefix, and sampling parameters that take turns among
+    `kinds`."""
     rng = random.Random(0)
     prefix = [rng.randrange(5, vocab_size) for _ in range(60)]
     prompts = [[*prefix[: 20 + 2 * i], 5 + i] for i in range(count)]
@@ -86,10 +90,11 @@ def make_workload(
 def check_small_pool_changes_no_answer(
     roomy: Engine, tight: Engine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> None:
-    """Compare two engines. The small pool of `tight` makes it preempt, share and copy blocks."""
+    """Check that two engines give the same answers. The pool of `tight` is so small that it
+    preempts requests, and shares and copies blocks."""
     expected = answers(roomy.generate(prompts, params))
     before = tight.stats()
-    for _ in range(2):  # the second time prefixes are cached
+    for _ in range(2):  # the second time, prefixes are cached
         assert answers(tight.generate(prompts, params)) == expected
     stats = tight.stats()
     assert stats.num_preemptions > before.num_preemptions
@@ -98,7 +103,7 @@ def check_small_pool_changes_no_answer(
 
 
 def run(engine: Engine) -> dict[str, Any]:
-    """Step to the end; return the last output of each request."""
+    """Run the engine until all requests have ended; return the last output of each request."""
     last = {}
     while engine.has_unfinished_requests:
         last.update((output.request_id, output) for output in engine.step())
@@ -118,5 +123,5 @@ def updates(engine: Engine) -> Iterator[Any]:
 
 
 def final_updates(engine: Engine) -> dict[str, Any]:
-    """Run the engine until all requests have ended; return the last update of each."""
+    """Run the engine until all requests have ended; return the last update of each request."""
     return {it.request_id: it for it in updates(engine) if it.finished}

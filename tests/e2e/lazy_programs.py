@@ -1,4 +1,5 @@
-"""Engines that compile a program at its first call, because a test needs only a few programs."""
+"""Create engines that compile each program when it is first called. This is faster, because a test
+needs only a few of the programs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from jpaged.runtime.programs import ProgramName, Programs
 
 
 class LazyProgram:
-    """A program that `compile` compiles at the first use."""
+    """A program that the function `compile` compiles at the first call."""
 
     def __init__(self, compile: Callable[[], Any]):
         self._compile = compile
@@ -33,7 +34,7 @@ class LazyProgram:
 class LazyBuilder(ProgramBuilder):
     """A `ProgramBuilder` whose programs are compiled by the thread that first calls them.
 
-    No program refers to the builder, because the cycle would never be freed: the start of an
+    No program refers to the builder, because the reference cycle would never be freed: starting an
     engine freezes its objects for the garbage collector.
     """
 
@@ -57,8 +58,8 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """Within the context, make engines that compile each program at its first call."""
+    """Make every engine that starts inside the context compile each program at its first call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
-        patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would call every program
+        patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would compile every program
         yield

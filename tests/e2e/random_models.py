@@ -1,4 +1,4 @@
-"""Random checkpoints, and their greedy continuations by `transformers`."""
+"""Random checkpoints, and their logits computed by `transformers`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,14 @@ Logits = Callable[[list[int]], np.ndarray]
 
 
 def random_model(family: str, *, seed: int = 0, std: float | None = None, **values: Any) -> Any:
-    """Return a `transformers` model whose logits are spread, so that greedy choices are clear.
+    """Return a random `transformers` model. Its logits differ so much that rounding does not change
+    the greedy token.
 
     Args:
         family: The `model_type` of the config.
         seed: Seed of the weights.
-        std: Standard deviation of the weights; by default it depends on the width of each tensor.
-        values: Values of the config, in addition to `DEFAULTS`.
+        std: Standard deviation of the weights; None to choose it by the width of each tensor.
+        values: Other values of the config, in addition to `DEFAULTS`.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -38,7 +39,7 @@ def random_model(family: str, *, seed: int = 0, std: float | None = None, **valu
 
 
 def logits_of(model: Any) -> Logits:
-    """Return a function from token ids to the logits at each position."""
+    """Return a function that takes token ids and returns the logits at each position."""
     torch = pytest.importorskip("torch")
 
     def logits(token_ids: list[int]) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Test that a batch-invariant engine gives each request the same bits in any composition."""
+"""Test that with `batch_invariant`, log-probabilities have the same bits whatever else is in the
+batch."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,13 @@ from jpaged.engine.startup import check_batch_invariant
 from jpaged.models.checkpoint import read_config
 from jpaged.models.registry import read_model_config
 
+SPARSE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
 NUM_REQUESTS = 12
 COMMON: dict[str, Any] = {
     "batch_invariant": True,
@@ -46,12 +54,13 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "recompute, speculation": RECOMPUTE | {"speculative_config": SWAP["speculative_config"]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-IN_DEFAULT_TIER = ("prefix hits", "recompute, chunks, synchronous", "swap, speculation")
+IN_DEFAULT_TIER = ("recompute, chunks, synchronous", "swap, speculation")
 IN_FULL_TIER = [name for name in COMPOSITIONS if name not in IN_DEFAULT_TIER]
 
 
 def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts, half of them with a common prefix, and greedy and seeded requests."""
+    """Return prompts and sampling parameters. Half of the prompts share a prefix; a third of the
+    requests are seeded, and the others are greedy."""
     rng = np.random.default_rng(0)
     prefix = rng.integers(5, vocab_size, 40).tolist()
     prompts, params = [], []
@@ -65,7 +74,8 @@ def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def bits(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list:
-    """Return the tokens and log-probabilities of each request; equal floats have equal bits."""
+    """Return the tokens and log-probabilities of each request. Log-probabilities are equal only if
+    all bits are equal."""
     outputs = [it.outputs[0] for it in engine.generate(prompts, params)]
     return [
         (it.token_ids, [{t: e.logprob for t, e in step.items()} for step in it.logprobs or ()])
@@ -80,12 +90,13 @@ def bits_alone(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
 
 @pytest.fixture(autouse=True)
 def optimized_programs() -> None:
-    """Let XLA optimize as for users. The setup of every other test turns optimizations off."""
+    """Enable XLA's optimizations, as for users. The other tests run without optimizations."""
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 def check_bits(alone: Engine, engine: Engine) -> None:
-    """Check that requests in two batches have the bits of single requests."""
+    """Check that `engine` gives requests in a batch, in two orders, the same bits as `alone` gives
+    single requests."""
     prompts, params = requests(alone.vocab_size)
     expected = bits_alone(alone, prompts, params)
     for order in (np.arange(NUM_REQUESTS), np.random.default_rng(1).permutation(NUM_REQUESTS)):
@@ -94,7 +105,8 @@ def check_bits(alone: Engine, engine: Engine) -> None:
 
 
 def check_scores(engine: Engine) -> None:
-    """Check that the scores of generated tokens have the bits of the generation."""
+    """Generate tokens, then score them as completions. Check that the log-probabilities have the
+    same bits."""
     prompts, params = requests(engine.vocab_size)
     expected = bits_alone(engine, prompts, params)
     scores = engine.score_completions(prompts, [list(tokens) for tokens, _ in expected])
@@ -107,7 +119,7 @@ def check_scores(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", [*IN_DEFAULT_TIER, *in_full_tier(*IN_FULL_TIER)])
-def test_requests_have_the_bits_of_a_request_alone(
+def test_batched_requests_have_the_same_bits_as_single_requests(
     engines: Engines, shallow_folder: Path, name: str
 ):
     options = COMPOSITIONS[name]
@@ -123,7 +135,9 @@ def test_requests_have_the_bits_of_a_request_alone(
         assert stats.num_cached_tokens > before.num_cached_tokens
 
 
-def test_scores_have_the_bits_of_the_generation(engines: Engines, shallow_folder: Path):
+def test_completion_scores_have_the_same_bits_as_generated_logprobs(
+    engines: Engines, shallow_folder: Path
+):
     check_scores(engines(shallow_folder, **COMMON, enable_prefix_caching=False))
 
 
@@ -142,10 +156,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3_text", *in_full_tier("qwen3_moe", "olmoe", "gpt2", "opt", "qwen2")]
-)
-def test_every_kind_of_layer_has_the_bits_of_a_request_alone(
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_layer_gives_a_batch_the_same_bits_as_single_requests(
     engines: Engines, tmp_path: Path, family: str
 ):
     values = {"vocab_size": 96, "max_position_embeddings": 256, "num_attention_heads": 4}
@@ -157,7 +170,7 @@ def test_every_kind_of_layer_has_the_bits_of_a_request_alone(
 
 @pytest.mark.gpu2
 @pytest.mark.full
-def test_tensor_parallel_devices_give_the_bits_of_a_request_alone(
+def test_tensor_parallel_devices_give_a_batch_the_same_bits_as_single_requests(
     engines: Engines, shallow_folder: Path, tmp_path: Path
 ):
     if jax.device_count() < 2:
@@ -174,12 +187,23 @@ def test_tensor_parallel_devices_give_the_bits_of_a_request_alone(
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name != "bfloat16"])
-def test_gpu_gives_the_bits_of_a_request_alone(engines: Engines, tmp_path: Path, name: str):
+def test_gpu_gives_a_batch_the_same_bits_as_single_requests(
+    engines: Engines, tmp_path: Path, name: str
+):
     save_config(tmp_path, MEDIUM)
     options = COMMON | {"load_format": "dummy"}
     alone = engines(tmp_path, **options, enable_prefix_caching=False)
     check_bits(alone, engines(tmp_path, **options | COMPOSITIONS[name]))
     check_scores(alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_gpu_gives_the_bits_of_a_request_alone_with_experts(engines: Engines, tmp_path: Path):
+    save_config(tmp_path, WIDE | SPARSE)
+    engine = engines(tmp_path, **COMMON, load_format="dummy")
+    check_bits(engine, engine)
+    check_scores(engine)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +216,7 @@ def test_gpu_gives_the_bits_of_a_request_alone(engines: Engines, tmp_path: Path,
         ({"kv_cache_dtype": "fp8"}, "does not support a KV cache of float8_e4m3fn: leave"),
     ],
 )
-def test_quantized_engine_is_refused(
+def test_batch_invariant_engine_refuses_quantization(
     new_engine: Engines, shallow_folder: Path, options: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=message):
@@ -207,9 +231,16 @@ def test_quantized_engine_is_refused(
         ({}, "NVIDIA H200", "float32", "dtype='float32' on a GPU: use dtype='bfloat16'"),
         ({"head_dim": 64}, "NVIDIA H200", "bfloat16", "head_dim=64 on a GPU"),
         ({"intermediate_size": 96}, "NVIDIA H200", "bfloat16", "intermediate_size=96 per device"),
+        (SPARSE | {"intermediate_size": 96}, "NVIDIA H200", "bfloat16", None),
+        (
+            SPARSE | {"moe_intermediate_size": 96},
+            "NVIDIA H200",
+            "bfloat16",
+            "moe_intermediate_size=96 per device",
+        ),
     ],
 )
-def test_gpu_without_kernels_is_refused(
+def test_batch_invariant_engine_refuses_a_gpu_without_the_kernels(
     tmp_path: Path, values: dict[str, Any], kind: str, dtype: str, message: str | None
 ):
     save_config(tmp_path, WIDE | values)

@@ -10,13 +10,14 @@ from e2e_options import Engines, in_full_tier, token_ids
 from jpaged import SamplingParams
 
 NUM_SLOTS = {1: 420, 2: 420, 256: 1024}
-"""Slots of a pool that is too small for all requests together, by block size."""
+"""Number of slots in a pool that is too small for all requests together, by block size."""
 
 SHAPE: dict[str, Any] = {"max_model_len": 320, "max_num_seqs": 8, "skip_tokenizer_init": True}
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts with a common prefix: some end before token 256, some of them grow past it."""
+    """Return prompts that share a prefix, and sampling parameters. Some sequences end before token
+    256, and others grow past it."""
     rng = random.Random(0)
     prefix = [rng.randrange(5, 120) for _ in range(290)]
     greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}

@@ -1,4 +1,5 @@
-"""Test bursts, launches of several decode steps, and how requests join between them."""
+"""Test bursts: several decode steps that are launched as one program. Requests join between
+bursts."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ def engine(engines: Engines) -> Engine:
 
 @pytest.fixture
 def launched(engine: Engine) -> Iterator[list[int]]:
-    """Return a list that grows by the number of steps of each launch."""
+    """Return a list to which each launch appends its number of steps."""
     counts: list[int] = []
     with engine.record_steps(lambda plans: counts.append(len(plans))):
         yield counts
@@ -76,7 +77,8 @@ SMALL_POOL: dict[str, Any] = {
 def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    """Requests of several priorities, in a small pool. No burst has a step that moves blocks."""
+    """The requests have several priorities, and the pool is small. The test also checks that no
+    burst contains a step that copies or swaps blocks."""
     bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
     kinds = [params(i) for i in range(len(PROMPTS))]
     want = answers_in_single_steps(engines, shallow_folder, PROMPTS, kinds)
@@ -108,7 +110,7 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_waiting_and_preempted_requests_finish_next_to_bursts(
+def test_waiting_and_preempted_requests_finish_despite_bursts(
     engines: Engines, shallow_folder: Path, mode: str
 ):
     bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
@@ -133,7 +135,7 @@ def test_waiting_and_preempted_requests_finish_next_to_bursts(
 
 @pytest.mark.parametrize("own", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
 @pytest.mark.parametrize("max_tokens", [1, 2, BURST + 1, 2 * BURST + 1, 20])
-def test_one_request_runs_in_bursts_to_its_last_token(
+def test_single_request_runs_in_bursts_to_its_last_token(
     engine: Engine, launched: list[int], own: dict[str, Any], max_tokens: int
 ):
     given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own)
@@ -141,7 +143,7 @@ def test_one_request_runs_in_bursts_to_its_last_token(
     assert len(output.outputs[0].token_ids) == max_tokens
     after_prefill = max_tokens - 1
     assert launched.count(BURST) == after_prefill // BURST
-    assert sum(launched[1:]) == after_prefill  # no step too many
+    assert sum(launched[1:]) == after_prefill  # no additional step
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
 
 
 def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
-    """Return the batch size of each burst, and the number of sequences of each of its steps."""
+    """Return one tuple per burst: its batch size, then the number of sequences of each step."""
     return [
         (size, *(len(plan.scheduled) for plan in launch.plans))
         for launch in steps.launches
@@ -198,7 +200,8 @@ def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
 def test_generate_runs_larger_bursts_than_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """With `step`, a new request may come between two steps."""
+    """`step` must end soon, because a new request may arrive before the next call. `generate` may
+    run larger bursts."""
     engine = engines(shallow_folder, **MANY)
     prompts = [*PROMPTS, *PROMPTS]
     kinds = [
@@ -220,7 +223,7 @@ def test_generate_runs_larger_bursts_than_step(
 def test_batch_size_of_a_burst_fits_its_largest_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """The steps of a burst shrink when requests finish."""
+    """Later steps of a burst have fewer sequences if requests finish."""
     engine = engines(shallow_folder, **MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
@@ -229,7 +232,9 @@ def test_batch_size_of_a_burst_fits_its_largest_step(
     assert burst_shapes(many) == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
 
 
-def test_burst_samples_each_request_as_alone(engine: Engine, launched: list[int]):
+def test_burst_gives_each_request_the_tokens_of_a_single_request(
+    engine: Engine, launched: list[int]
+):
     """The random request ends before the greedy request."""
     short = SamplingParams(temperature=100.0, seed=1, max_tokens=BURST, ignore_eos=True)
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -260,7 +265,7 @@ def test_new_request_joins_at_the_next_launch(engine: Engine, launched: list[int
     assert launched[-1] == BURST
     engine.add_request("2 + 3 =", GREEDY_30)
     engine.step()
-    assert launched[-1] == 1  # the new prompt, and the next token of the first request
+    assert launched[-1] == 1  # one step for the new prompt and the first request
     engine.step()
     assert launched[-1] == BURST  # both requests
     engine.abort_all()

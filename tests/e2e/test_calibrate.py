@@ -1,4 +1,4 @@
-"""Test the calibration of FP8 scales of keys and values with a text."""
+"""Test `jpaged calibrate`, which measures FP8 scales of keys and values on a text."""
 
 import json
 import shutil
@@ -32,14 +32,15 @@ LENGTH = 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the embedded model with scales calibrated with the text."""
+    """Save the embedded model with the scales that were calibrated on a text."""
     folder = tmp_path_factory.mktemp("calibrated")
     calibrate(EMBEDDED_MODEL, TEXT, folder, length=LENGTH)
     return folder
 
 
 def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
-    """Compare with the keys and values of `transformers` for the same sequences."""
+    """The expected scales come from the keys and values that `transformers` computes for the same
+    sequences."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -65,7 +66,7 @@ def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
             assert np.log2(scale) % 1 == 0
 
 
-def test_zero_layer_has_scale_1_and_infinite_values_are_refused():
+def test_layer_of_zeros_has_scale_1_and_infinite_values_are_refused():
     largest = np.array([[0.0, 448.0], [1000.0, 7.0]], np.float32)
     np.testing.assert_array_equal(compute_scales(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
     with pytest.raises(ValueError, match="the values of layer 1 are not finite"):
@@ -73,7 +74,7 @@ def test_zero_layer_has_scale_1_and_infinite_values_are_refused():
 
 
 @pytest.mark.full
-def test_calibrated_cache_drifts_no_more_than_with_scale_1(engines: Engines, folder: Path):
+def test_calibrated_scales_change_logprobs_no_more_than_scale_1(engines: Engines, folder: Path):
     options: dict[str, Any] = {"enable_prefix_caching": False}
     wide = scores(engines(**options), PROMPTS)
     drifts = [
@@ -150,7 +151,7 @@ def test_opt_model_loads_with_calibrated_scales(tmp_path: Path):
         (SCALES_FILE_NAME, f"has a file {SCALES_FILE_NAME}, .*: rename it"),
     ],
 )
-def test_checkpoint_with_a_file_of_an_output_name_is_refused(
+def test_calibrate_refuses_a_checkpoint_with_a_file_that_has_the_name_of_an_output(
     tmp_path: Path, existing: str, message: str
 ):
     source = tmp_path / "source"
@@ -177,7 +178,9 @@ def test_invalid_calibration_is_refused_before_writing(tmp_path: Path, change, w
     assert not (tmp_path / "new").exists()
 
 
-def test_checkpoint_with_scales_is_refused_unchanged(folder: Path, tmp_path: Path):
+def test_calibrate_refuses_a_checkpoint_with_scales_and_changes_nothing(
+    folder: Path, tmp_path: Path
+):
     with pytest.raises(CheckpointError, match="has scales of keys and values: load it as it is"):
         calibrate(folder, WORDS, tmp_path / "new")
 

@@ -125,7 +125,7 @@ def test_abort_at_any_step_changes_no_other_request(
     assert engine.stats().num_used_blocks == 0
 
 
-def test_one_stream_or_generate_call_advances_all_streams(engine: Engine):
+def test_each_stream_advances_while_another_stream_or_generate_runs(engine: Engine):
     pairs = list(zip(engine.stream(QUESTION, GREEDY), engine.stream(QUESTION, GREEDY), strict=True))
     assert ["".join(d.text for d in side) for side in zip(*pairs, strict=True)] == [ANSWER] * 2
     first, second = engine.stream(QUESTION, GREEDY), engine.stream("Reverse stone", GREEDY)
@@ -152,9 +152,9 @@ def test_generate_keeps_requests_that_arrived_before_it(engine: Engine):
     assert [text(outputs[name]) for name in (first, "second")] == [ANSWER] * 2
 
 
-def test_step_returns_each_request_that_generate_finished_once(engine: Engine):
+def test_step_returns_once_each_request_that_finished_during_generate(engine: Engine):
     engine.add_request("Reverse stone", GREEDY, request_id="a")
-    engine.generate("Count from 1 to 20", GREEDY)  # finishes "a" meanwhile
+    engine.generate("Count from 1 to 20", GREEDY)  # request "a" finishes during this call
     engine.add_request(QUESTION, GREEDY, request_id="a")
     ended = []
     while engine.has_unfinished_requests:
@@ -316,7 +316,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_total_of_the_memory_account_is_the_sum_of_its_parts(engine: Engine):
+def test_total_of_the_memory_account_is_the_sum_over_all_purposes(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
@@ -352,7 +352,8 @@ def test_ctrl_c_while_reading_a_step_keeps_other_requests(
 
 
 def generate_until_interrupted(engine: Engine, seconds: float) -> bool:
-    """Press Ctrl-C after `seconds`; return whether `generate` raised KeyboardInterrupt."""
+    """Call `generate`, and simulate a Ctrl-C after `seconds`. Return whether `generate` raised
+    KeyboardInterrupt."""
     main = threading.main_thread().ident
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
     try:
@@ -428,7 +429,7 @@ def test_ctrl_c_while_text_is_decoded_repeats_no_text(
     assert text(run(engine)["a"]) == ANSWER
 
 
-def test_stream_collected_during_a_step_is_aborted_after_it(
+def test_stream_garbage_collected_during_a_step_is_aborted_after_the_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     other = engine.add_request(QUESTION, GREEDY)
@@ -446,7 +447,7 @@ def test_stream_collected_during_a_step_is_aborted_after_it(
 
 
 UNIQUE_NUM_BLOCKS = 130
-"""No other engine in this file has a pool of this size."""
+"""Number of blocks that no other engine in this file has in its pool."""
 
 
 def count_pools() -> int:
@@ -481,12 +482,13 @@ def test_failed_step_fails_the_engine_and_frees_its_pool(
             call()
     engine.abort_all()
     del engine, call
-    gc.collect()  # frees the frames of the errors
+    gc.collect()  # frees the tracebacks of the errors
     assert count_pools() == num_pools
 
 
 def test_engine_is_freed_with_its_last_reference(compilation_cache: Path, shallow_folder: Path):
-    """The garbage collector does not visit an engine, because that would take long."""
+    """An engine must be freed without the garbage collector, which ignores the objects of an engine
+    to save time."""
     num_pools, num_tracked = count_pools(), count_tracked_blocks()
     options = {"num_blocks": UNIQUE_NUM_BLOCKS, "compilation_cache_dir": compilation_cache, **SMALL}
     config = EngineConfig.from_options(shallow_folder, options)

@@ -53,7 +53,8 @@ TIGHT |= {"speculative_config": NGRAM}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
-    """Return a random checkpoint with a dense and a sparse layer, and its logits."""
+    """Return a random checkpoint with a dense and a sparse layer, and a function that computes its
+    logits."""
     model, folder = random_model("qwen3_moe", seed=5, **SIZES), tmp_path_factory.mktemp("moe")
     model.save_pretrained(folder)
     return folder, logits_of(model)
@@ -76,7 +77,7 @@ def test_greedy_tokens_equal_transformers(
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     engine = engines(folder, **OPTIONS, **LOOPS[loop], **options)
     want = [continue_greedily(logits, prompt, 12) for prompt in prompts]
-    for _ in range(2):  # the second time prefixes are cached
+    for _ in range(2):  # the second time, prefixes are cached
         outputs = engine.generate(prompts, params)
         assert [list(output.outputs[0].token_ids) for output in outputs] == want
 
@@ -90,7 +91,9 @@ def test_small_pool_changes_no_answer(engines: Engines, saved: tuple[Path, Logit
     assert tight.stats().num_swapped_in_blocks > 0
 
 
-def test_random_weights_generate_and_are_counted(engines: Engines, saved: tuple[Path, Logits]):
+def test_model_with_random_experts_generates_and_counts_its_parameters(
+    engines: Engines, saved: tuple[Path, Logits]
+):
     engine = engines(saved[0], load_format="dummy", **OPTIONS)
     (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4
@@ -107,7 +110,8 @@ def test_random_weights_generate_and_are_counted(engines: Engines, saved: tuple[
 def test_nan_ends_only_the_request_that_has_it(
     engines: Engines, saved: tuple[Path, Logits], tmp_path: Path
 ):
-    """The embedding of token 95 is NaN, and so are the router logits of its rows."""
+    """The embedding of token 95 is NaN, so the router logits of rows with this token are NaN
+    too."""
     model = random_model("qwen3_moe", seed=5, **SIZES)
     model.model.embed_tokens.weight.data[95] = float("nan")
     model.save_pretrained(tmp_path)

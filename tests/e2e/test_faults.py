@@ -18,7 +18,8 @@ from tests.covering import covering
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
-    """Wrap `target`: after `after` calls for the victim, raise at each call for the victim."""
+    """Wrap `target`. The first `after` calls for the victim succeed, and later calls for the victim
+    raise an error."""
     calls = 0
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +46,8 @@ def is_victim_sample(sample: SampleState, *_: Any) -> bool:
 
 
 def failing_once(target: Callable[..., Any], after: int) -> Any:
-    """Wrap `target`: raise at the end of the call that follows `after` other calls."""
+    """Wrap `target`. Call number `after` + 1 raises an error after it has called `target`; other
+    calls succeed."""
     calls = 0
 
     def wrapper(*args: Any, **options: Any) -> Any:

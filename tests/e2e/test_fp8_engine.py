@@ -30,7 +30,7 @@ def test_embedded_model_answers_right_with_fp8_weights(engines: Engines, loop: s
 
 
 def test_fp8_weights_take_a_quarter_of_the_memory(engines: Engines):
-    """Embeddings and norms stay in float32."""
+    """Only projections have FP8 weights: embeddings and norms stay in float32."""
     wide, narrow = engines().memory_account.weights, engines(quantization="fp8").memory_account
     assert 0.25 * wide < narrow.weights < 0.3 * wide
 
@@ -69,7 +69,7 @@ def test_two_devices_give_the_fp8_tokens_of_one_device(engines: Engines, shallow
 def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
     engines: Engines, shallow_folder: Path, dtype: str
 ):
-    """A different rounding changes an FP8 number by about 6 %."""
+    """Two devices may round an FP8 number differently, which changes the number by about 6 %."""
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     prompts = [f"Count from {n} to {n + 20}. {QUESTION}" for n in range(8)]
@@ -86,7 +86,8 @@ def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Return a function that saves a random model with one scale per block, as Qwen3-FP8 has."""
+    """Return a function that saves a random FP8 model with one scale per block of 128 x 128
+    weights, as in Qwen3-FP8."""
 
     def make() -> Path:
         torch = pytest.importorskip("torch")

@@ -76,7 +76,7 @@ def test_block_sharing_and_preemption_change_no_token_of_an_fp8_cache(
         pytest.param("float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
-def test_pool_of_a_narrow_cache_has_proportionally_more_blocks(
+def test_kv_cache_with_fewer_bytes_has_proportionally_more_blocks(
     engines: Engines, folder_of_8_heads: Path, dtype: str, kv_cache_dtype: str, ratio: int
 ):
     size = 2**18
@@ -89,7 +89,7 @@ def test_pool_of_a_narrow_cache_has_proportionally_more_blocks(
     assert engine.generate([3, 4, 5], SamplingParams(temperature=0.0, max_tokens=4))
 
 
-def test_fp8_cache_gives_prompt_logprobs_close_to_a_wide_cache(engines: Engines):
+def test_fp8_cache_gives_prompt_logprobs_close_to_an_unquantized_cache(engines: Engines):
     prompt = "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31)))
     wide, fp8 = (
         scores(engines(**options, enable_prefix_caching=False), [prompt]) for options in ({}, FP8)
@@ -104,7 +104,7 @@ def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
 ):
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
-    prompts, params = workload(8)
+    prompts, params = make_workload(KINDS[:2], 8, 96, max_tokens=40)
     options = {**SHAPE, "dtype": "float32"}
     alone = engines(folder_of_8_heads, num_blocks=400, **options)
     expected = token_ids(alone.generate(prompts, params))
@@ -116,7 +116,8 @@ def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
 
 @pytest.fixture(scope="module")
 def folder_of_8_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random Qwen3 checkpoint of 8 heads and 2 KV heads, without scales and a tokenizer."""
+    """Save a random Qwen3 checkpoint with 8 query heads and 2 KV heads, without scales and without
+    a tokenizer."""
     model = random_model(
         "qwen3",
         seed=3,

@@ -1,4 +1,5 @@
-"""Compare whole generations with `transformers`, in both loops and under memory pressure."""
+"""Compare generated tokens and log-probabilities with `transformers`, in both engine loops and with
+too few blocks for all requests."""
 
 import shutil
 from pathlib import Path

@@ -20,7 +20,7 @@ from jpaged.runtime.model_runner import ModelRunner
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
 
-# Widths that the kernels for Hopper GPUs support.
+# Sizes of a model that the kernels for Hopper GPUs support.
 WIDE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 128,
@@ -69,10 +69,11 @@ def test_float32_tokens_equal_transformers(
 
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    # bfloat16 results depend on the batch, so all requests must fit in one batch in both loops.
+    # The values are (dtype, number of requests). In bfloat16, results depend on the batch, so all
+    # requests must fit in one batch.
     [("float32", 12), ("bfloat16", 8)],
 )
-def test_both_loops_give_the_same_tokens(
+def test_overlapped_and_synchronous_loops_give_the_same_tokens(
     engines: Engines, qwen_folder: Path, dtype: str, count: int
 ):
     options = {"skip_tokenizer_init": True, "dtype": dtype}
@@ -100,8 +101,8 @@ def test_embedded_model_gives_right_answers(engines: Engines, dtype: str, quanti
 
 
 def test_shared_blocks_and_preemption_change_no_answer(engines: Engines):
-    """Compare with single requests that share no blocks. One test has all modes, so that the single
-    requests run once."""
+    """Compare with single requests that share no blocks. One test covers all preemption modes, so
+    that the single requests run only once."""
     examples = [e for e in sample_examples(11, 400) if len(e.prompt + e.completion) < 60][:64]
     shape = {**SHAPE, "dtype": "float32"}
     roomy = engines(num_blocks=ROOMY, enable_prefix_caching=False, **shape)
@@ -147,10 +148,11 @@ def test_no_program_copies_the_pool(engines: Engines, kv_cache_dtype: str, name:
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("auto", 0.1), ("fp8", 0.2)])
-def test_bfloat16_heads_of_128_give_close_logprobs(
+def test_bfloat16_model_with_head_size_128_gives_logprobs_close_to_float32(
     engines: Engines, tmp_path: Path, kv_cache_dtype: str, bound: float
 ):
-    """Compare the prefill kernel for Hopper GPUs with float32, in every bucket of tokens."""
+    """Compare the log-probabilities of the Hopper prefill kernel with those in float32, for each
+    prefill bucket."""
     save_config(tmp_path)
     options = {**DUMMY, "max_model_len": 512, "kv_cache_dtype": kv_cache_dtype}
     options |= {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 512}
@@ -165,7 +167,8 @@ def test_bfloat16_heads_of_128_give_close_logprobs(
 
 
 def test_memory_account_equals_the_device_statistics(tmp_path: Path):
-    """Compare within 1 %, before and after a batch of the largest size."""
+    """The memory that the account predicts and the memory that the device reports may differ by 1
+    %, before and after a batch of the largest size."""
     save_config(tmp_path, MEDIUM)
 
     def bytes_in_use() -> int:
@@ -193,8 +196,11 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     assert account.total <= account.limit
 
 
-def test_fused_decode_steps_in_bfloat16_give_close_logprobs(engines: Engines, tmp_path: Path):
-    """Compare the logprobs of decoded tokens with the logprobs of the same tokens in a prompt."""
+def test_fused_decode_steps_in_bfloat16_give_logprobs_close_to_prefill(
+    engines: Engines, tmp_path: Path
+):
+    """Send the generated tokens as a prompt, and compare the log-probabilities of the prompt with
+    those of the decode steps."""
     save_config(tmp_path)
     engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **DUMMY)
     rng = np.random.default_rng(1)
@@ -214,7 +220,8 @@ def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[
     """Send each prompt with its generated tokens as a new prompt, and score the generated tokens.
 
     Returns:
-        The prompt logprobs at each generated token: of this token and of the best token.
+        For each output and each generated token: the log-probabilities of the generated token and
+        of the most probable token, as prompt logprobs.
     """
     prompts = [[*it.prompt_token_ids, *it.outputs[0].token_ids] for it in outputs]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
@@ -225,10 +232,11 @@ def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[
 @pytest.mark.parametrize(
     ("max_num_seqs", "copies", "sizes"), [(8, 1, {8}), (20, 3, {8, 32}), (48, 9, {32, 48})]
 )
-def test_bursts_in_bfloat16_choose_the_best_tokens(
+def test_bursts_in_bfloat16_choose_the_most_probable_tokens(
     engines: Engines, tmp_path: Path, max_num_seqs: int, copies: int, sizes: set[int]
 ):
-    """Except for rounding, no token in a prompt has a higher logprob than the chosen token."""
+    """Send the generated tokens as a prompt. Except for rounding, no other token may have a higher
+    log-probability than the generated token."""
     save_config(tmp_path)
     limits = {"num_blocks": 600, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512}
     engine = engines(tmp_path, dtype="bfloat16", **limits, **DUMMY)

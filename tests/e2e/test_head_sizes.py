@@ -1,4 +1,5 @@
-"""Compare models of many head sizes with `transformers`: small, odd, and no powers of two."""
+"""Compare models with unusual head sizes with `transformers`: small sizes, odd sizes, and sizes
+that are no powers of two."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 ON_ANY_DEVICE = [("llama", 4), ("gpt2", 5), ("gpt2", 8), ("qwen3", 12), ("qwen2", 16)]
 USUAL = (8, 16)
-"""Head sizes that engines of other tests have too."""
+"""Head sizes that models of other tests have too."""
 ON_A_GPU = [("llama", 24), ("qwen3", 40), ("qwen2", 80), ("llama", 96), ("gpt2", 200)]
 ON_A_GPU += [("gemma3_text", 256)]
 LENGTHS = (1, 3, 15, 16, 17, 40, 90)
@@ -41,7 +42,7 @@ def model_of(family: str, head_size: int) -> Any:
     }
     if family != "gpt2":
         values["intermediate_size"] = 48
-    if family in ("qwen3", "gemma3_text"):  # the model's width is independent of the heads
+    if family in ("qwen3", "gemma3_text"):  # width and head size are independent
         values |= {"hidden_size": 64, "head_dim": head_size}
     return random_model(family, seed=head_size, **values, **heads)
 

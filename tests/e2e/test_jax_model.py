@@ -1,4 +1,5 @@
-"""An engine serves plain JAX functions: the tokens are those of the model without a cache."""
+"""Test engines of a `JaxModel`: the generated tokens equal those of the model's functions without a
+KV cache."""
 
 import gc
 import re
@@ -41,9 +42,9 @@ PROMPTS = [[*PREFIX, 5], [*PREFIX, 11, 12, 13, 11, 12, 13, 11, 12], [3]]
 
 
 class DenseStep:
-    """Attention over the tokens of one sequence, without a cache.
+    """Computes attention over the tokens of one sequence, without a KV cache.
 
-    Keys and values are rounded to `kv_dtype` if given, as a pool of this dtype does.
+    If `kv_dtype` is given, keys and values are rounded to it, as in a KV pool of this dtype.
     """
 
     def __init__(self, kv_dtype: Any = None):
@@ -72,7 +73,8 @@ def dense_logits(
 
 
 def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.ndarray:
-    """Return the log-probability of each token but the first by the tiny model's own forward."""
+    """Compute the log-probability of each token except the first, by the tiny model without a KV
+    cache."""
     with user_settings():
         logits = dense_logits(TINY, params, jnp.asarray(tokens, jnp.int32), kv_dtype)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[:-1]
@@ -80,7 +82,7 @@ def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.n
 
 
 def greedy_tokens(model: JaxModel, params: Any, prompt: list[int]) -> list[int]:
-    """Return the most probable tokens by the model's own forward, without a cache."""
+    """Generate tokens greedily by the model's functions, without a KV cache."""
     tokens = [*prompt]
     with user_settings():
         for _ in range(NUM_TOKENS):
@@ -90,7 +92,8 @@ def greedy_tokens(model: JaxModel, params: Any, prompt: list[int]) -> list[int]:
 
 
 def user_settings() -> ExitStack:
-    """Return a context with JAX's default promotion, which the tests make strict elsewhere."""
+    """Return a context with JAX's default dtype promotion, as users have. The other tests use
+    strict promotion."""
     stack = ExitStack()
     stack.enter_context(jax.numpy_dtype_promotion("standard"))
     stack.enter_context(jax.numpy_rank_promotion("allow"))
@@ -98,7 +101,8 @@ def user_settings() -> ExitStack:
 
 
 def tiny_forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
-    """Compute two layers with other heads, windows, scales and soft caps, and no rotation."""
+    """Compute two layers with different heads, windows, scales and soft caps. Queries and keys are
+    not rotated."""
     x = params["embed"][tokens] + params["positions"][positions]
     q, k, v = (jnp.einsum("td,dnh->tnh", x, it) for it in params["first"])
     x += step.attend(0, q, k, v, window=9, soft_cap=2.0).reshape(len(x), -1) @ params["out"]
@@ -149,7 +153,8 @@ def make_engine(model: Any = TINY, params: Any = None, **options: Any) -> Engine
 
 @pytest.fixture(scope="module")
 def jax_engines() -> Callable[..., Engine]:
-    """Return a function that makes or reuses an engine of the tiny model."""
+    """Return a function that creates an engine of the tiny model, or reuses one with the same
+    options."""
     return cache(make_engine)
 
 
@@ -280,7 +285,7 @@ def test_grammar_of_a_tokenizer_constrains_the_example(shallow_folder: Path):
 
 @pytest.mark.full
 def test_example_answers_like_the_built_in_family(engines: Callable, shallow_folder: Path):
-    """The built-in Qwen3 and the example compute the same function of the same checkpoint."""
+    """The built-in Qwen3 and the example load the same checkpoint, and must compute the same."""
     model, params = load(shallow_folder)
     engine = make_engine(model, params, tokenizer=shallow_folder, max_model_len=256, num_blocks=129)
     number = StructuredOutputs(regex="[a-c]{3,9} [0-9]{2}")
@@ -318,7 +323,7 @@ def test_engine_uses_the_arrays_of_a_one_device_mesh_without_a_copy(expected: li
     params = jax.device_put(jax.tree.map(jnp.copy, tiny_params()), sharding)
     engine = make_engine(params=params)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    params["embed"].delete()  # as a function that donates the array does
+    params["embed"].delete()  # simulates a function that donates the array
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         engine.generate(PROMPTS, GREEDY)
 
@@ -337,7 +342,7 @@ def test_engine_and_params_are_freed_with_the_last_reference():
 
 def test_size_of_the_pool_is_given_in_bytes():
     engine = make_engine(num_blocks=None, kv_cache_memory_bytes=2**20)
-    block = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, slots, heads, head size, float32
+    block = 2 * 2 * 16 * 2 * 16 * 4  # factors: K and V, layers, slots, heads, head size, 4 bytes
     assert engine.memory_account.kv_cache <= 2**20 < engine.memory_account.kv_cache + 64 * block
 
 
@@ -347,7 +352,6 @@ OPTIONS = {
     "load_format": ("dummy", "params holds the weights"),
     "tensor_parallel_size": (2, "runs on one device"),
     "enable_expert_parallel": (True, "runs on one device"),
-    "batch_invariant": (True, "omit it"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
     "num_compile_workers": (1, "another process"),
@@ -390,7 +394,7 @@ def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loo
     gc.collect()
     assert old_embed() is None
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
-    assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
+    assert engine.stats().num_cached_tokens == num_cached  # no old prefix was reused
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
     assert engine.stats().num_cached_tokens > num_cached
     engine.check_integrity()
@@ -401,7 +405,7 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     engine = make_engine(params=params)
     engine.generate(PROMPTS[:1], GREEDY)
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # as a function that donates the array does
+        leaf.delete()  # simulates a function that donates the array
     engine.update_weights(tiny_params())
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 
@@ -473,7 +477,7 @@ def branching(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
 
 
 def attending(*layers: int, width: int = 8, heads: tuple[int, int] = (2, 2), **options: Any) -> Any:
-    """Return a forward that calls `attend` for the given layers."""
+    """Return a model function `forward` that calls `attend` for the given layers."""
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
         x = params["embed"][tokens]

@@ -1,4 +1,5 @@
-"""Compare the values of each `logprobs_mode` with numpy, from the logits of transformers."""
+"""Compare the values that each `logprobs_mode` reports with values computed in numpy from the
+logits of `transformers`."""
 
 import math
 from pathlib import Path
@@ -65,7 +66,8 @@ def adjust(row: np.ndarray, own: SamplingParams, prompt: list[int], output: list
 def expected_row(
     row: np.ndarray, own: SamplingParams, prompt: list[int], output: list[int], mode: str
 ) -> tuple[np.ndarray, float]:
-    """Return the logits whose values a mode reports, and the mass that truncation keeps.
+    """Compute the logits from which a mode's values follow, and the probability mass that
+    truncation keeps.
 
     Args:
         row: Logits of the model, after the mask of a grammar.
@@ -133,7 +135,8 @@ def check_answer(
 def test_reported_values_equal_numpy(
     engines: Engines, shallow_folder: Path, logits: Logits, mode: str, loop: str
 ):
-    """A batch of greedy requests runs other programs than a batch with random requests."""
+    """Greedy requests also run in a separate batch, because such a batch runs other programs than a
+    batch with random requests."""
     engine = with_mode(engines, shallow_folder, mode, **LOOPS[loop])
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(QUESTION)
@@ -145,7 +148,7 @@ def test_reported_values_equal_numpy(
 
 
 def first_entries(answer: CompletionOutput) -> list[Logprob]:
-    """Return the value of each sampled token."""
+    """Return the `Logprob` of each sampled token."""
     return [next(iter(entry.values())) for entry in answer.logprobs or ()]
 
 
@@ -158,7 +161,7 @@ def first_entries(answer: CompletionOutput) -> list[Logprob]:
         keep=lambda mode, loop: (mode, loop) == ("processed_logprobs", "overlapped"),
     ),
 )
-def test_grammar_mask_precedes_every_mode(
+def test_grammar_mask_applies_before_every_logprobs_mode(
     engines: Engines, shallow_folder: Path, logits: Logits, mode: str, loop: str
 ):
     engine = with_mode(engines, shallow_folder, mode, **LOOPS[loop])
@@ -181,7 +184,8 @@ def test_grammar_mask_precedes_every_mode(
 def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_mass(
     engines: Engines, shallow_folder: Path, logits: Logits
 ):
-    """A trainer computes the same value from its logits and the kept mass, without truncation."""
+    """A trainer can compute the value from its own logits and the reported kept mass. It need not
+    know which tokens were removed."""
     engine = with_mode(engines, shallow_folder, "processed_logprobs", num_scheduler_steps=3)
     assert engine.tokenizer is not None
     prompt, own = engine.tokenizer.encode(QUESTION), params(5, RANDOM["truncated"])

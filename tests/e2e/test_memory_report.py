@@ -22,7 +22,8 @@ def test_samples_share_and_free_their_prompt_blocks(engines: Engines):
         report = engine.memory_report()
         assert isinstance(report, MemoryReport)
         assert report.num_waste_slots == engine.stats().num_waste_slots
-        # Then each sample holds two shared blocks of the prompt and one more block.
+        # If the block tables have 9 entries in total, each of the 3 samples holds two shared blocks
+        # of the prompt and one other block.
         if report.num_logical_blocks == 9:
             assert sorted(info.ref_cnt for info in blocks_of(engine, name)) == [1, 1, 1, 3, 3]
             savings.append(report.shared_savings)

@@ -31,13 +31,14 @@ VICTIMS: dict[str, tuple[list[int], SamplingParams]] = {
     "scored": ([3, 4, 5, BAD], SamplingParams(logprobs=3, prompt_logprobs=1, max_tokens=9)),
     "penalized": ([BAD, 3], SamplingParams(frequency_penalty=0.5, min_tokens=3, max_tokens=9)),
     "search": ([3, BAD], SamplingParams(beam_width=4, max_tokens=9)),
-    # Only this request samples `BAD`, so its logits are finite until then.
+    # This request samples `BAD`, because of the bias. Its logits are finite until then.
     "later": ([3, 4], SamplingParams(logit_bias={BAD: 100.0}, temperature=0.0, max_tokens=9)),
 }
 
 
 def save_checkpoint(folder: Path, *bad_tokens: int) -> Path:
-    """Save a random Llama whose embeddings of `bad_tokens` are NaN; their logits are low."""
+    """Save a random Llama checkpoint. The embeddings of `bad_tokens` are NaN, and the logits of
+    these tokens are low."""
     model = random_model(
         "llama",
         seed=3,
@@ -70,7 +71,8 @@ def engine(engines: Engines, nan_folder: Path, request: pytest.FixtureRequest) -
 
 
 def step(engine: Engine, last: dict[str, Any]) -> None:
-    """Step, check the block accounts, and keep the last output of each request."""
+    """Run a step, check the engine's records of blocks, and store the last output of each request
+    in `last`."""
     last.update((output.request_id, output) for output in engine.step())
     engine.check_integrity()
 
@@ -81,7 +83,7 @@ def step(engine: Engine, last: dict[str, Any]) -> None:
 def test_nan_logits_of_one_request_end_that_request_only(engine: Engine, victim: str):
     expected = {name: answers(engine.generate(*HEALTHY[name])) for name in HEALTHY}
     prompt, params = VICTIMS[victim]
-    for _ in range(2):  # the second time in blocks that have held NaN
+    for _ in range(2):  # the second time, blocks that held NaN are reused
         last: dict[str, Any] = {}
         for name in HEALTHY:
             engine.add_request(*HEALTHY[name], request_id=name)
@@ -120,7 +122,8 @@ def test_request_that_forbids_every_token_is_refused(engine: Engine):
 def test_nan_in_the_null_block_changes_no_answer(
     engines: Engines, tmp_path: Path, nan_folder: Path
 ):
-    """Padding is token 0, whose embedding is NaN here. It is written to the null block."""
+    """Padding has token id 0, whose embedding is NaN in this model. Steps write the KV of padding
+    to the null block."""
     prompt, params = HEALTHY["greedy"]
     expected, found = (
         engines(folder, **OPTIONS).generate([prompt] * 3, params)
@@ -130,7 +133,7 @@ def test_nan_in_the_null_block_changes_no_answer(
 
 
 def test_nan_logits_in_a_burst_end_one_request_only(engines: Engines, nan_folder: Path):
-    """The victim samples token `BAD` before the burst."""
+    """One request samples the token `BAD`, whose embedding is NaN, in the step before the burst."""
     burst, long = 3, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     options = {**OPTIONS, "max_num_seqs": 8, "num_scheduler_steps": burst}
     engine, (prompt, _) = engines(nan_folder, **options), HEALTHY["greedy"]

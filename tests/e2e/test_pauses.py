@@ -23,6 +23,7 @@ from test_jax_model import (
 )
 
 from jpaged import Engine, SamplingParams
+from jpaged.runtime.model_runner import ModelRunner
 
 NEW: dict[str, Any] = jax.tree.map(lambda it: it[::-1], tiny_params())
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -78,22 +79,21 @@ def continued(prompt: list[int], output: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def read_tokens(engine: Engine, request_id: str) -> list[int]:
-    state = engine._loop.requests[request_id]
-    return state.request.sequences[0].output_token_ids
+def pause_after(engine: Engine, num_steps: int, **options: Any) -> dict[str, list[int]]:
+    """Take steps and pause. Return the tokens of each request that has some."""
+    outputs = [output for _ in range(num_steps) for output in engine.step()]
+    engine.pause(**options)
+    outputs += engine.step()  # those of the steps that were in flight
+    assert engine.step() == []
+    return {it.request_id: list(it.outputs[0].token_ids) for it in outputs if it.outputs}
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
 def test_kept_request_continues_with_old_keys_and_new_weights(loop: str):
     engine = make_engine(**LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
-    take_steps(engine, 4)
-    engine.pause()
-    old = read_tokens(engine, "kept")
+    old = pause_after(engine, 4)["kept"]
     assert 0 < len(old) < NUM_TOKENS
-    engine.step()
-    assert engine.step() == []  # nothing is computed
-    assert read_tokens(engine, "kept") == old
     engine.update_weights(NEW, version=5)
     engine.add_request(PROMPTS[1], GREEDY, request_id="new")
     engine.resume()
@@ -115,15 +115,13 @@ def test_recomputed_requests_use_only_new_weights(mode: str):
     engine = make_engine(num_blocks=9, **(swap if mode == "swap" else {}))
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, GREEDY, request_id=str(i))
-    take_steps(engine, 12)
-    engine.pause(recompute=True)
+    old = pause_after(engine, 12, recompute=True)
     stats = engine.stats()
     assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
-    old = [read_tokens(engine, str(i)) for i in range(3)]
     engine.update_weights(NEW)
     engine.resume()
     for name, output in run(engine).items():
-        prompt, known = PROMPTS[int(name)], old[int(name)]
+        prompt, known = PROMPTS[int(name)], old.get(name, [])
         expected = greedy_tokens(TINY, NEW, [*prompt, *known])
         found = output.outputs[0]
         assert found.token_ids == [*known, *expected][:NUM_TOKENS]
@@ -139,10 +137,10 @@ def test_swapped_request_keeps_its_blocks():
     engine = make_engine(num_blocks=9, **swap)
     for i in range(3):
         engine.add_request(PROMPTS[0], GREEDY, request_id=str(i))
+    old: dict[str, list[int]] = {}
     while not engine.stats().num_swapped:
-        engine.step()
-    engine.pause()
-    old = {str(i): read_tokens(engine, str(i)) for i in range(3)}
+        old |= {it.request_id: list(it.outputs[0].token_ids) for it in engine.step()}
+    old |= pause_after(engine, 0)
     engine.update_weights(NEW)
     # This request leaves new blocks with the tokens of the swapped ones in the prefix cache.
     engine.add_request(PROMPTS[0], GREEDY, request_id="new", priority=-1)
@@ -226,16 +224,15 @@ def test_every_output_names_the_versions_of_its_tokens():
     samples = SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=1)
     engine.add_request(PROMPTS[0], beams, request_id="beams")
     engine.add_request(PROMPTS[1], samples, request_id="samples")
-    take_steps(engine, 3)
-    engine.pause()
-    num_tokens = len(read_tokens(engine, "beams")), len(read_tokens(engine, "samples"))
+    num_tokens = len(pause_after(engine, 3)["samples"])
     engine.update_weights(NEW)
     engine.update_weights(tiny_params(), version=9)  # no token has version 1
     engine.resume()
     outputs = run(engine)
-    for name, count in zip(("beams", "samples"), num_tokens, strict=True):
-        for output in outputs[name].outputs:
-            assert output.weight_versions == ((0, 0), (9, count))
+    assert {it.weight_versions for it in outputs["samples"].outputs} == {((0, 0), (9, num_tokens))}
+    first, second = (it.weight_versions for it in outputs["beams"].outputs)
+    assert first == second
+    assert [version for version, _ in first] == [0, 9]
     assert engine.score_completions([PROMPTS[0]], [[1, 2]])[0].weights_version == 9
 
 
@@ -245,7 +242,7 @@ def test_deltas_name_the_versions_of_their_tokens():
     versions, count = [], 0
     while engine.has_unfinished_requests:
         engine.advance()
-        if count == 0 and engine._loop.requests:
+        if count == 0 and engine.has_work:
             engine.pause()
             engine.update_weights(NEW)
             engine.resume()
@@ -262,13 +259,13 @@ def test_deltas_name_the_versions_of_their_tokens():
 
 def test_interrupt_during_an_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine()
-    update = engine._runner.update_parameters
+    update = ModelRunner.update_parameters
 
-    def interrupted(write: Any) -> None:
+    def interrupted(runner: ModelRunner, write: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        update(write)
+        update(runner, write)
 
-    monkeypatch.setattr(engine._runner, "update_parameters", interrupted)
+    monkeypatch.setattr(ModelRunner, "update_parameters", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.update_weights(NEW)
     assert engine.weights_version == 1
@@ -279,10 +276,10 @@ def test_interrupt_during_an_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
 def test_error_while_weights_are_written_ends_the_engine(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine()
 
-    def failing(write: Any) -> None:
+    def failing(runner: ModelRunner, write: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(engine._runner, "update_parameters", failing)
+    monkeypatch.setattr(ModelRunner, "update_parameters", failing)
     with pytest.raises(MemoryError):
         engine.update_weights(NEW)
     with pytest.raises(RuntimeError, match="create a new engine"):
@@ -294,13 +291,13 @@ def test_requests_survive_the_donation_of_their_weights(loop: str):
     params = jax.tree.map(jnp.copy, tiny_params())
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
-    take_steps(engine, 4)
+    outputs = [output for _ in range(4) for output in engine.step()]
     params["out"].delete()  # as a function that donates the array does
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):
         engine.step()
-    old = read_tokens(engine, "kept")
+    old = list([*outputs, *engine.step()][-1].outputs[0].token_ids)
     assert engine.is_paused
     with pytest.raises(RuntimeError, match=r"params\['out'\] was deleted"):
         engine.resume()

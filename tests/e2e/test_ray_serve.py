@@ -27,11 +27,12 @@ NUM_TOKENS = 48
 KEY = {"Authorization": "Bearer secret"}
 BLOCK_SIZE = 16
 GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
-"""Common prefixes of prompts, longer than the chunks of 64 bytes that the router compares."""
+"""Prefixes that several prompts share. They are longer than the chunks of 64 bytes that the router
+compares."""
 
 
 class Replicas:
-    """The example in a process, and the collected output of the process and its replicas."""
+    """Runs the example in a process, and collects the output of the process and of its replicas."""
 
     def __init__(self, cache: Path):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -58,13 +59,13 @@ class Replicas:
         return {name: int(pid) for pid, name in found}
 
     def wait_for(self, pattern: str, seconds: float = 120) -> list[str]:
-        """Wait until the log matches; return the matches."""
+        """Wait until the collected output matches a regular expression; return the matches."""
         found = wait_until(lambda: re.findall(pattern, self.log) or not self._alive(), seconds)
         assert isinstance(found, list), self.log
         return found
 
     def serving(self) -> set[str]:
-        """Return the names of the replicas in /metrics."""
+        """Return the names of the replicas that appear in /metrics."""
         text = httpx.get(f"{self.url}/metrics", headers=KEY, timeout=20).text
         return set(re.findall(r'num_requests_waiting\{replica="(\w+)"', text))
 
@@ -90,7 +91,7 @@ class Replicas:
 
 @dataclass
 class Exchange:
-    """A request and its answer; the times are from `time.monotonic()`."""
+    """A request and its answer. The times are results of `time.monotonic()`."""
 
     prompt: str
     started: float
@@ -165,10 +166,10 @@ def check_common_prefixes_share_a_replica(
     """Check that prompts with the same prefix go to one replica, which has cached the prefix.
 
     Returns:
-        The replica of each prefix in `GROUPS`.
+        The name of the replica for each prefix in `GROUPS`.
     """
     assert len(replicas.serving()) == 2
-    # The second time in another order, so that round-robin routing would choose other replicas.
+    # Send the prompts again in another order. Round-robin routing would then choose other replicas.
     first = [ask(replicas.url, prompt) for prompt in prompts[:4]]
     second = [ask(replicas.url, prompt) for prompt in reversed(prompts[4:])][::-1]
     assert [it.text for it in first + second] == [right[prompt] for prompt in prompts]

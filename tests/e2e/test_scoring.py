@@ -17,7 +17,8 @@ Pairs = list[tuple[list[int], list[int]]]
 
 
 def make_pairs(count: int = 6, seed: int = 3) -> Pairs:
-    """Return prompts and completions of random lengths; some are longer than a step."""
+    """Return pairs of a prompt and a completion, with random lengths. Some need more than one
+    step."""
     rng = np.random.RandomState(seed)
     return [
         (rng.randint(2, 128, rng.randint(1, 90)).tolist(), rng.randint(2, 128, size).tolist())
@@ -68,20 +69,21 @@ def test_scores_equal_the_log_softmax_of_transformers(
     check_scores(score(engine, pairs), pairs, qwen_logits)
 
 
-def test_last_slice_of_the_vocabulary_and_its_borders_are_scored(
+def test_tokens_in_every_slice_of_the_vocabulary_are_scored(
     monkeypatch: pytest.MonkeyPatch, new_engine: Engines, qwen_folder: Path, qwen_logits: Logits
 ):
-    """Slices of 48 divide the vocabulary of 128 with a remainder."""
+    """The kernel computes the vocabulary of 128 in slices of 48, so the last slice is smaller."""
     monkeypatch.setattr(xla, "SLICE_TOKENS", 48)
     engine = new_engine(qwen_folder, skip_tokenizer_init=True, max_model_len=64)
     pairs = [([7, 8, 9], [0, 47, 48, 79, 80, 95, 96, 127, 1])]
     check_scores(score(engine, pairs), pairs, qwen_logits)
 
 
-def test_completions_of_one_prompt_share_its_blocks(
+def test_completions_of_one_prompt_share_the_blocks_of_the_prompt(
     engines: Engines, qwen_folder: Path, qwen_logits: Logits
 ):
-    """The token before the completion is computed, even if it ends a block."""
+    """The last token of the prompt is always computed, so its block does not come from the cache,
+    even if the block is full."""
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     for length, num_cached in ((48, 32), (49, 48)):
         engine.reset_prefix_cache()
@@ -94,8 +96,11 @@ def test_completions_of_one_prompt_share_its_blocks(
         assert [it.num_cached_tokens for it in again] == [num_cached] * 3
 
 
-def test_prompts_that_exceed_the_pool_are_still_shared(engines: Engines, qwen_folder: Path):
-    """16 prompts of 4 blocks each with a pool of 23: all would evict each other."""
+def test_completions_share_prompts_that_together_exceed_the_pool(
+    engines: Engines, qwen_folder: Path
+):
+    """There are 16 prompts of 4 blocks, and the pool has only 23 blocks. If all prompts ran
+    together, they would evict each other's blocks."""
     engine = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=24)
     engine.reset_prefix_cache()
     prompts = [[2 + i] * 49 for i in range(16) for _ in range(2)]
@@ -115,7 +120,7 @@ def test_text_completion_with_an_unknown_token_is_refused(
     assert not engine.has_unfinished_requests
 
 
-def test_requests_that_run_at_the_same_time_keep_their_tokens(engines: Engines, qwen_folder: Path):
+def test_scoring_changes_no_token_of_a_running_request(engines: Engines, qwen_folder: Path):
     engine = engines(qwen_folder, skip_tokenizer_init=True)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
     prompt, pairs = [5, 6, 7], make_pairs(4)
@@ -131,7 +136,8 @@ def test_requests_that_run_at_the_same_time_keep_their_tokens(engines: Engines, 
 
 @pytest.mark.parametrize("options", [{}, *in_full_tier({"async_scheduling": False})], ids=str)
 def test_scores_of_texts_equal_prompt_logprobs(engines: Engines, options: dict[str, Any]):
-    """Mix both kinds of scores in one engine with speculative decoding and FP8 KV."""
+    """Compare `score_completions` with `prompt_logprobs` in one engine, which also has speculative
+    decoding and an FP8 KV cache."""
     ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     engine = engines(speculative_config=ngram, kv_cache_dtype="fp8", **options)
     texts = [" 3, 4, 5", " four"]
@@ -161,7 +167,7 @@ def test_scores_of_texts_equal_prompt_logprobs(engines: Engines, options: dict[s
         ("a", "", "completions is empty"),
     ],
 )
-def test_bad_input_is_refused_before_any_request_starts(
+def test_invalid_prompt_or_completion_is_refused_before_any_request_starts(
     engines: Engines, prompts: Any, completions: Any, message: str
 ):
     engine = engines()
@@ -176,7 +182,7 @@ def test_bad_input_is_refused_before_any_request_starts(
     assert not engine.has_unfinished_requests
 
 
-def test_interrupt_aborts_all_completions(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_aborts_all_scored_completions(engines: Engines, monkeypatch: pytest.MonkeyPatch):
     engine, steps, advance = engines(), [], EngineLoop.advance
 
     def interrupted(self: EngineLoop, goal: Any) -> Any:

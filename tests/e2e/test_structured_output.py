@@ -1,4 +1,5 @@
-"""Test constrained answers: alone, in a batch, in each loop, and under memory pressure."""
+"""Test answers with a grammar: alone, in a batch, in each engine loop, and with too few blocks for
+all requests."""
 
 import json
 import os
@@ -22,7 +23,6 @@ from e2e_options import (
     LOOPS,
     MOSTLY_OVERLAPPED,
     QUESTION,
-    SMALL,
     Engines,
     answers,
     check_small_pool_changes_no_answer,
@@ -64,7 +64,8 @@ DATE = StructuredOutputs(regex=DATE_PATTERN)
 YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
 JSON_PARAMS = SamplingParams(structured_outputs=SPECS["json"], seed=1, max_tokens=120)
 PENALIZED = SamplingParams(structured_outputs=DATE, max_tokens=60, repetition_penalty=1.2)
-"""A request with penalties, whose row cannot skip a step."""
+"""Sampling parameters with a grammar and a penalty. The row of such a request cannot skip a
+step."""
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "structured_outputs": SPECS["json"]},
@@ -88,7 +89,7 @@ def matches(spec: str, answer: str) -> bool:
     return re.fullmatch(pattern, answer) is not None
 
 
-def workload(count: int = 16) -> tuple[list[list[int]], list[SamplingParams]]:
+def workload(count: int = len(KINDS)) -> tuple[list[list[int]], list[SamplingParams]]:
     return make_workload(KINDS, count, 200, max_tokens=90)
 
 
@@ -105,7 +106,9 @@ def test_constrained_answers_match_their_spec(engine: Engine, spec: str):
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_other_rows_change_no_constrained_answer(engines: Engines, shallow_folder: Path, loop: str):
+def test_other_rows_of_the_batch_change_no_constrained_answer(
+    engines: Engines, shallow_folder: Path, loop: str
+):
     engine = engines(shallow_folder, **LOOPS[loop])
     unconstrained = generate_text(engine)
     prompts, params = workload()
@@ -133,12 +136,12 @@ def test_preemption_and_prefix_caching_change_no_constrained_token(
     roomy = engines(shallow_folder, num_blocks=400, enable_prefix_caching=False, **options)
     few_blocks = {"num_blocks": 45, "max_num_seqs": 24, "swap_space": 0.05}
     tight = engines(shallow_folder, preemption_mode=mode, **few_blocks, **options)
-    check_small_pool_changes_no_answer(roomy, tight, *workload())
+    check_small_pool_changes_no_answer(roomy, tight, *workload(2 * len(KINDS)))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_tensor_parallel_devices_apply_the_same_masks(engines: Engines, shallow_folder: Path):
-    prompts, params = workload(8)
+    prompts, params = workload()
     alone, both = (engines(shallow_folder, dtype="float32", tensor_parallel_size=n) for n in (1, 2))
     assert answers(both.generate(prompts, params)) == answers(alone.generate(prompts, params))
 
@@ -179,7 +182,7 @@ def engine_eos(engine: Engine) -> frozenset[int]:
     return frozenset({engine.tokenizer.eos_token_id or 0})
 
 
-def test_logprobs_are_among_allowed_tokens(engine: Engine):
+def test_top_logprobs_contain_only_tokens_that_the_grammar_allows(engine: Engine):
     params = SamplingParams(structured_outputs=YES_OR_NO, logprobs=5, temperature=0.0, max_tokens=9)
     (answer,) = engine.generate(QUESTION, params)[0].outputs
     assert answer.logprobs is not None
@@ -197,7 +200,7 @@ def test_sampling_parameters_choose_among_allowed_tokens(engine: Engine):
         assert generate_text(engine, params) == expected
 
 
-def test_parameters_that_forbid_all_allowed_tokens_end_the_request_only(engine: Engine):
+def test_parameters_that_forbid_all_tokens_of_the_grammar_end_only_that_request(engine: Engine):
     params = SamplingParams(structured_outputs=YES_OR_NO, allowed_token_ids=[5])
     victim = engine.add_request(QUESTION, params)
     other = engine.add_request(QUESTION, GREEDY)
@@ -206,17 +209,18 @@ def test_parameters_that_forbid_all_allowed_tokens_end_the_request_only(engine: 
     assert text(last[other]) == ANSWER
 
 
-def test_streamed_constrained_deltas_join_to_the_answer(engine: Engine):
+def test_streamed_deltas_of_a_constrained_answer_join_to_the_answer(engine: Engine):
     whole = generate_text(engine, JSON_PARAMS)
     assert "".join(delta.text for delta in engine.stream(QUESTION, JSON_PARAMS)) == whole
 
 
-# Grammars that are not ready, or fail
+# Requests whose grammar is being compiled or fails
 
 
 @pytest.fixture
 def release_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Hold back all grammars; return a function that lets them be compiled."""
+    """Delay the compilation of all grammars, and return a function that lets the compilation
+    continue."""
     is_ready, wait, is_held = Constraint.is_ready, Constraint.wait, True
 
     def wait_unless_held(self: Constraint, seconds: float | None = None) -> None:
@@ -298,7 +302,8 @@ def test_too_long_request_is_refused_before_its_grammar_is_compiled(engine: Engi
 
 
 AMBIGUOUS = StructuredOutputs(grammar='start: a\na: "x" a "x" | "x" | a a | "x" a a | a a a a')
-"""The cost of a token grows with the number of tokens before it."""
+"""Specification with an ambiguous grammar: the time for each token grows with the number of tokens
+before it."""
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
@@ -314,7 +319,7 @@ def test_grammar_that_fails_during_an_answer_ends_its_request_only(engine: Engin
 
 
 @pytest.mark.parametrize("where", ["with the mask", "with a received token"])
-def test_error_of_the_mask_worker_ends_one_request(
+def test_error_of_the_mask_worker_ends_only_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     expected = generate_text(engine, JSON_PARAMS)
@@ -326,7 +331,7 @@ def test_error_of_the_mask_worker_ends_one_request(
     victim, error = list[Any](), ValueError("too complex")
 
     def gather_but_one(self: MaskWorkerClient, items: Any, *args: Any) -> Any:
-        # Structured-output rows belong to the first two requests.
+        # `items` has the rows of the first two requests, which have grammars.
         victim.append(items[0][0])
         masks, failed, late = gather_masks(self, items, *args)
         if where == "with the mask":
@@ -350,7 +355,7 @@ def test_error_of_the_mask_worker_ends_one_request(
 
 
 def mask_processes() -> list[int]:
-    """Return the mask workers among the children of this process."""
+    """Return the process ids of the mask workers that are children of this process."""
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -362,7 +367,7 @@ def mask_processes() -> list[int]:
 
 @contextmanager
 def stopped_mask_workers() -> Iterator[None]:
-    """Stop the mask workers; let them continue at the end."""
+    """Stop the mask workers by SIGSTOP; let them continue when the context ends."""
     pids = mask_processes()
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -377,10 +382,10 @@ def stopped_mask_workers() -> Iterator[None]:
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
     expected = generate_text(engine, JSON_PARAMS)
-    for num_steps in (0, 1, 5, 6):
+    for num_steps in (0, 1, 6):
         names = [engine.add_request(QUESTION, it) for it in (JSON_PARAMS, GREEDY, JSON_PARAMS)]
         take_steps(engine, num_steps)
-        for pid in mask_processes():  # includes the mask workers of other engines
+        for pid in mask_processes():  # also kills the mask workers of other engines
             os.kill(pid, signal.SIGKILL)
         final = final_updates(engine)
         errors = [final[it].error for it in names]
@@ -393,11 +398,10 @@ def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
 
 
 def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
-    compilation_cache: Path,
+    new_engine: Engines, shallow_folder: Path
 ):
     others = mask_processes()
-    options = {**SMALL, "num_blocks": 33, "max_num_seqs": 2, "max_model_len": 96}
-    engine = Engine(compilation_cache_dir=compilation_cache, **options)
+    engine = new_engine(shallow_folder)
     engine.generate(QUESTION, GREEDY)
     assert mask_processes() == others
     engine.generate(QUESTION, SamplingParams(structured_outputs=DATE, seed=1))
@@ -418,25 +422,25 @@ def test_rows_with_late_masks_skip_steps(
     assert (len(counts) > 0) == (loop != "synchronous")
 
 
-def test_most_rows_of_a_step_can_skip_it(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+def test_most_rows_of_a_step_can_skip_the_step(engines: Engines, monkeypatch: pytest.MonkeyPatch):
     engine = engines(**LOOPS["overlapped"])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)]
     params += [SamplingParams(max_tokens=30, seed=i, structured_outputs=DATE) for i in range(4)]
     expected = answers(engine.generate([QUESTION] * 5, params))
     counts = delay_masks(monkeypatch, chance=0.6, heavy=True)
     assert answers(engine.generate([QUESTION] * 5, params)) == expected
-    assert max(counts) > 1  # more than a quarter of the rows
+    assert max(counts) > 1  # 2 of 5 rows are more than a quarter
 
 
 @pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
-def test_answer_ends_correctly_if_its_last_token_is_matched_late(
+def test_answer_ends_correctly_if_the_mask_worker_matches_its_last_token_late(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, loop: str
 ):
     engine = engines(**LOOPS[loop])
     date = {"structured_outputs": DATE, "seed": 1}
     params = [
         SamplingParams(max_tokens=30, n=2, **date),
-        SamplingParams(max_tokens=10, **date),  # as many tokens as a date has
+        SamplingParams(max_tokens=10, **date),  # the number of tokens of a date
         SamplingParams(max_tokens=30, stop="no such", logprobs=1, **date),
         SamplingParams(max_tokens=30, seed=2, structured_outputs=SPECS["choice"]),
         SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0),
@@ -461,7 +465,8 @@ def test_answer_ends_correctly_if_its_last_token_is_matched_late(
 def test_generation_waits_for_a_busy_mask_worker(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A row that cannot skip a step fails after 100 ms only if streams wait for the step."""
+    """In `generate`, a row that cannot skip a step waits longer than 100 ms for its mask. The limit
+    of 100 ms holds only for streams."""
     engine = engines(shallow_folder)
     cannot_skip = replace(PENALIZED, max_tokens=12, seed=1)
     params = [cannot_skip, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)]
@@ -475,7 +480,7 @@ def test_generation_waits_for_a_busy_mask_worker(
             threading.Timer(0.3, os.kill, (self.pid, signal.SIGCONT)).start()
         return gather_masks(self, *args)
 
-    # As on a busy machine, where the process waits for a processor.
+    # Simulate a busy machine: the mask worker counts as running, and waits for CPU time.
     monkeypatch.setattr(MaskWorkerClient, "is_running", True)
     monkeypatch.setattr(MaskWorkerClient, "gather_masks", stop_first)
     assert answers(engine.generate([QUESTION] * 2, params)) == expected
@@ -484,7 +489,8 @@ def test_generation_waits_for_a_busy_mask_worker(
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
-    """Rows that cannot skip a step fail; the other rows continue with the mask worker."""
+    """While the mask worker is stopped, rows that cannot skip a step fail. Other rows with a
+    grammar continue when the mask worker continues."""
     expected = generate_text(engine, JSON_PARAMS)
     kept = engine.add_request(QUESTION, JSON_PARAMS)
     failing = engine.add_request(QUESTION, PENALIZED)
@@ -501,7 +507,7 @@ def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
         advance_until_finished(free)
         advance_until_finished(engine.add_request(QUESTION, GREEDY))
         advance_until_finished(failing)
-        assert time.monotonic() - start < 15  # half of the time limit of the mask worker
+        assert time.monotonic() - start < 15  # half of the time limit for the mask worker
         assert kept not in final
         assert final[failing].error_info.kind is ErrorKind.UNAVAILABLE
     rest = [*updates(engine)]
@@ -514,13 +520,13 @@ def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
 def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
-    """The limit also holds while the mask worker waits for a processor of a busy machine."""
+    """The limit also holds on a busy machine, while the mask worker waits for CPU time."""
     engine, waits = engines(**LOOPS["overlapped"]), list[float]()
     gather_masks = MaskWorkerClient.gather_masks
 
     def timed(self: MaskWorkerClient, *args: Any) -> Any:
         found = gather_masks(self, *args)
-        waits.append(self.seconds_waited)  # one check counts as at most 10 ms
+        waits.append(self.seconds_waited)  # a check adds at most 10 ms
         return found
 
     monkeypatch.setattr(MaskWorkerClient, "gather_masks", timed)
@@ -535,7 +541,7 @@ def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
 
 
 @pytest.mark.parametrize("kind", [*in_full_tier(2), 5], ids=["several samples", "penalties"])
-def test_step_waits_for_rows_that_cannot_skip(
+def test_step_waits_for_masks_of_rows_that_cannot_skip(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
 ):
     engine = engines(**LOOPS["overlapped"])
@@ -550,7 +556,8 @@ def test_step_waits_for_rows_that_cannot_skip(
 def delay_masks(
     monkeypatch: pytest.MonkeyPatch, chance: float, *, heavy: bool = False
 ) -> list[int]:
-    """Delay random masks; return a list that grows by the number of rows that skip each step."""
+    """Delay random masks. Return a list to which each step with skipping rows appends the number of
+    these rows."""
     gather_masks, postpone_rows = MaskWorkerClient.gather_masks, Scheduler.postpone_rows
     rng, counts = random.Random(1), list[int]()
 
@@ -582,7 +589,7 @@ def delay_masks(
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
 @pytest.mark.parametrize("after", range(1, 9, 2))
-def test_ctrl_c_between_layers_and_sampling_loses_nothing(
+def test_ctrl_c_between_layers_and_sampling_loses_no_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int
 ):
     expected = generate_text(engine, JSON_PARAMS)
@@ -605,13 +612,15 @@ def test_ctrl_c_between_layers_and_sampling_loses_nothing(
     assert text(last[free]) == ANSWER
 
 
-def test_constrained_requests_aborted_at_any_step_free_their_blocks(engines: Engines):
-    engine = engines(**LOOPS["overlapped"])
+def test_constrained_requests_aborted_at_any_step_free_their_blocks(
+    engines: Engines, shallow_folder: Path
+):
+    engine = engines(shallow_folder)
     for num_steps in range(8):
         names = [engine.add_request(QUESTION, replace(JSON_PARAMS, n=2)) for _ in range(2)]
         take_steps(engine, num_steps)
         engine.abort(names[0])
-        run(engine)  # at the end of the test the fixture checks that all blocks are free
+        run(engine)  # after the test, the fixture checks that all blocks are free
 
 
 @pytest.mark.parametrize(

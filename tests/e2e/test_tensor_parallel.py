@@ -1,4 +1,5 @@
-"""Test that tensor-parallel devices, virtual ones or GPUs, give the tokens of one device."""
+"""Test that tensor-parallel devices give the same tokens as one device. The devices are GPUs or
+virtual CPU devices."""
 
 import ctypes
 import itertools
@@ -48,9 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": KV_HEADS | MOE | {"num_key_value_heads": 4},
     "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
 }
-"""Cover 1 to 8 KV heads, and vocabularies that 8 divides (96) and does not divide (97)."""
+"""Sizes of random models by family. They have 1 to 8 KV heads, and a vocabulary that is divisible
+by 8 (96 tokens) or not (97 tokens)."""
 IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4)}
-"""Families and numbers of devices. Other tests of the default tier run other families."""
+"""Pairs (family, number of devices) that the default tier runs. Other tests of the default tier
+cover other families."""
 
 TINY: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -78,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def on_devices(engines: Engines, count: int, model: Path | None = None, **options: Any) -> Engine:
-    """Return an engine on `count` devices."""
+    """Create or reuse an engine on `count` devices."""
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
     return engines(model, tensor_parallel_size=count, **{"dtype": "float32"} | options)
@@ -113,7 +116,7 @@ def test_every_family_gives_the_tokens_of_one_device(
         for each in itertools.product(("qwen3_moe", "mixtral", "olmoe"), COUNTS)
     ],
 )
-def test_whole_experts_on_devices_give_the_tokens_of_one_device(
+def test_expert_parallel_devices_give_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str, count: int
 ):
     rng = np.random.default_rng(count)
@@ -130,7 +133,8 @@ def test_expert_parallelism_of_a_dense_model_is_refused(engines: Engines, shallo
 
 @pytest.fixture(params=[*LOOPS])
 def pair(engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest) -> list[Engine]:
-    """Return engines of a model on one device and on two, in each loop."""
+    """Return two engines of a model: on one device, and on two devices. The test runs once for each
+    engine loop."""
     return [on_devices(engines, n, shallow_folder, **LOOPS[request.param]) for n in (1, 2)]
 
 
@@ -152,20 +156,22 @@ def test_each_sampling_option_gives_the_tokens_of_one_device(pair: list[Engine],
     check_same_tokens(pair, prompts, SamplingParams(**{"max_tokens": 24, **SAMPLING[name]}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loop", "count"),
     [
         ("bursts", 2),
-        pytest.param("bursts", 4, marks=pytest.mark.full),
-        pytest.param("synchronous", 2, marks=pytest.mark.full),
-        pytest.param("overlapped", 2, marks=pytest.mark.full),
-        pytest.param("synchronous", 8, marks=pytest.mark.full),
+        ("bursts", 4),
+        ("synchronous", 2),
+        ("overlapped", 2),
+        ("synchronous", 8),
     ],
 )
 def test_mixed_rows_in_one_step_give_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], loop: str, count: int
 ):
-    """Greedy and seeded rows need only the best token of each device. They run longest."""
+    """Greedy and seeded rows need only the best token of each device. These rows run longest, so
+    the last steps have no other rows."""
     kinds = {name: it for name, it in SAMPLING.items() if name != "structured"}
     kinds["scored"] = {"temperature": 0.8, "logprobs": 3}
     lengths = {"greedy": 24, "seeded": 16}
@@ -228,11 +234,12 @@ def test_tensor_parallel_devices_share_prefixes(engines: Engines, shallow_folder
     assert token_ids(again) == token_ids(first)
 
 
-@pytest.mark.parametrize("mode", ["swap", *in_full_tier("recompute", "auto")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 def test_preempted_sequences_continue_on_tensor_parallel_devices(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    """The pool has 11 blocks for 6 sequences of up to 4 blocks."""
+    """The pool has 11 blocks, and each of the 6 sequences needs up to 4 blocks."""
     few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.0004, "max_model_len": 128}
     options = {"enable_prefix_caching": False, **few}
     prompts = [f"Count from {n} to {n + 20}" for n in range(1, 7)]
@@ -245,7 +252,7 @@ def test_preempted_sequences_continue_on_tensor_parallel_devices(
         assert stats.num_swapped_out_blocks > 0
 
 
-def test_memory_account_is_per_device(engines: Engines):
+def test_memory_account_has_the_bytes_of_one_device(engines: Engines):
     alone, both = (on_devices(engines, count) for count in (1, 2))
     one, two = alone.memory_account, both.memory_account
     assert two.kv_cache * 2 == one.kv_cache
@@ -298,7 +305,8 @@ def test_two_devices_change_bfloat16_logprobs_no_more_than_batching_does(
     one_by_one = np.concatenate([scores(alone, [it]) for it in texts])
     in_a_batch, by_both = scores(alone, texts), scores(both, texts)
     noise = np.abs(in_a_batch - one_by_one).mean()
-    # On a CPU, batching may change no log-probability. One rounding to bfloat16 is then allowed.
+    # On a CPU, batching may change nothing. Two devices may then differ by one rounding to
+    # bfloat16.
     rounding = 2.0**-8 * np.abs(in_a_batch).mean()
     assert len(by_both) > 200
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
@@ -306,10 +314,11 @@ def test_two_devices_change_bfloat16_logprobs_no_more_than_batching_does(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
-def test_two_devices_give_close_bfloat16_logprobs_for_each_layer_type(
+def test_two_devices_give_bfloat16_logprobs_close_to_one_device_for_each_layer_type(
     engines: Engines, folders: Callable[[str], Path], family: str
 ):
-    """The families differ in what follows an all-reduce: a bias, or a norm of one of two kinds."""
+    """The families differ in the operation after an all-reduce: adding a bias, or one of two kinds
+    of norms."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 96, n).tolist() for n in (2, 16, 33, 50)]
     options = {"dtype": "bfloat16", **TINY}
@@ -340,9 +349,10 @@ def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
 
 @pytest.fixture
 def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemory]:
-    """Return the peer memory of the engines of a test, also on virtual devices.
+    """Return a list that gets the peer memory of each engine of the test. Virtual devices get peer
+    memory too.
 
-    Their programs equal the programs of GPUs except for the all-reduces.
+    The programs of virtual devices equal those of GPUs, except for the all-reduces.
     """
     made: list[peer_memory.PeerMemory] = []
 
@@ -414,10 +424,10 @@ def test_all_reduces_of_each_layer_type_use_peer_memory(
     check_same_tokens((alone, both), prompts)
 
 
-def test_engine_waits_for_devices_after_launches_that_load_sampling_rows(
+def test_engine_waits_after_many_launches_of_small_programs(
     new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without this wait, a hanging device could block the thread in a launch forever."""
+    """Without this wait, a launch could block the thread forever if a device hangs."""
     waited: list[Any] = []
     monkeypatch.setattr(model_runner, "wait_for_devices", waited.append)
     monkeypatch.setattr(model_runner, "MAX_LAUNCHES_AHEAD", 1)
@@ -435,7 +445,8 @@ def test_engine_waits_for_devices_after_launches_that_load_sampling_rows(
 def test_hanging_step_fails_the_engine(
     new_engine: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A step hangs, for example, if a device waits in a collective for a failed device."""
+    """A step hangs, for example, if a device has failed and another device waits for it in a
+    collective."""
     engine = new_engine(shallow_folder, tensor_parallel_size=2, dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine.add_request(QUESTION, params)

@@ -1,4 +1,4 @@
-"""Compare the tokens of a multimodal Gemma 3 checkpoint with `transformers`."""
+"""Compare the text tokens of a multimodal Gemma 3 checkpoint with those of `transformers`."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_gemma3_tokens_equal_transformers_also_after_a_cached_prefix(
     model.save_pretrained(tmp_path)
     engine = engines(tmp_path, skip_tokenizer_init=True, dtype="float32")
     rng = np.random.default_rng(0)
-    shared = rng.integers(3, 128, 80).tolist()  # longer than a step, so computed in chunks
+    shared = rng.integers(3, 128, 80).tolist()  # longer than a step: computed in chunks
     prompts = [shared + rng.integers(3, 128, n).tolist() for n in (1, 20)]
     prompts += [rng.integers(3, 128, n).tolist() for n in (1, 11, 12, 17)]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

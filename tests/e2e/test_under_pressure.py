@@ -1,4 +1,5 @@
-"""Test that mixed requests in a far too small pool get the answers of single requests."""
+"""Test that requests of many kinds get the same answers as single requests, although the pool is
+much too small for all of them."""
 
 import random
 from pathlib import Path
@@ -13,7 +14,8 @@ from tools.tiny.world import Example, sample_examples
 NUM_REQUESTS, FEW = 500, 12
 MAX_MODEL_LEN, BLOCK_SIZE = 120, 8
 POOL = 48
-"""Number of blocks: 16 sequences could fill 5 times as many, and 64 sequences 20 times as many."""
+"""Number of usable blocks. 16 sequences of the maximum length would need 5 times as many, and 64
+sequences 20 times as many."""
 
 ROOMY = 20 * POOL
 """Number of blocks that is enough for all running sequences."""
@@ -27,7 +29,8 @@ WIDE: dict[str, Any] = {"max_num_seqs": 64}
 
 
 def params(index: int) -> SamplingParams:
-    """Return parameters of a kind of decoding that depends on the index."""
+    """Return the sampling parameters of request `index`. The kind of decoding depends on the
+    index."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.95, "seed": index},
@@ -50,7 +53,8 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Path | None, dict[int, list[tuple]]]:
-    """Return a cache of the answers of single requests: by model, then by the request's index."""
+    """Return a dict in which the tests cache the answers of single requests, by model and then by
+    the index of the request."""
     return {}
 
 

@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F32, XLA_AND_TRITON
+from kernel_cases import BF16, F32, IMPLEMENTATIONS, TRITON_ON_GPU, on_backends
 
 from pallas_kernels import Backend, Routing, expert_down_gemm, expert_gated_gemm, route
+from pallas_kernels.experts import triton, tuning
+from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
-WIDTH, INNER, NUM_EXPERTS, NUM_CHOICES = 64, 48, 6, 3
+NUM_EXPERTS, NUM_CHOICES = 6, 3
+# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
+# tiles of the Hopper kernels.
+SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
 def make_logits(kind: str, num_tokens: int) -> np.ndarray:
@@ -27,20 +32,21 @@ def make_logits(kind: str, num_tokens: int) -> np.ndarray:
 
 
 def make_weights(dtype: Any) -> tuple[jax.Array, jax.Array]:
-    random = np.random.RandomState(2)
-    gate_up = random.randn(NUM_EXPERTS, WIDTH, 2 * INNER) * WIDTH**-0.5
-    down = random.randn(NUM_EXPERTS, INNER, WIDTH) * INNER**-0.5
+    random, (width, inner) = np.random.RandomState(2), SIZES[dtype]
+    gate_up = random.randn(NUM_EXPERTS, width, 2 * inner) * width**-0.5
+    down = random.randn(NUM_EXPERTS, inner, width) * inner**-0.5
     return jnp.asarray(gate_up, dtype), jnp.asarray(down, dtype)
 
 
 def make_rows(num_tokens: int, dtype: Any) -> jax.Array:
-    return jnp.asarray(np.random.RandomState(3).randn(num_tokens, WIDTH), dtype)
+    return jnp.asarray(np.random.RandomState(3).randn(num_tokens, SIZES[dtype][0]), dtype)
 
 
 @partial(jax.jit, static_argnames="backend")
 def run_experts(x, gate_up, down, routing, backend):
     inner = expert_gated_gemm(x, gate_up, routing, backend=backend)
-    # Rows that hit no expert are undefined, and must not change the result.
+    # The results of rows that hit no expert are undefined. Set them to NaN, which must not change
+    # the sums.
     is_hit = jnp.arange(len(inner)) < routing.offsets[-1]
     inner = jnp.where(is_hit[:, None], inner, jnp.nan)
     return expert_down_gemm(inner, down, routing, backend=backend)
@@ -52,19 +58,28 @@ def check_routing(got: Routing, want: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_array_equal(array, wanted, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+CASES = [
+    ("random", 1, None),
+    ("random", 37, 33),
+    ("one expert is chosen by all tokens", 37, None),
+    ("an expert is never chosen", 37, 20),
+    ("ties", 37, None),
+    ("random", 9, 0),
+    ("random", 300, 290),
+]
+
+
+def is_default(case, dtype, backend):
+    """Return whether a test is in the default tier: each case on XLA, and two in interpret mode."""
+    index = CASES.index(case)
+    return (dtype == BF16) == (index == 1) and (backend is Backend.XLA or index in (1, 2))
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_tokens", "num_real", "dtype"),
-    [
-        ("random", 1, None, F32),
-        ("random", 37, 33, BF16),
-        ("one expert is chosen by all tokens", 37, None, F32),
-        ("an expert is never chosen", 37, 20, F32),
-        ("ties", 37, None, F32),
-        ("random", 9, 0, F32),
-    ],
+    ("case", "dtype", "backend"), on_backends(CASES, [F32, BF16], strength=0, keep=is_default)
 )
-def test_experts_equal_the_reference(kind, num_tokens, num_real, dtype, backend):
+def test_experts_equal_the_reference(case, dtype, backend):
+    kind, num_tokens, num_real = case
     logits, x = make_logits(kind, num_tokens), make_rows(num_tokens, dtype)
     gate_up, down = make_weights(dtype)
     options = {"normalize": True, "scale": 1.5}
@@ -77,19 +92,24 @@ def test_experts_equal_the_reference(kind, num_tokens, num_real, dtype, backend)
     assert error < (2e-5 if dtype == F32 else 0.06)
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("softmax_first", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_routing_weights_follow_the_options(softmax_first, normalize):
+def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
     logits = make_logits("random", 9)
     options = {"softmax_first": softmax_first, "normalize": normalize}
-    got = route(jnp.asarray(logits), NUM_CHOICES, backend=Backend.XLA, **options)
+    got = route(jnp.asarray(logits), NUM_CHOICES, backend=backend, **options)
     check_routing(got, reference.route(logits, NUM_CHOICES, **options))
 
 
-@pytest.mark.parametrize("backend", XLA_AND_TRITON)
-def test_devices_with_some_experts_sum_to_all_experts(backend):
-    logits, x = make_logits("random", 21), make_rows(21, F32)
-    gate_up, down = make_weights(F32)
+@pytest.mark.parametrize(
+    "backend",
+    [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full), TRITON_ON_GPU],
+)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
+def test_outputs_of_devices_with_some_experts_add_up_to_the_whole_output(dtype, backend):
+    logits, x = make_logits("random", 21), make_rows(21, dtype)
+    gate_up, down = make_weights(dtype)
     whole = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
     total = np.zeros(x.shape)
     for first in (0, 2, 4):
@@ -100,21 +120,23 @@ def test_devices_with_some_experts_sum_to_all_experts(backend):
             routing,
             reference.route(logits, NUM_CHOICES, first_expert=first, num_local_experts=2),
         )
-        total += run_experts(x, gate_up[part], down[part], routing, backend)
-    np.testing.assert_allclose(total, run_experts(x, gate_up, down, whole, backend), atol=2e-5)
+        total += run_experts(x, gate_up[part], down[part], routing, backend).astype(F32)
+    want = run_experts(x, gate_up, down, whole, backend).astype(F32)
+    np.testing.assert_allclose(total, want, atol=2e-5 if dtype == F32 else 0.03)
 
 
-@pytest.mark.parametrize("backend", XLA_AND_TRITON)
-def test_nan_row_changes_no_other_row(backend):
-    logits, x = make_logits("random", 21), make_rows(21, F32)
-    gate_up, down = make_weights(F32)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
+def test_nan_row_changes_no_other_row(dtype, backend):
+    logits, x = make_logits("random", 21), make_rows(21, dtype)
+    gate_up, down = make_weights(dtype)
     clean = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
     logits[5] = np.nan
     broken = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
     rows = x.at[5].set(jnp.nan)
-    want = np.array(run_experts(x, gate_up, down, clean, backend))
+    want = np.array(run_experts(x, gate_up, down, clean, backend).astype(F32))
     want[5] = np.nan
-    got = run_experts(rows, gate_up, down, broken, backend)
+    got = run_experts(rows, gate_up, down, broken, backend).astype(F32)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
@@ -133,8 +155,8 @@ def test_arguments_that_do_not_fit_are_refused():
         expert_gated_gemm(x, gate_up, routing, activation="relu", **options)
     with pytest.raises(ValueError, match=r"routing\.offsets has shape"):
         expert_gated_gemm(x, gate_up[1:], routing, **options)
-    with pytest.raises(ValueError, match="x has 3 rows; it must have 6, one per pair"):
-        expert_down_gemm(x[:, :INNER], down, routing, **options)
+    with pytest.raises(ValueError, match="x has 3 rows; it must have one row per pair, 6"):
+        expert_down_gemm(x[:, : SIZES[F32][1]], down, routing, **options)
     with pytest.raises(ValueError, match="sort keys exceed 31 bits: pass fewer tokens"):
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))
 
@@ -144,12 +166,13 @@ def test_no_tokens_give_no_rows():
     options: dict[str, Any] = {"backend": Backend.XLA}
     routing = route(jnp.zeros((0, NUM_EXPERTS)), NUM_CHOICES, **options)
     inner = expert_gated_gemm(make_rows(0, F32), gate_up, routing, **options)
-    assert inner.shape == (0, INNER)
-    assert expert_down_gemm(inner, down, routing, **options).shape == (0, WIDTH)
+    width, inner_width = SIZES[F32]
+    assert inner.shape == (0, inner_width)
+    assert expert_down_gemm(inner, down, routing, **options).shape == (0, width)
 
 
 def test_few_tokens_convert_the_weights_of_few_experts():
-    """On a CPU, XLA computes bfloat16 products in float32, and must not convert all experts."""
+    """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
     gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)
@@ -163,3 +186,37 @@ def test_few_tokens_convert_the_weights_of_few_experts():
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < gate_up.size // 4
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16])
+@pytest.mark.parametrize("counts", [[0] * 5, [3, 0, 40, 8, 0], [0, 0, 0, 0, 17], [16] * 5])
+def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    num_rows = sum(counts) + 4
+    options = {"num_rows": num_rows, "tile_rows": tile_rows, "interpret": True}
+    packed = np.asarray(triton.expert_tiles(jnp.asarray(offsets), **options))
+    tiles = packed[triton.HEADER_SIZE :].reshape(-1, triton.TILE_FIELDS)[: packed[0]]
+    expected = [
+        (expert, offsets[expert] + start, min(tile_rows, count - start))
+        for expert, count in enumerate(counts)
+        for start in range(0, count, tile_rows)
+    ]
+    assert [tuple(tile[:3]) for tile in tiles] == expected
+    assert packed[0] <= triton.max_tiles(num_rows, len(counts), tile_rows)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
+@pytest.mark.parametrize(("num_factors", "out_itemsize"), [(2, 2), (1, 4)])
+def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
+    depth, width, num_factors, out_itemsize
+):
+    for num_tokens in (1, 8, 64, 256, 1024, 65536):
+        sizes = num_tokens, 8, 128, depth, width, 2, num_factors, out_itemsize
+        config = tuning.experts_config(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
+        assert config is not None
+        columns = 64 * config.num_consumers * config.num_blocks
+        assert width * num_factors % columns == 0
+        stage = (columns + config.tile_rows) * 128
+        out = 64 * config.num_consumers * config.tile_rows * out_itemsize
+        assert config.num_stages >= 2
+        assert config.num_stages * stage + out + 1024 <= MAX_SHARED_BYTES

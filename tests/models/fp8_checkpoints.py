@@ -32,8 +32,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "group": {"strategy": "group", "group_size": 128, "dynamic": True},
 }
 ROW_SCALES = {"q_proj": 0.0001, "v_proj": 0.0002, "up_proj": 0.0001}
-"""Static scales far below 0.02, the scale of other projections. A model that does not take the
-largest scale of fused projections clips nearly every number."""
+"""Static input scale by projection. Other projections have 0.02. A fused projection must use the
+largest scale of its parts: with a smaller one, FP8 clips nearly every number."""
 
 
 def copied(model: PreTrainedModel) -> PreTrainedModel:
@@ -50,7 +50,13 @@ def logits_of(model: PreTrainedModel) -> Any:
 def compressed(
     model: PreTrainedModel, folder: Path, weights: str, rows: str, ignore: tuple[str, ...] = ()
 ) -> Any:
-    """Quantize the model, write it with compressed-tensors, and return its logits."""
+    """Quantize a copy of the model, write it with compressed-tensors, and return the copy's logits.
+
+    Args:
+        weights: A key of `WEIGHTS`, the granularity of the weights' scales.
+        rows: A key of `ROWS`, the granularity of the input rows' scales.
+        ignore: Names of modules that are not quantized.
+    """
     model = copied(model)
     common: Any = {"num_bits": 8, "type": "float", "symmetric": True}
     scheme = QuantizationScheme(
@@ -88,7 +94,7 @@ def scales_of(weight: Tensor, weights: str) -> Tensor:
 
 
 def expanded(scale: Tensor, weight: Tensor) -> Tensor:
-    """Return a scale for each number of the weight."""
+    """Return the scales, repeated to the shape of the weight."""
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(weight.shape)
     if scale.shape[1] == 1 and scale.shape[0] == weight.shape[0]:
@@ -100,13 +106,13 @@ def expanded(scale: Tensor, weight: Tensor) -> Tensor:
 def published(
     model: PreTrainedModel, folder: Path, weights: str, config: dict[str, Any], **names: str
 ) -> PreTrainedModel:
-    """Write the model with FP8 weights, and return a model with the dequantized values.
+    """Write a checkpoint with FP8 weights, and return a model with the dequantized weights.
 
     Args:
-        weights: "tensor" or "block".
-        config: The quantization_config, whose excluded modules are `fnmatch` patterns.
-        names: Suffixes of tensor names: `scale` for the scale of a projection's weight, and
-            optionally `rows` for the static scale of its input rows.
+        weights: "tensor" for one scale per weight, "block" for one scale per block of a weight.
+        config: The quantization_config. Its lists of excluded modules hold `fnmatch` patterns.
+        names: Suffixes of tensor names. `scale` is the suffix for the scale of a weight. `rows` is
+            the suffix for the static scale of a projection's input; without it there is none.
     """
     model = copied(model)
     model.save_pretrained(folder)

@@ -12,7 +12,7 @@ from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from pallas_kernels import FP8, Backend, LayerKV, pack_fp8_pairs
 
-NUM_SEQS, NUM_TOKENS = 4, 32  # rows per decode step; tokens per prefill step
+NUM_SEQS, NUM_TOKENS = 4, 32  # sequences in a step, tokens in a prefill step
 BLOCK_SIZE, TABLE_WIDTH = 8, 6
 NUM_BLOCKS = 1 + NUM_SEQS * TABLE_WIDTH
 MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH
@@ -40,7 +40,7 @@ def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
 
 @dataclass
 class PagedSequence:
-    """Known tokens of a sequence, the number of tokens in the pool, and their slots."""
+    """A sequence: its tokens, how many of them are in the pool, and its block ids."""
 
     tokens: list[int]
     computed: int = 0
@@ -52,7 +52,7 @@ class PagedSequence:
 
 
 class Harness:
-    """A runner of one model with two step shapes, so that each model compiles twice."""
+    """Run one model with two step shapes, prefill and decode, so that it compiles only twice."""
 
     def __init__(self, model: Decoder, *, pool_dtype=jnp.float32, seed: int = 0):
         self.graphdef, self.state = nnx.split(model)
@@ -68,7 +68,11 @@ class Harness:
         self.free = freed + self.free
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> list[np.ndarray]:
-        """Compute the next `n` tokens of each sequence, and return their logits [n, V]."""
+        """Compute one step, and return the logits [n, V] of each sequence.
+
+        Args:
+            work: The sequences, each with `n`, the number of its next tokens to compute.
+        """
         decode = all(n == 1 for _, n in work)
         num_rows = NUM_SEQS if decode else NUM_TOKENS
         counts = [n for _, n in work]

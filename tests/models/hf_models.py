@@ -28,12 +28,13 @@ _YARN |= {"original_max_position_embeddings": 32}
 _MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
 _GEMMA3 = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5}
 
-# The cases of a family cover all its options.
+# Configurations of tiny models. Together, the cases of a model family cover all options of the
+# family.
 CASES: dict[str, dict] = {
     "gpt2": _COMMON | {"model_type": "gpt2"},
     "gpt2-untied-inner": _COMMON
     | {"model_type": "gpt2", "n_inner": 40, "layer_norm_epsilon": 0.01}
-    | {"tie_word_embeddings": False, "num_attention_heads": 16},  # heads of 4
+    | {"tie_word_embeddings": False, "num_attention_heads": 16},  # head size 4
     "opt": _OPT,
     "opt-350m": _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
     "opt-bare": _OPT
@@ -106,7 +107,8 @@ CASES: dict[str, dict] = {
 IN_FULL_TIER = {
     *("qwen3_moe", "mixtral", "llama-yarn", "mistral-yarn", "qwen2-yarn", "qwen3-yarn"),
 }
-"""Cases that the default tier does not compare with `transformers`: others cover their options."""
+"""Cases that only the full tier compares with `transformers`. The other cases cover the same
+options."""
 
 
 def hf_config(case: str) -> PreTrainedConfig:
@@ -144,9 +146,14 @@ def build(
     dtype: type,
     filled: dict[str, float] | None = None,
 ) -> Decoder:
-    """Return a model with these weights, placed by the weight rules but without the loader.
+    """Return a model whose weights `tensors` are placed by the weight rules, not by the loader.
 
-    `filled` has the value of parameters without a tensor, by the last part of the parameter's name.
+    Args:
+        config: The model's sizes.
+        tensors: The tensors of a checkpoint by name.
+        dtype: The dtype of the parameters.
+        filled: Constants for parameters that have no tensor. The key is the last part of the
+            parameter's name, such as "k_scale".
     """
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     rules, specs = weight_rules(config), model_parameters(model)

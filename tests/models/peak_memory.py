@@ -1,7 +1,8 @@
-"""Print the peak host memory of a load, without the parameters, relative to the largest shard.
+"""Print the peak host memory of loading a checkpoint, divided by the size of its largest file.
 
 `FOLDER load` measures the loader. `FOLDER naive` reads every tensor into host memory first, to show
-that the measurement can fail. On a CPU, parameters are in host memory, so they are subtracted.
+that the measurement finds a loader that needs too much. On a CPU the loaded parameters are in host
+memory too, so the script subtracts their size from the peak.
 """
 
 import sys
@@ -47,7 +48,7 @@ def measure(folder: Path, *, naive: bool) -> float:
 
     loader.SLAB_BYTES = 4 * MEBI
     config = read_model_config(HF_CONFIG)
-    jax.jit(lambda x: x + 1)(jnp.zeros(3)).block_until_ready()  # the compiler's own memory
+    jax.jit(lambda x: x + 1)(jnp.zeros(3)).block_until_ready()  # initialize JAX
     files = sorted(folder.glob("*.safetensors"))
     before = status_bytes("VmRSS")
     held = [load_file(file) for file in files] if naive else []

@@ -131,7 +131,7 @@ def test_check_model_downloads_only_the_config_once(tmp_path, monkeypatch):
 
 
 def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monkeypatch):
-    """Without a network, huggingface_hub returns the folder, which may hold only a config."""
+    """Without a network, huggingface_hub returns its cached folder, which may lack the weights."""
 
     def fail(repo_id):
         raise ConnectionError(111, "refused")
@@ -142,7 +142,7 @@ def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"could not reach the model hub: Conn.*refused"):
         resolve_checkpoint("owner/model")
     monkeypatch.setattr(huggingface_hub, "model_info", lambda repo_id: None)
-    assert resolve_checkpoint("owner/model") == tmp_path  # the hub has no weights either
+    assert resolve_checkpoint("owner/model") == tmp_path  # the hub answers
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "model_info", fail)
     assert resolve_checkpoint("owner/model") == tmp_path
@@ -158,7 +158,7 @@ def test_check_model_refuses_a_folder_without_a_valid_config(tmp_path):
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "../x", "spa ce"])
 @pytest.mark.usefixtures("no_download")
-def test_a_path_that_is_no_hub_id_is_refused_without_the_network(model):
+def test_missing_path_that_is_not_a_hub_id_is_refused_offline(model):
     with pytest.raises(CheckpointError, match=re.escape(repr(model))):
         resolve_checkpoint(model)
 
@@ -212,7 +212,7 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_fifo_and_device_files_are_refused(tmp_path, name, make):
-    make(tmp_path / "cache.sock")  # not a file of a checkpoint, so ignored
+    make(tmp_path / "cache.sock")  # sockets without a name of a checkpoint's files are ignored
     assert resolve_checkpoint(tmp_path) == tmp_path
     make(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
@@ -328,7 +328,7 @@ def test_error_for_a_broken_file_names_the_file_and_the_reason(tmp_path, content
 
 
 def test_duplicate_tensor_name_in_a_header_is_refused(tmp_path):
-    """safetensors itself would keep the last entry, here of another dtype."""
+    """The safetensors package would accept the header, and keep the last of the two entries."""
     twice = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").encode()
     (tmp_path / "model.safetensors").write_bytes(header(twice) + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has several .* one name: a;"):

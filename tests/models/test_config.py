@@ -1,4 +1,4 @@
-"""Test `read_model_config`, which reads the values of transformers and refuses others."""
+"""Test reading config.json, and the errors for unsupported values."""
 
 import re
 
@@ -28,7 +28,7 @@ GEMMA3_IMAGES |= {"vision_config": {"image_size": 896}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
 
-# Files as transformers 4 wrote them; transformers 5 writes the same values to other fields.
+# The fields of config.json files from transformers 4. Transformers 5 renamed some of the fields.
 OLD_FILES = {
     "gpt2": GPT2 | {"n_ctx": 256, "torch_dtype": "float32", "summary_use_proj": True},
     "opt": OPT | {"word_embed_proj_dim": 64, "torch_dtype": "float16", "prefix": "</s>"},
@@ -89,7 +89,7 @@ def test_sliding_windows_equal_transformers_layer_types(name):
     assert windows_of(OLD_FILES[name]) == expected
 
 
-def test_config_fields_have_the_expected_values():
+def test_attention_sizes_and_norms_are_read_from_config_fields():
     assert windows_of(OLD_FILES["qwen2-window"]) == (None, None, 16)
     assert windows_of(OLD_FILES["mistral"]) == (16, 16, 16)
     llama3 = read_model_config(OLD_FILES["llama3-original"])
@@ -110,7 +110,10 @@ def test_config_fields_have_the_expected_values():
 
 
 def test_text_config_of_a_multimodal_checkpoint_is_read():
-    """Sizes come from the text's config, and special tokens from the outer one."""
+    """The config of a multimodal checkpoint has the text model's sizes in `text_config`.
+
+    The ids of special tokens are outside `text_config`.
+    """
     fields = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
     assert read_model_config(GEMMA3_IMAGES | fields) == read_model_config(GEMMA3 | fields)
     new = AutoConfig.for_model("gemma3", text_config=GEMMA3).to_dict()
@@ -129,7 +132,7 @@ def test_eos_token_ids_are_read(value, ids):
     assert read_model_config(LLAMA | {"eos_token_id": value}).eos_token_ids == ids
 
 
-def test_missing_eos_takes_the_family_default():
+def test_missing_eos_token_id_defaults_to_that_of_the_family():
     found = {c["model_type"]: read_model_config(c).eos_token_ids for c in (GPT2, OPT, QWEN3)}
     assert found == {"gpt2": (50256,), "opt": (2,), "qwen3": ()}
 
@@ -259,7 +262,7 @@ def test_error_names_the_field_for_any_value(config):
 @pytest.mark.parametrize(
     "config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE]
 )
-def test_missing_sizes_are_refused(config):
+def test_config_without_a_required_size_is_refused(config):
     needless = {"model_type"}
     needless |= {"num_key_value_heads"} if config in (LLAMA, OLMOE) else set()
     for name in config.keys() - needless:
@@ -275,15 +278,15 @@ def test_missing_rope_factors_are_refused(kind):
 
 
 @pytest.mark.parametrize(("also", "found"), [({}, 256), ({"max_sequence_length": 1024}, 1024)])
-def test_linear_rope_scaling_multiplies_the_positions(also, found):
-    """Vicuna's configs have the maximum in `max_sequence_length`."""
+def test_linear_rope_scaling_multiplies_max_position_embeddings(also, found):
+    """`max_sequence_length`, which the configs of Vicuna have, replaces the multiplied number."""
     scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
     assert read_model_config(LLAMA | also).max_position_embeddings == 256
     assert read_model_config(LLAMA | {"max_sequence_length": 0}).max_position_embeddings == 256
 
 
-def test_yarn_multiplies_the_original_number_of_positions():
+def test_yarn_multiplies_original_max_position_embeddings():
     scaling = YARN | {"original_max_position_embeddings": 100}
     assert read_model_config(LLAMA | {"rope_scaling": scaling}).max_position_embeddings == 400
     short = scaling | {"factor": 1.5}
@@ -293,7 +296,7 @@ def test_yarn_multiplies_the_original_number_of_positions():
     assert derived.factor == 2.56
 
 
-def test_each_layer_has_its_own_feed_forward():
+def test_config_selects_which_layers_have_experts():
     steps = read_model_config(OLD_FILES["qwen3-moe-steps"])
     assert [layer.experts is not None for layer in steps.layers] == [False, True, False]
     listed = read_model_config(OLD_FILES["qwen3-moe"])
@@ -308,7 +311,7 @@ def test_quantized_models_with_experts_are_refused():
         read_model_config(QWEN3_MOE, "fp8")
 
 
-def test_null_fields_of_other_rope_scalings_are_ignored():
+def test_null_field_that_a_rope_type_does_not_use_is_ignored():
     scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
     read_model_config(LLAMA | {"rope_scaling": scaling})
 
@@ -318,7 +321,7 @@ def test_fields_without_effect_are_accepted():
     assert read_model_config(LLAMA | harmless) == read_model_config(LLAMA)
 
 
-def test_registry_has_every_family():
+def test_every_supported_model_family_is_tested():
     tested = {case["model_type"] for case in CASES.values()} | {GEMMA3_IMAGES["model_type"]}
     assert tested == set(SUPPORTED_MODEL_TYPES)
     assert hash(read_model_config(QWEN3)) == hash(read_model_config(QWEN3))

@@ -1,4 +1,4 @@
-"""Test models with a float8_e4m3fn KV pool against a slow attention over the rounded values."""
+"""Test models with a float8 KV pool against a slow attention over rounded keys and values."""
 
 from dataclasses import replace
 from functools import cache
@@ -20,20 +20,23 @@ from tests.covering import covering
 from tests.reference import kernels as reference
 
 CASES = ("gpt2", "opt-350m", "llama3-biases", "mistral-window", "qwen3-biases", "gemma3-scaled")
+OF_ALL_OPTIONS = ("gpt2", "opt-350m", "qwen3-biases", "gemma3-scaled")
+"""Cases of the default tier: learned positions, norms after a layer, head norms, windows."""
+
 FAST = ("llama3-biases", "gemma3-scaled")
 TOKENS = np.random.RandomState(5).randint(2, 97, NUM_TOKENS + 4).tolist()
 
-# Maximum `distance` of equal computations. Another order of float32 sums rounds a few numbers to
-# the other float8 neighbour, which gives up to 3e-5.
+# Maximum `distance` between two computations of the same logits. If float32 sums are added in
+# another order, a few values round to another float8 number, which gives distances up to 3e-5.
 BOUND = 1e-4
-# Maximum `distance` by rounding keys and values, whose relative error is up to 1 in 16. Measured:
-# 0.01 to 0.054.
+# Maximum `distance` between logits with and without float8 keys and values. Rounding to float8
+# changes a value by up to 1/16. The measured distances are 0.01 to 0.054.
 ROUNDED = 0.08
 
 
 @cache
 def narrow(case: str, scales: tuple[float, float]) -> Decoder:
-    """Return the model of `ours` with a float8 pool and these scales of keys and values."""
+    """Return the case's model with a float8 pool, and `scales` for keys and for values."""
     config = replace(config_of(case), kv_cache_dtype="float8_e4m3fn")
     tensors = {name: it.numpy() for name, it in transformers_model(case).state_dict().items()}
     filled = {"k_scale": scales[0], "v_scale": scales[1]}
@@ -41,14 +44,14 @@ def narrow(case: str, scales: tuple[float, float]) -> Decoder:
 
 
 def logits_of(model: Decoder, pool_dtype: Any = jnp.float8_e4m3fn) -> np.ndarray:
-    """Return the logits of every token: a prompt in two chunks, and four decode steps."""
+    """Return the logits of every token of a prompt in two chunks and of four decode steps."""
     harness, sequence = Harness(model, pool_dtype=pool_dtype), PagedSequence(TOKENS)
     chunks = [NUM_TOKENS - 9, 9, 1, 1, 1, 1]
     return np.concatenate([harness.step([(sequence, n)])[0] for n in chunks])
 
 
 def slow_logits(model: Decoder, scales: tuple[float, float]) -> np.ndarray:
-    """Return the logits of a slow attention over all tokens with rounded keys and values."""
+    """Return logits with a slow attention that reads keys and values rounded to float8."""
 
     def run_layers(layers, hidden, pool, attention, angles):
         update = None
@@ -100,7 +103,7 @@ def attend(module, rows, angles, backend, scales):
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean difference in standard deviations of `other`."""
+    """Return the mean absolute difference, divided by the standard deviation of `other`."""
     assert np.isfinite(one).all()
     return float(np.abs(one - other).mean() / other.std())
 
@@ -110,7 +113,12 @@ SCALES = (0.03, 0.4)
 
 @pytest.mark.parametrize(
     ("case", "scales"),
-    covering(CASES, [SCALES, (1.0, 1.0)], strength=1, keep=lambda case, scales: scales == SCALES),
+    covering(
+        CASES,
+        [SCALES, (1.0, 1.0)],
+        strength=0,
+        keep=lambda case, scales: scales == SCALES and case in OF_ALL_OPTIONS,
+    ),
 )
 def test_float8_pool_logits_equal_those_of_rounded_kv(case: str, scales: tuple[float, float]):
     got = logits_of(narrow(case, scales))
@@ -126,7 +134,7 @@ def test_float8_rounding_changes_logits_little(case: str):
     assert 10 * BOUND < distance(logits_of(narrow(case, (1.0, 1.0))), wide) <= ROUNDED
 
 
-def test_kv_scales_determine_saturation():
+def test_too_small_kv_scale_saturates_keys_or_values():
     case, small = "llama3-biases", 2.0**-12
     wide = logits_of(ours(case), jnp.float32)
     for scales in ((small, 1.0), (1.0, small)):

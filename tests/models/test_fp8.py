@@ -1,4 +1,4 @@
-"""Test FP8 weights: each published layout loads its values and gives its library's logits."""
+"""Test models with FP8 weights, in each layout of a checkpoint that libraries publish."""
 
 import itertools
 import json
@@ -31,6 +31,7 @@ from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, shard_slices
 from pallas_kernels import Backend, quantize_rows
+from tests.covering import covering
 from tests.reference import kernels as reference_kernels
 
 F32 = jnp.float32
@@ -49,7 +50,7 @@ def load(folder: Path, quantization: str | None = None, **options: Any) -> Decod
 
 
 def logits_of(model: Decoder) -> np.ndarray:
-    """Return the logits of all tokens, from a prefill step and two decode steps of one token."""
+    """Return the logits of all tokens, from one prefill step and two decode steps."""
     harness, sequence = Harness(model), PagedSequence(TOKENS)
     return np.concatenate([harness.step([(sequence, n)])[0] for n in (len(TOKENS) - 2, 1, 1)])
 
@@ -63,7 +64,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     ("weights", "rows"),
     [*itertools.product(["channel", "tensor"], ["token", "static"]), ("block", "group")],
 )
-def test_compressed_tensors_checkpoint_gives_the_logits_of_that_library(tmp_path, weights, rows):
+def test_compressed_tensors_checkpoint_gives_that_librarys_logits(tmp_path, weights, rows):
     model = random_model(**(WIDE if weights == "block" else SMALL))
     expected = made.compressed(model, tmp_path, weights, rows)
     ours = load(tmp_path)
@@ -76,14 +77,17 @@ def test_compressed_tensors_checkpoint_gives_the_logits_of_that_library(tmp_path
 
 @pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "qwen2", "gemma3"])
 def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
-    # OPT's feed-forward gets rows without a batch axis, so the library would scale each number.
+    # transformers' OPT passes rows without a batch axis to fc1 and fc2. compressed-tensors would
+    # then give each number of a row a scale of its own, so the test leaves fc1 and fc2 unquantized.
     ignored = ("re:.*fc[12]",) if case == "opt-350m" else ()
     expected = made.compressed(reference(case), tmp_path, "channel", "token", ignored)
     assert difference(logits_of(load(tmp_path)), expected) < 1e-3
 
 
-@pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 1000])
-@pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "gemma3"])
+@pytest.mark.parametrize(
+    ("case", "slab_bytes"),
+    covering(["llama3-biases", "opt-350m", "gemma3"], [1000, loader.SLAB_BYTES], strength=1),
+)
 def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch, case, slab_bytes):
     reference(case).save_pretrained(tmp_path / "wide")
     made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
@@ -96,7 +100,8 @@ def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch
 
 
 def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "SLAB_BYTES", 100)  # less than one output channel of GPT-2
+    # A slab is smaller than one output channel of GPT-2.
+    monkeypatch.setattr(loader, "SLAB_BYTES", 100)
     model = reference("gpt2")
     model.save_pretrained(tmp_path)
     got = model_parameters(load(tmp_path, "fp8"))
@@ -108,8 +113,9 @@ def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
     np.testing.assert_array_equal(values, reference_kernels.to_fp8(weight, scale))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", ["channel", "static", "block", "loaded"])
+@pytest.mark.parametrize(
+    ("kind", "count"), covering(["channel", "static", "block", "loaded"], [2, 4], strength=1)
+)
 def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, kind, count):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -143,14 +149,14 @@ def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, k
 @pytest.mark.parametrize(
     ("count", "field"), [(2, "intermediate_size=384"), (8, "num_attention_heads=8")]
 )
-def test_split_scale_blocks_are_refused(tmp_path, count, field):
+def test_devices_cannot_split_a_block_of_weights_that_shares_a_scale(tmp_path, count, field):
     sizes = WIDE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     made.compressed(random_model(**sizes), tmp_path, "block", "group")
     with pytest.raises(ValueError, match=f"size={count} .*{field}, whose .*; use 1$"):
         read_model_config(read_config(tmp_path)).shard(count)
 
 
-def test_partial_scale_blocks_load_on_one_device(tmp_path):
+def test_weight_with_a_partial_scale_block_loads_on_one_device(tmp_path):
     made.compressed(random_model(**WIDE), tmp_path, "block", "group")
     config = replace(read_model_config(read_config(tmp_path)), num_heads=9, num_kv_heads=3)
     assert config.shard(1) is config
@@ -178,7 +184,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, str]]] =
     "ModelOpt": (SMALL, "tensor", MODELOPT, {"scale": "weight_scale", "rows": "input_scale"}),
 }
 BOUND = 0.1
-"""Maximum `difference` from rows that are not in FP8. FP8 rounds rows by 2.6 % on average."""
+"""Maximum `difference` from logits whose projections get unquantized inputs. FP8 changes an input
+by 2.6 % on average."""
 
 
 @contextmanager
@@ -254,7 +261,7 @@ def dequantized(linear: Any) -> np.ndarray:
     return weight * scale[np.concatenate(rows)][:, np.arange(size_in) // 128]
 
 
-def test_ignored_projections_are_not_in_fp8(tmp_path):
+def test_projection_excluded_by_the_checkpoint_is_not_in_fp8(tmp_path):
     published(tmp_path, "ModelOpt")
     first, second = load(tmp_path).layers
     assert first.mlp.down.projection.format is FP8StaticTensorFormat
@@ -352,7 +359,7 @@ def test_kv_scales_without_a_config_entry_are_refused(tmp_path):
 )
 def test_invalid_kv_scales_are_refused(tmp_path, scales, complaint):
     with_kv_scales(tmp_path, scales)
-    load(tmp_path)  # ignores the scales: the cache is not in FP8
+    load(tmp_path)  # the scales are not read, because the KV cache is not FP8
     with pytest.raises(CheckpointError, match=complaint):
         load_kv_scales(tmp_path)
 

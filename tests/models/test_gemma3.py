@@ -39,7 +39,10 @@ def logits_of(model) -> np.ndarray:
 
 
 def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
-    """transformers ignores `attn_logit_softcapping`, so the test passes the cap to it."""
+    """Compare with an attention of transformers that gets the cap as an argument.
+
+    The Gemma 3 model of transformers ignores `attn_logit_softcapping`.
+    """
     theirs = random_text_model(attn_logit_softcapping=0.5)
     ours = build(
         read_model_config(theirs.config.to_dict()),
@@ -57,7 +60,7 @@ def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
 
 
 def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
-    """The embedding's factor is rounded to bfloat16, but a norm's 1 + weight is not."""
+    """Gemma 3 rounds the factor of its embedding to bfloat16, but not the 1 + weight of a norm."""
     theirs = random_text_model(hidden_size=48).to(torch.bfloat16)
     tensors = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
     ours = build(read_model_config(theirs.config.to_dict()), tensors, jnp.bfloat16)
@@ -71,7 +74,7 @@ def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
     assert isinstance(norm, RMSNorm)
     for got in (norm(hidden), norm.add_norm(hidden, jnp.zeros_like(hidden)[None], Backend.XLA)[0]):
         differing = np.asarray(got, np.float32) != normed
-        assert differing.mean() < 0.01  # float32 sums in another order, rounded
+        assert differing.mean() < 0.01  # transformers adds float32 numbers in another order
     plain = RMSNorm(48, 1e-6, dtype=jnp.bfloat16)
     plain.weight = nnx.Param(norm.scale.astype(jnp.bfloat16))
     assert (np.asarray(plain(hidden), np.float32) != normed).mean() > 0.1
@@ -112,7 +115,7 @@ def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
 
 
 def renamed(name: str, prefix: str | None) -> str:
-    """Return the tensor name, with another prefix if it belongs to the text model."""
+    """Return the tensor name. Replace the prefix of a text model's tensor, unless it is None."""
     for known in ("model.language_model.", "language_model.model."):
         if prefix is not None and name.startswith(known):
             return prefix + name.removeprefix(known)

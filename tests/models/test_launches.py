@@ -1,4 +1,4 @@
-"""Test which kernels and products a decode layer launches on a GPU, by lowering without a GPU."""
+"""Test which kernels and matrix products a layer launches in a decode step, without a GPU."""
 
 import re
 from collections import Counter
@@ -17,10 +17,10 @@ from pallas_kernels import Backend, LayerKV, paged_decode_attention
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
-# Reshapes move no data, and XLA fuses the activation of gate and up.
+# Operations that launch no kernel: they move no data, or XLA fuses them into the next operation.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
-WIDE = 8704  # a feed-forward whose activation is a separate kernel
+WIDE = 8704  # with this feed-forward width, the kernel gated_silu computes the activation
 ONCE_A_STEP = {"decode_plan"}
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -47,7 +47,7 @@ def ints(*shape):
 
 
 def layers_of_a_step(case: str, rows: int, device: AbstractDevice = H200):
-    """Return the jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
+    """Return the jaxpr of each layer of a bfloat16 decode step with Triton kernels."""
     config = read_model_config((CONFIGS | CONFIGS_IN_FP8).get(case, _SHAPE | GEMMA3))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
@@ -68,7 +68,7 @@ def layers_of_a_step(case: str, rows: int, device: AbstractDevice = H200):
 
 
 def operations(jaxpr):
-    """Return the names of all operations, including inner jits; for kernels, the kernel's name."""
+    """Return the names of all operations and kernels of the jaxpr, including inner jits."""
     for eqn in jaxpr.eqns:
         if eqn.params.get("name") in ONCE_A_STEP:
             continue
@@ -89,7 +89,7 @@ def test_layer_launches_the_expected_kernels(case):
         kernels = {
             name.removeprefix("kernel "): n for name, n in counts.items() if "kernel" in name
         }
-        # XLA computes the first layer's first norm, before which nothing is added.
+        # XLA computes the first norm of the first layer, because no residual sum comes before it.
         assert kernels == ours | {"add_rms_norm": 2 if index else 1}
         assert counts["dot_general"] == 4
         if index:
@@ -109,7 +109,7 @@ def test_fp8_layer_launches_the_expected_kernels(case):
 
 
 def test_gemma3_layer_launches_the_expected_kernels():
-    """XLA computes the norms after attention and feed-forward."""
+    """Gemma 3 has norms after attention and feed-forward, which XLA computes without our kernel."""
     for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
         counts = Counter(operations(layer))
         norms = counts["kernel add_rms_norm"]
@@ -118,7 +118,7 @@ def test_gemma3_layer_launches_the_expected_kernels():
 
 
 def test_attention_plan_is_computed_once_per_step():
-    """Each layer computes the plan, and XLA merges equal computations."""
+    """Each layer's jaxpr computes the attention plan. XLA merges these equal computations."""
     shape = (9, 8, 1, 32)
 
     def step(queries, pool, tables, lens):
@@ -138,7 +138,7 @@ def test_attention_plan_is_computed_once_per_step():
 
 
 def lowered_opt_layer(rows: int) -> str:
-    """Return the QKV, output and feed-forward projections of OPT, lowered for an H200."""
+    """Return the StableHLO of an OPT layer's projections, lowered for an H200."""
     shape = {"vocab_size": 128, "hidden_size": 1024, "ffn_dim": 4096, "word_embed_proj_dim": 1024}
     shape |= {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
     config = read_model_config({"model_type": "opt", "activation_function": "relu"} | shape)
@@ -160,14 +160,17 @@ def lowered_opt_layer(rows: int) -> str:
         )
 
 
-def test_products_with_bias_use_the_same_kernels():
+def test_projections_with_bias_use_the_gemm_kernels():
     text = lowered_opt_layer(8)
     assert "stablehlo.dot_general" not in text
     assert text.count("@mosaic_gpu") == 4
 
 
 def test_bias_is_fused_into_the_product():
-    """If the bias had head axes, XLA would broadcast it to all rows: 2 % of a 2,048-token step."""
+    """If the bias had an axis of heads, XLA would write it for every row before adding it.
+
+    That would take 2 % of the time of a 2,048-token step.
+    """
     added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
     assert added.count("2048x3072") == 1
     assert sorted({*added}) == ["2048x1024", "2048x3072", "2048x4096"]

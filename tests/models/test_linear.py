@@ -1,4 +1,4 @@
-"""Test that only a projection's format knows how its weight is stored."""
+"""Test that a weight format alone decides how a projection stores its weight."""
 
 import ast
 import math
@@ -23,7 +23,7 @@ from jpaged.models.loader import model_parameters
 from jpaged.runtime.fused_layers import fused_layer_weights
 
 
-def test_only_the_format_class_accesses_the_arrays_of_a_weight():
+def test_only_four_model_files_access_weight_arrays():
     root = Path(jpaged.__file__).parent
     found = set()
     for file in root.rglob("*.py"):
@@ -34,7 +34,7 @@ def test_only_the_format_class_accesses_the_arrays_of_a_weight():
 
 
 class Turned(WeightFormat):
-    """A format for this test: weights [out, in] times a sign, under another name."""
+    """A weight format for the test: stores `turned` [out, in], and multiplies it by `sign`."""
 
     name = "turned"
 
@@ -71,7 +71,7 @@ class Turned(WeightFormat):
         *(pytest.param(case, marks=pytest.mark.full) for case in ("opt-350m", "llama", "gemma3")),
     ],
 )
-def test_new_weight_format_needs_no_other_code(case):
+def test_model_runs_with_a_weight_format_of_the_test(case):
     config = replace(config_of(case), quantization=QuantizationConfig(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     other = build(config, tensors, jnp.float32, filled={"sign": 1.0})

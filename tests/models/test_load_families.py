@@ -58,7 +58,7 @@ HF_CONFIGS = {
 
 
 def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
-    """Save a model whose parameters are distinct numbers; return the numbers in ascending order."""
+    """Save a model whose parameters hold the numbers 1, 2, 3, ...; return these numbers."""
     options = dict(hf_config)
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -68,7 +68,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
         chunk = values[start : start + parameter.numel()]
         parameter.data = chunk.reshape(parameter.shape).clone()
         if config.model_type == "gemma3_text" and parameter.ndim == 1:
-            parameter.data -= 1  # the checkpoint stores each norm's scale minus 1
+            parameter.data -= 1  # Gemma's checkpoints store a norm's scale minus 1
         start += parameter.numel()
     model.tie_weights()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -76,7 +76,7 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
 
 
 def edit(folder, change):
-    """Rewrite the checkpoint's tensors."""
+    """Call `change` with the checkpoint's tensors by name, and save the tensors."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -121,7 +121,7 @@ def test_kv_scales_come_from_the_checkpoint_or_are_one(
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_sharded_checkpoint_loads_every_value_once(tmp_path, name):
+def test_checkpoint_in_several_files_loads_every_value_once(tmp_path, name):
     values = make_checkpoint(tmp_path / "one", HF_CONFIGS[name])
     make_checkpoint(tmp_path / "many", HF_CONFIGS[name], max_shard_size="4KB")
     assert (tmp_path / "one/model.safetensors").exists()
@@ -155,7 +155,7 @@ def test_untied_checkpoint_must_contain_the_head(tmp_path):
         load(tmp_path)
 
 
-def test_a_config_of_another_shape_is_refused(tmp_path):
+def test_config_whose_sizes_differ_from_the_tensors_is_refused(tmp_path):
     make_checkpoint(tmp_path, LLAMA)
     config = read_config(tmp_path) | {"intermediate_size": 20}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -179,9 +179,9 @@ def test_wrong_number_of_layers_is_refused_before_allocation(
 
 
 def stack_experts(tensors, names):
-    """Replace the tensors of single experts by the stacked tensors of the models of transformers 5.
+    """Replace the tensors of single experts by tensors that hold all experts of a layer.
 
-    `names` is a value of `EXPERT_TENSORS`.
+    Models of transformers 5 have such tensors. `names` is a value of `EXPERT_TENSORS`.
     """
     block, *parts = names
     found = {name: tensors.pop(name) for name in [*tensors] if f".{block}." in name}
@@ -198,11 +198,12 @@ EXPERT_TENSORS = {
     "qwen3-moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
-"""Name of the sparse feed-forward and of an expert's projections: gate, up, down."""
+"""Tensor names by model: the sparse feed-forward, then an expert's gate, up and down
+projections."""
 
 
 @pytest.mark.parametrize("name", EXPERT_TENSORS)
-def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch, name):
+def test_tensors_of_stacked_experts_load_like_those_of_single_experts(tmp_path, monkeypatch, name):
     config = HF_CONFIGS[name] | ({"mlp_only_layers": []} if name == "qwen3-moe" else {})
     make_checkpoint(tmp_path, config)
     single = load(tmp_path)
@@ -216,7 +217,7 @@ def test_stacked_experts_load_like_single_experts(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", EXPERT_TENSORS)
-def test_each_expert_is_loaded_into_its_place(tmp_path, name):
+def test_each_expert_is_loaded_at_its_index(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     block, *names = EXPERT_TENSORS[name]
     tensors, model = load_file(tmp_path / "model.safetensors"), load(tmp_path)
@@ -250,7 +251,7 @@ EXPERT_1 = "model.layers.0.mlp.experts.1.up_proj.weight"
          r"parameters filled twice \(1\): layers.0.mlp.down"),
     ],
 )  # fmt: skip
-def test_wrong_experts_are_refused_before_a_weight_is_read(
+def test_wrong_expert_tensors_are_refused_before_weights_are_read(
     tmp_path, monkeypatch, change, complaint
 ):
     make_checkpoint(tmp_path, QWEN3_MOE)

@@ -1,4 +1,4 @@
-"""Test the loader's peak host memory, measured in a separate process."""
+"""Test the loader's peak host memory, which a child process measures."""
 
 import os
 import subprocess
@@ -26,7 +26,10 @@ def peak_memory(folder, how):
     ("how", "low", "high"),
     [("load", 0.0, 1.3), pytest.param("naive", 1.9, 9.0, marks=pytest.mark.full)],
 )
-def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path, how, low, high):
-    """Each large shard is one tensor, which is cast. Reading all shards first needs more."""
+def test_peak_host_memory_is_below_1_3_times_the_largest_file(tmp_path, how, low, high):
+    """Load two files with one large tensor each, which the loader casts.
+
+    The case "naive" reads all files first, and shows that such a loader exceeds the limit.
+    """
     write_checkpoint(tmp_path)
     assert low < peak_memory(tmp_path, how) < high

@@ -96,7 +96,7 @@ def expected_parameters(tensors, dtype=np.float32):
 
 
 def save(folder, tensors, num_files=1):
-    for i in range(num_files):  # tensors of one fused parameter are in different files
+    for i in range(num_files):  # Each part of a fused parameter is in another file.
         names = list(tensors)[i::num_files]
         part = {name: np.ascontiguousarray(tensors[name]) for name in names}
         save_file(part, folder / f"part-{i}.safetensors")
@@ -108,7 +108,7 @@ def load(folder, dtype=jnp.float32, **options):
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])
 @pytest.mark.parametrize("num_files", [1, 5])
-def test_every_value_is_loaded_to_its_parameter(tmp_path, monkeypatch, num_files, slab_bytes):
+def test_every_value_is_loaded_into_its_parameter(tmp_path, monkeypatch, num_files, slab_bytes):
     monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
     tensors = make_tensors()
     save(tmp_path, tensors, num_files)
@@ -202,7 +202,7 @@ def use_rules(monkeypatch, rules):
     monkeypatch.setattr(loader, "weight_rules", lambda config: changed_rules)
 
 
-def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypatch):
+def test_tensor_for_a_parameter_that_the_model_lacks_is_refused(tmp_path, monkeypatch):
     use_rules(monkeypatch, [*model_rules().rules, WeightRule("wpe", "positions")])
     save(tmp_path, changed("wpe", np.ones((V, D), np.float32)))
     with pytest.raises(CheckpointError, match=r"unknown.*: wpe \(the model has no positions\)"):
@@ -216,7 +216,9 @@ def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypat
         ("embed", r"missing parameters \(1\): embedding \(comes from a tensor that no rule"),
     ],
 )
-def test_rules_that_miss_a_parameter_are_refused(tmp_path, monkeypatch, source, complaint):
+def test_weight_rules_that_leave_a_parameter_unfilled_are_refused(
+    tmp_path, monkeypatch, source, complaint
+):
     use_rules(monkeypatch, [rule for rule in model_rules().rules if rule.source != source])
     save(tmp_path, without(source))
     with pytest.raises(CheckpointError, match=complaint):
@@ -239,7 +241,7 @@ def test_second_tensor_for_a_parameter_is_refused(tmp_path, name):
         load(tmp_path)
 
 
-def test_dummy_weights_need_no_folder_and_depend_on_the_seed_alone():
+def test_dummy_weights_need_no_folder_and_depend_only_on_the_seed():
     def dummy(seed):
         return load("/nowhere", jnp.bfloat16, load_format="dummy", seed=seed)
 
@@ -263,6 +265,6 @@ def test_dummy_weights_need_no_folder_and_depend_on_the_seed_alone():
         ({"dtype": jnp.float8_e4m3fn}, "dtype=.*float8"),
     ],
 )
-def test_unknown_options_are_refused(tmp_path, options, complaint):
+def test_unknown_load_format_or_dtype_is_refused(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path, **options)

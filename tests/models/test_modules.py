@@ -49,8 +49,8 @@ def test_rope_frequencies_and_rotation_equal_transformers(case):
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-def test_rotation_at_large_positions_is_exact(theta):
-    """A frequency error of one ulp is an angle error of 1e-2 after a hundred thousand tokens."""
+def test_rope_angles_at_large_positions_equal_transformers(theta):
+    """If a frequency is wrong by one ulp, the angle at position 100,000 is wrong by 0.01."""
     rope = {"rope_type": "default", "rope_theta": theta}
     config = LlamaConfig(hidden_size=1024, num_attention_heads=8, rope_parameters=rope)
     places = torch.tensor([8_191, 131_071])
@@ -62,7 +62,7 @@ def test_rotation_at_large_positions_is_exact(theta):
 
 
 def test_llama3_rope_scaling_equals_transformers():
-    """The numbers of Llama 3.1 cover all three ranges of wavelengths."""
+    """Compare with the parameters of Llama 3.1, which reach all three branches of the formula."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(hidden_size=1024, num_attention_heads=8, rope_parameters=rope)

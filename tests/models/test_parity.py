@@ -1,4 +1,4 @@
-"""Compare the logits of whole models with `transformers`, for every composition of a step."""
+"""Compare the logits of whole models with `transformers`, for prefill, decode and mixed steps."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def assert_close(case: str, tokens: list[int], got: np.ndarray) -> None:
 
 
 def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
-    """Return random chunks of some of the sequences, including decode rows."""
+    """Return random sequences, each with a random number of its next tokens, often one."""
     budget, work = NUM_TOKENS, []
     for sequence in random.permutation(np.array(sequences, object)):
         most = min(sequence.remaining, budget)
@@ -43,7 +43,7 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
     [pytest.param(it, marks=[pytest.mark.full] if it in IN_FULL_TIER else []) for it in CASES],
 )
 def test_logits_equal_transformers(case):
-    """Run all checks of a case in one test, so that its two programs compile once."""
+    """Run all checks of a case in one test, because each test compiles the case's two programs."""
     check_prefill_then_decode(case)
     check_random_chunks_mixed_steps_and_recompute(case)
     check_greedy_generation_is_token_exact(case)
@@ -88,7 +88,7 @@ def greedy_reference(case: str, prompt: list[int], num_tokens: int) -> list[int]
 
 
 def check_greedy_generation_is_token_exact(case):
-    """Generate for prompts of several lengths in chunks, and preempt one sequence."""
+    """Generate tokens for four prompts, computed in chunks, and recompute one sequence."""
     harness, num_tokens = Harness(ours(case), seed=3), 12
     prompts = [random_tokens(n, seed=10 + n) for n in (30, 7, 1, 12)]
     sequences = [PagedSequence(list(prompt)) for prompt in prompts]
@@ -104,7 +104,7 @@ def check_greedy_generation_is_token_exact(case):
             if not sequence.remaining:
                 sequence.tokens.append(int(chunk[-1].argmax()))
         if not preempted and len(sequences[1].tokens) == len(prompts[1]) + 5:
-            harness.release(sequences[1])  # recomputed from its first token
+            harness.release(sequences[1])  # The next steps recompute the whole sequence.
             preempted = True
     assert preempted
     for prompt, sequence in zip(prompts, sequences, strict=True):

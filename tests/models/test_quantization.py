@@ -1,4 +1,4 @@
-"""Test how the quantization of config.json is read and refused."""
+"""Test reading `quantization_config` of config.json, and the errors for unsupported values."""
 
 import re
 from typing import Any
@@ -42,12 +42,12 @@ def read(config: dict[str, Any] | None, asked: str | None = None, **fields: Any)
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    """Return a compressed-tensors configuration with changed fields of its group."""
+    """Return a compressed-tensors configuration whose only group has the fields `changes`."""
     return COMPRESSED | {"config_groups": {"group_0": GROUP | changes}}
 
 
 def formats(config: ModelConfig) -> dict[str, type[WeightFormat]]:
-    """Return the formats of the quantized projections by path."""
+    """Return the weight format of each quantized projection by the projection's path."""
     paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
     found = {path: config.projection(path) for path in paths}
     assert all(isinstance(it, Projection) for it in found.values())
@@ -85,12 +85,12 @@ def test_published_quantization_layouts_are_read(
     assert set(formats(model).values()) == {expected}
 
 
-def test_unquantized_weights_stay_unless_fp8_is_requested():
+def test_unquantized_checkpoint_is_quantized_only_on_request():
     assert formats(read(None)) == {}
     assert set(formats(read(None, "fp8")).values()) == {FP8Format}
 
 
-def test_checkpoint_with_kv_scales_only_is_read():
+def test_quantization_config_with_only_kv_scales_is_read():
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
     for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {FP8Format})):

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-kv-head": LLAMA | {"num_key_value_heads": 1, "vocab_size": 49},
 }
 COUNTS = (2, 4, 8)
-# Cases with fewer KV heads than devices need many devices.
+# Most cases run on 8 devices, so that there are more devices than KV heads.
 CASES_AND_COUNTS = covering(
     [pytest.param(it, marks=[pytest.mark.full] if it == "experts" else []) for it in CASES],
     (2, 8),
@@ -60,7 +60,7 @@ def config_of(case: str) -> ModelConfig:
     return replace(config, enable_expert_parallel=case == "whole-experts")
 
 
-def test_array_is_sharded_along_the_axis_that_differs():
+def test_shard_slices_split_the_axis_whose_local_size_differs():
     assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
         ShardSlice((0, 2), (0, 0), (6, 2))
     ]
@@ -71,7 +71,7 @@ def test_array_is_sharded_along_the_axis_that_differs():
     assert sharded_axis((6,), (6,)) is None
 
 
-def test_each_device_has_its_fused_qkv_rows():
+def test_each_device_holds_its_own_query_key_and_value_heads():
     parts = [(4, 2), (2, 1), (2, 1)]
     assert shard_slices((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
         ShardSlice((0, 2, 0), (0, 0, 0), (3, 2, 5)),
@@ -83,14 +83,14 @@ def test_each_device_has_its_fused_qkv_rows():
 @pytest.mark.parametrize(
     ("count", "parts", "starts"),
     [
-        # Eight query heads, two KV heads: a query head per device.
+        # 8 devices, 8 query heads, 2 KV heads: four devices hold the same KV head.
         (8, [(8, 1), (2, 1), (2, 1)], [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]),
-        # Four query heads, two KV heads, with two scale blocks per head.
+        # 4 devices, 4 query heads, 2 KV heads, and 2 scale blocks for each head.
         (4, [(8, 2), (4, 2), (4, 2)], [[2 * i, 8 + i // 2 * 2, 12 + i // 2 * 2] for i in range(4)]),
     ],
     ids=["heads", "scale blocks"],
 )
-def test_devices_beyond_the_kv_heads_replicate_a_head(count: int, parts: list, starts: list):
+def test_more_devices_than_kv_heads_share_kv_heads(count: int, parts: list, starts: list):
     whole, local = (sum(sizes) for sizes in zip(*parts, strict=True))
     held = [
         [it.unsharded_start[0] for it in shard_slices((whole,), (local,), index, count, parts)]
@@ -121,7 +121,7 @@ def test_error_for_an_indivisible_size_names_the_field(fields: dict, count: int,
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("case", [*CASES])
-def test_each_device_holds_only_its_shard(case: str, count: int):
+def test_each_device_holds_the_expected_part_of_each_parameter(case: str, count: int):
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     whole = model_parameters(make_abstract_model(config, jnp.float32))
     sharded = model_parameters(make_abstract_model(config, jnp.float32, mesh))
@@ -144,7 +144,7 @@ def test_each_device_holds_only_its_shard(case: str, count: int):
 
 
 def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, int]]) -> np.ndarray:
-    """Return the whole array from the shards of all devices; replicas must be equal."""
+    """Return the whole array from the shards of all devices. Check that replicas are equal."""
     found = np.full(whole, np.nan, np.float32)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
     for device_index, shard in enumerate(shards):
@@ -168,7 +168,7 @@ def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]
 
 
 def check_sharded(config: ModelConfig, count: int, folder: Path | str, **options: Any) -> None:
-    """Check that a model of `count` devices has the parameters of a model of one device."""
+    """Check that loading on `count` devices gives the same parameters as on one device."""
     one, sharded = (
         model_parameters(plan_model(folder, config, dtype=jnp.float32, mesh=mesh, **options).load())
         for mesh in (None, make_mesh(jax.devices(), count))
@@ -217,7 +217,7 @@ def test_sharded_embedding_clamps_ids_out_of_range():
     assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
 
 
-def test_number_of_experts_must_fit_expert_parallelism():
+def test_number_of_experts_that_devices_cannot_split_is_refused():
     config = read_model_config(LLAMA | MOE | {"num_experts": 6})
     with pytest.raises(ValueError, match="cannot split the model's num_experts=6; use 1 or 2"):
         replace(config, enable_expert_parallel=True).shard(8)

@@ -25,7 +25,7 @@ def abstract_inputs(rows: int, *, decode: bool):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     starts = None if decode else integers(NUM_SEQS + 1)
-    # `AttentionInputs` checks that its fields are arrays, so `eval_shape` builds it from tracers.
+    # `AttentionInputs` refuses fields that are a ShapeDtypeStruct, so build it inside `eval_shape`.
     attention = jax.eval_shape(
         lambda *arrays: AttentionInputs(*arrays, backend=Backend.XLA),
         *(integers(NUM_SEQS, TABLE_WIDTH), integers(NUM_SEQS), integers(rows), starts),
@@ -79,7 +79,7 @@ def test_pool_is_updated_in_place(dtype, name, decode):
     assert not re.search(rf"= \({pool_type}.* copy-start\(", program)
 
 
-def test_number_of_tokens_ends_at_the_last_row_that_is_not_padding():
+def test_attention_inputs_count_tokens_up_to_the_last_real_row():
     nothing = jnp.zeros(0, jnp.int32)
 
     def inputs(seq_lens: list[int], starts: list[int] | None = None, *, num_queries: int = 1):
@@ -96,7 +96,7 @@ def test_number_of_tokens_ends_at_the_last_row_that_is_not_padding():
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_padding_of_a_step_hits_no_expert(monkeypatch: pytest.MonkeyPatch, decode: bool):
+def test_expert_routing_gets_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch, decode: bool):
     counts, route = [], experts.route
 
     def record(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Test checkpoints that contain an output head although their config ties it."""
+"""Test checkpoints that contain an output head although tie_word_embeddings is true."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ NOT_TIED = "lm_head.weight .*different values: the head is not tied"
 
 
 def save(folder: Path, case: str) -> dict[str, np.ndarray]:
-    """Save a checkpoint with a separate head and a config that ties it; return its tensors."""
+    """Save a model with a separate head and tie_word_embeddings=true; return the tensors."""
     torch.manual_seed(0)
     config = hf_config(case)
     assert config.tie_word_embeddings
@@ -65,7 +65,7 @@ def num_bytes(planned: ModelPlan) -> int:
 
 
 def check_logits(folder: Path, planned: ModelPlan) -> None:
-    """Compare the logits with transformers, which reads the same folder."""
+    """Check that our logits equal those of transformers, which loads the same folder."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = np.random.RandomState(1).randint(2, 97, NUM_TOKENS).tolist()
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_head_equal_to_the_embedding_is_tied(tmp_path: Path, case: str):
+def test_head_equal_to_the_embedding_is_dropped(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     rewrite(tmp_path, tensors | {"lm_head.weight": tensors[name_of_embedding(tensors)]})
     check_tied(planned := plan(tmp_path))
@@ -96,7 +96,7 @@ def test_head_equal_to_the_embedding_is_tied(tmp_path: Path, case: str):
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gpt2"])
-def test_head_tensor_alone_serves_as_embedding_and_head(tmp_path: Path, case: str):
+def test_lm_head_serves_as_the_missing_embedding(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     del tensors[name_of_embedding(tensors)]
     rewrite(tmp_path, tensors)
@@ -104,7 +104,7 @@ def test_head_tensor_alone_serves_as_embedding_and_head(tmp_path: Path, case: st
     check_logits(tmp_path, planned)
 
 
-def test_head_is_compared_after_casting(tmp_path: Path):
+def test_head_and_embedding_are_compared_after_casting(tmp_path: Path):
     tensors = save(tmp_path, "llama")
     embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
     embedding[3, 5] = 0.0

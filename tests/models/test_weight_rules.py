@@ -1,4 +1,4 @@
-"""Test which parameters the tensor names of a checkpoint fill."""
+"""Test which model parameter each tensor name of a checkpoint maps to."""
 
 import pytest
 from hf_models import CASES, config_of, reference
@@ -8,13 +8,13 @@ from jpaged.models.registry import weight_rules
 
 
 def targets(config: ModelConfig, name: str) -> list[str | None]:
-    """Return the target of a tensor, None if ignored; an empty list if unknown."""
+    """Return the parameter of a tensor name in a list: [None] if ignored, [] if unknown."""
     rule = weight_rules(config).find(name)
     return [] if rule is None else [rule.target]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_base_models_prefix_is_optional(case):
+def test_tensor_names_may_lack_the_prefix_of_the_base_model(case):
     config, model = config_of(case), reference(case)
     for name, _ in model.base_model.named_parameters():
         bare = targets(config, name)

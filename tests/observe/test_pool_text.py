@@ -1,4 +1,4 @@
-"""Test the text that draws the blocks and the memory report of a pool."""
+"""Test the drawing of a pool's blocks, and the text of its memory report."""
 
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,8 @@ def test_memory_report_is_formatted_in_lines():
 
 
 class FakeEngine:
-    """Each report is different. Each block map takes a second of the clock `now`."""
+    """An engine whose memory reports are all different. Making a block map takes one second of the
+    simulated clock `now`."""
 
     num_reports = num_maps = 0
     now = 100.0

@@ -1,4 +1,4 @@
-"""Parse answer texts in pieces and join the parser's events."""
+"""Helpers that parse answers in chunks and join the parser's events."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,15 +16,17 @@ from jpaged.parsing.stream import (
 ParsedParts = list[tuple[str, ...]]
 
 
-def parse_pieces(pieces: Iterable[str], **options: Any) -> ParsedParts:
-    """Parse the pieces of a text and return its parts, with adjacent events merged."""
+def parse_chunks(pieces: Iterable[str], **options: Any) -> ParsedParts:
+    """Parse the chunks `pieces` of an answer. Return the parts of the answer, with adjacent events
+    of a part joined."""
     parser = AnswerParser(**options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return join_events(events + parser.end())
 
 
 def join_events(events: list[ParserEvent]) -> ParsedParts:
-    """Join events to parts without ids, and check that calls start, continue and end in order."""
+    """Join events to the parts of an answer, without call ids. Check that the events of calls are
+    in order."""
     parts: ParsedParts = []
     open_call, num_calls, ids = None, 0, set[str]()
     for event in events:
@@ -55,15 +57,16 @@ def join_events(events: list[ParserEvent]) -> ParsedParts:
     return parts
 
 
-def check_every_cut(text: str, expected: ParsedParts, **options: Any) -> None:
-    """Check that the whole text, its characters and its halves at any cut parse to `expected`."""
-    assert parse_pieces([text], **options) == expected
-    assert parse_pieces(text, **options) == expected
+def check_any_two_chunks(text: str, expected: ParsedParts, **options: Any) -> None:
+    """Check that a text parses to `expected` as one chunk, one character per chunk, and as any two
+    chunks."""
+    assert parse_chunks([text], **options) == expected
+    assert parse_chunks(text, **options) == expected
     for i in range(1, len(text)):
-        assert parse_pieces([text[:i], text[i:]], **options) == expected, text[:i]
+        assert parse_chunks([text[:i], text[i:]], **options) == expected, text[:i]
 
 
-def check_every_two_cuts(text: str, expected: ParsedParts, **options: Any) -> None:
+def check_any_three_chunks(text: str, expected: ParsedParts, **options: Any) -> None:
     for i in range(len(text)):
         for j in range(i, len(text)):
-            assert parse_pieces([text[:i], text[i:j], text[j:]], **options) == expected
+            assert parse_chunks([text[:i], text[i:j], text[j:]], **options) == expected

@@ -1,7 +1,7 @@
-"""Test that reasoning is separated from content, however the text is cut."""
+"""Test that reasoning is separated from content, however the answer is split into chunks."""
 
 import pytest
-from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
+from answer_helpers import ParsedParts, check_any_three_chunks, check_any_two_chunks, parse_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,8 @@ OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</th
 HELLO, THOUGHT = ("content", "Hello <b>!\n"), ("reasoning", "So, 2 < 3.\n\nYes")
 
 TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
-    # Qwen3 writes both tags, or its template has started or skipped the reasoning.
+    # Qwen3 writes both tags, or its chat template has opened or skipped the reasoning in the
+    # prompt.
     ("qwen3", "", "<think>\nSo, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", "", "\n<think>So, 2 < 3.\n\nYes</think>Hello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", OPENED, "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
@@ -30,7 +31,7 @@ TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
         [("reasoning", "a"), ("content", "b<think>c</think>")],
     ),
     ("qwen3", "", "<thinking> a", [("content", "<thinking> a")]),
-    # DeepSeek R1 may leave out the first tag.
+    # DeepSeek R1 may leave out the opening tag.
     ("deepseek_r1", "", "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("deepseek_r1", OPENED, "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("deepseek_r1", "", "<think>\nSo, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
@@ -48,19 +49,19 @@ TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
 
 
 @pytest.mark.parametrize(("family", "prompt_end", "text", "expected"), TRANSCRIPTS)
-def test_reasoning_transcripts_parse_the_same_at_every_cut(
+def test_reasoning_transcripts_parse_the_same_in_any_two_chunks(
     family: str, prompt_end: str, text: str, expected: ParsedParts
 ):
-    check_every_cut(text, expected, reasoning=family, prompt_end=prompt_end)
+    check_any_two_chunks(text, expected, reasoning=family, prompt_end=prompt_end)
 
 
-def test_short_reasoning_answer_parses_the_same_at_any_two_cuts():
+def test_short_reasoning_answer_parses_the_same_in_any_three_chunks():
     text = "<think>\na </b \n</think>\n\n b \n"
     expected: ParsedParts = [("reasoning", "a </b"), ("content", " b \n")]
-    check_every_two_cuts(text, expected, reasoning="qwen3")
+    check_any_three_chunks(text, expected, reasoning="qwen3")
 
 
-def test_calls_inside_reasoning_are_not_parsed():
+def test_tool_calls_inside_closed_reasoning_stay_reasoning():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"<think>\nI could {call}, or\n</think>\n\nWell.\n{call}\n"
     expected = [
@@ -68,17 +69,17 @@ def test_calls_inside_reasoning_are_not_parsed():
         ("content", "Well."),
         ("call", "f", "{}"),
     ]
-    check_every_cut(text, expected, reasoning="qwen3", tool_calls="hermes")
+    check_any_two_chunks(text, expected, reasoning="qwen3", tool_calls="hermes")
 
 
-def test_call_inside_unclosed_reasoning_ends_the_reasoning():
+def test_qwen3_tool_call_ends_unclosed_reasoning():
     text = "I could <tool_call> now.\n<tool_call>\n<function=f>\n</function>\n</tool_call>"
     expected = [("reasoning", "I could <tool_call> now."), ("call", "f", "{}")]
     options = {"reasoning": "qwen3", "tool_calls": "qwen3_xml", "prompt_end": OPENED}
-    check_every_cut(text, expected, **options)
+    check_any_two_chunks(text, expected, **options)
 
 
-def test_reasoning_and_content_stream():
+def test_reasoning_and_content_are_emitted_as_they_arrive():
     parser = AnswerParser(reasoning="qwen3", prompt_end=OPENED)
     assert parser.feed("One \n") == [Reasoning("One")]
     assert parser.feed("two</th") == [Reasoning(" \ntwo")]
@@ -96,13 +97,13 @@ FRAGMENTS += ["<function=f>", "</function></tool_call>", "é"]
 @pytest.mark.parametrize("prompt_end", ["", OPENED, CLOSED])
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), size=st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
-def test_random_reasoning_parses_the_same_and_loses_only_tags(
+def test_random_reasoning_parses_the_same_in_any_chunks_and_loses_only_tags(
     family: str, prompt_end: str, text: str, size: int
 ):
     options = {"reasoning": family, "prompt_end": prompt_end}
-    whole = parse_pieces([text], **options)
-    assert parse_pieces(text, **options) == whole
-    assert parse_pieces([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
+    whole = parse_chunks([text], **options)
+    assert parse_chunks(text, **options) == whole
+    assert parse_chunks([text[i : i + size] for i in range(0, len(text), size)], **options) == whole
     kept = "".join(part[1] for part in whole)
     own = text.lstrip().removeprefix("<think>")
     lefts = [it.replace("</think>", "", i) for it in (text, own) for i in (0, 1)]

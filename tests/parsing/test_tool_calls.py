@@ -1,4 +1,4 @@
-"""Test the tool-call parsers of each model family, however the text is cut."""
+"""Test the tool-call parsers of each family, however the answer is split into chunks."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_helpers import ParsedParts, check_every_cut, check_every_two_cuts, parse_pieces
+from answer_helpers import ParsedParts, check_any_three_chunks, check_any_two_chunks, parse_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ PARIS = '{"city": "Paris", "days": 3}'
 WEATHER = ("call", "get_weather", PARIS)
 
 TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
-    # The format that the chat templates of Qwen 2.5, Qwen 3 and Hermes request.
+    # Calls as the chat templates of Qwen 2.5, Qwen 3 and Hermes ask for them.
     (
         "hermes",
         "I will look.\n\n<tool_call>\n"
@@ -66,7 +66,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
         [WEATHER, ("call", "now", "{}")],
     ),
-    (  # arguments before the name, and an extra field
+    (  # arguments before the name, and an additional key
         "hermes",
         '<tool_call>{"id": 7, "arguments": {"q": "\\u00e9\\n \\"}{ é"}, "name": "f", "x": [{}]}'
         "</tool_call> Done.\n",
@@ -84,7 +84,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
     ),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("call", "now", "{}")]),
     ("hermes", '<tool_call>{"a\nb": 1, "name": "now"}</tool_call>', [("call", "now", "{}")]),
-    # Malformed arguments are passed on unchanged, and later calls are still parsed.
+    # Invalid arguments are emitted unchanged, and later calls are still parsed.
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1,, "<tool_call>"}}</tool_call>'
@@ -92,7 +92,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         [("call", "f", '{"a": 1,, "<tool_call>"}}'), ("call", "now", "{}")],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [("call", "f", '{"a": "b')]),
-    # Llama 3.1 and 3.2.
+    # Calls of Llama 3.1 and 3.2.
     (
         "llama3_json",
         '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
@@ -114,7 +114,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '{"name": "now", "parameters": {}}; then {"name": "f", "parameters": {}}',
         [("call", "now", "{}"), ("content", '; then {"name": "f", "parameters": {}}')],
     ),
-    # Mistral 7B v0.3, and the newer tokenizers'.
+    # Calls of Mistral 7B v0.3, and calls with the newer tokenizers.
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
@@ -161,7 +161,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
             )
         ],
     ),
-    (  # without the outer tag, and with an unknown name and parameters
+    (  # without the outer tags, and with an unknown function and unknown parameters
         "qwen3_xml",
         "<function=f><parameter=a>1</parameter></function> Done",
         [("call", "f", '{"a": "1"}'), ("content", " Done")],
@@ -176,7 +176,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         "<tool_call>\n<function=get_weather>\n<parameter=days>\n12",
         [("call", "get_weather", '{"days": 12')],
     ),
-    (  # without a closing tag the line break belongs to the value
+    (  # if the closing tag is missing, the line break belongs to the value
         "qwen3_xml",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar\n",
         [("call", "get_weather", '{"city": "Par\\n')],
@@ -191,10 +191,10 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "expected"), TRANSCRIPTS)
-def test_tool_call_transcripts_parse_the_same_at_every_cut(
+def test_tool_call_transcripts_parse_the_same_in_any_two_chunks(
     family: str, text: str, expected: ParsedParts
 ):
-    check_every_cut(text, expected, tool_calls=family, tools=TOOLS)
+    check_any_two_chunks(text, expected, tool_calls=family, tools=TOOLS)
 
 
 SHORT: dict[str, tuple[str, ParsedParts]] = {
@@ -218,9 +218,9 @@ SHORT: dict[str, tuple[str, ParsedParts]] = {
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_short_tool_calls_parse_the_same_at_any_two_cuts(family: str):
+def test_short_tool_calls_parse_the_same_in_any_three_chunks(family: str):
     text, expected = SHORT[family]
-    check_every_two_cuts(text, expected, tool_calls=family)
+    check_any_three_chunks(text, expected, tool_calls=family)
 
 
 TEXTS = [
@@ -250,10 +250,10 @@ TEXTS = [
 def test_text_that_resembles_a_call_is_content(family: str):
     for text in TEXTS:
         expected: ParsedParts = [("content", text)] if text else []
-        check_every_cut(text, expected, tool_calls=family)
+        check_any_two_chunks(text, expected, tool_calls=family)
 
 
-# Arbitrary texts, cut anywhere
+# Random texts, split into random chunks
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "["),
@@ -278,13 +278,13 @@ ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 @given(text=ANSWERS, data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_random_texts_parse_the_same_at_any_cuts(family: str, text: str, data: st.DataObject):
-    whole = parse_pieces([text], tool_calls=family, tools=TOOLS)
-    assert parse_pieces(text, tool_calls=family, tools=TOOLS) == whole
+def test_random_texts_parse_the_same_in_any_chunks(family: str, text: str, data: st.DataObject):
+    whole = parse_chunks([text], tool_calls=family, tools=TOOLS)
+    assert parse_chunks(text, tool_calls=family, tools=TOOLS) == whole
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
     cuts = [0, *places, len(text)]
     pieces = [text[i:j] for i, j in itertools.pairwise(cuts)]
-    assert parse_pieces(pieces, tool_calls=family, tools=TOOLS) == whole
+    assert parse_chunks(pieces, tool_calls=family, tools=TOOLS) == whole
     if all(part[0] == "content" for part in whole):
         assert "".join(part[1] for part in whole) == text
 
@@ -323,13 +323,13 @@ WRITTEN = {
 @pytest.mark.parametrize("family", WRITTEN)
 @given(calls=CALLS, ascii_only=st.booleans(), size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_json_arguments_are_passed_on_unchanged(
+def test_json_arguments_are_emitted_unchanged(
     family: str, calls: list[tuple[str, Any]], ascii_only: bool, size: int
 ):
     texts = [(name, json.dumps(own, ensure_ascii=ascii_only)) for name, own in calls]
     text = WRITTEN[family](texts)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert parse_pieces(pieces, tool_calls=family) == [("call", *each) for each in texts]
+    assert parse_chunks(pieces, tool_calls=family) == [("call", *each) for each in texts]
 
 
 @given(value=st.text(st.characters(codec="utf-8"), max_size=30), size=st.integers(1, 9))
@@ -337,7 +337,7 @@ def test_json_arguments_are_passed_on_unchanged(
 def test_unquoted_values_become_json_strings(value: str, size: int):
     text = f"<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    ((_, name, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+    ((_, name, arguments),) = parse_chunks(pieces, tool_calls="qwen3_xml", tools=TOOLS)
     assert (name, json.loads(arguments)) == ("write", {"text": value})
 
 
@@ -378,16 +378,16 @@ LONG_LIST = "[" + "1, " * MAX_BUFFERED_CHARACTERS + "1]"
         ("lines", LONG_LIST, LONG_LIST),
     ],
 )
-def test_unquoted_values_get_the_types_of_their_parameters(parameter: str, text: str, value: Any):
+def test_unquoted_values_become_json_of_the_parameter_type(parameter: str, text: str, value: Any):
     answer = f"<function=write><parameter={parameter}>{text}</parameter></function>"
     if parameter in ("days", "city"):
         answer = answer.replace("write", "get_weather")
     for pieces in ([answer], [answer[:40], answer[40:]]):
-        ((_, _, arguments),) = parse_pieces(pieces, tool_calls="qwen3_xml", tools=TOOLS)
+        ((_, _, arguments),) = parse_chunks(pieces, tool_calls="qwen3_xml", tools=TOOLS)
         assert json.loads(arguments) == {parameter: value}
 
 
-def test_value_without_a_type_is_a_string():
+def test_value_of_a_parameter_without_types_is_a_string():
     assert to_json_value("7", frozenset()) == '"7"'
 
 
@@ -406,7 +406,7 @@ def test_call_start_is_emitted_before_the_arguments_end():
     assert parser.end() == []
 
 
-def test_string_values_stream():
+def test_chunks_of_a_string_value_are_emitted_as_they_arrive():
     parser = AnswerParser(tool_calls="qwen3_xml", tools=TOOLS)
     parser.feed("<function=write><parameter=text>\n")
     assert parser.feed("one\n") == [CallArguments(0, '"one')]
@@ -414,7 +414,7 @@ def test_string_values_stream():
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_text_held_back_by_the_parser_is_bounded(family: str):
+def test_size_of_buffered_text_is_bounded(family: str):
     parser = AnswerParser(tool_calls=family)
     start = {
         "hermes": '<tool_call>{"a": "',
@@ -431,16 +431,16 @@ def test_text_held_back_by_the_parser_is_bounded(family: str):
     assert parser.feed("y") == [Content("y")]
 
 
-def test_hold_back_limit_does_not_depend_on_the_cuts():
+def test_buffer_limit_does_not_depend_on_the_chunks():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     start = '<tool_call>{"a": "'
     most = MAX_BUFFERED_CHARACTERS - len(start)
     for size in (most - 50, most - 1, most, most + 100):
         text = start + "x" * size + call
-        whole = parse_pieces([text], tool_calls="hermes")
+        whole = parse_chunks([text], tool_calls="hermes")
         for piece in (1, 7, 64, 1000):
             pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
-            assert parse_pieces(pieces, tool_calls="hermes") == whole
+            assert parse_chunks(pieces, tool_calls="hermes") == whole
         kinds = [part[0] for part in whole]
         assert kinds == (["content"] if size < most else ["content", "call"])
 
@@ -448,7 +448,7 @@ def test_hold_back_limit_does_not_depend_on_the_cuts():
 def test_only_the_first_call_is_parsed_without_parallel_calls():
     text = TRANSCRIPTS[1][1] + "and text"
     expected = [WEATHER, ("content", "\nand text")]
-    check_every_cut(text, expected, tool_calls="hermes", parallel=False)
+    check_any_two_chunks(text, expected, tool_calls="hermes", parallel=False)
 
 
 def test_call_ids_match_the_chat_templates_of_the_family():
@@ -473,31 +473,32 @@ def test_json_depth_of_arguments_is_bounded():
     deeper = deep.replace("[]", "[[]]")
     for arguments, expected in ((deep, deep), (deeper, deeper + "}")):
         text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-        assert parse_pieces([text], tool_calls="hermes") == [("call", "f", expected)]
+        assert parse_chunks([text], tool_calls="hermes") == [("call", "f", expected)]
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 @pytest.mark.parametrize("fragment", FRAGMENTS[:-8])
 def test_parsing_time_is_linear_in_the_text_length(family: str, fragment: str):
-    """Some texts repeat the start of a call."""
+    """Some of the texts repeat the start of a call, which the parser must buffer."""
 
     def seconds(num_characters: int) -> float:
         text = (fragment * num_characters)[:num_characters]
         begin = time.process_time()
-        parse_pieces((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
+        parse_chunks((text[i : i + 4] for i in range(0, len(text), 4)), tool_calls=family)
         return time.process_time() - begin
 
     quarter = min(seconds(2000) for _ in range(3))
-    # A linear parser takes 3.7 to 4.5 times as long for four times the text, a quadratic one 16.
+    # For four times the text, a linear parser takes 3.7 to 4.5 times as long, and a quadratic
+    # parser takes 16 times as long.
     assert any(seconds(8000) < 8 * quarter for _ in range(3))
 
 
-def test_random_characters_of_calls_parse_completely():
+def test_random_punctuation_is_emitted_completely():
     rng = random.Random(0)
     for family in TOOL_CALL_FAMILIES:
         for _ in range(300):
             text = "".join(rng.choice('<>{}[]":,;\\ tfnau=/|') for _ in range(40))
-            parts = parse_pieces([text], tool_calls=family)
+            parts = parse_chunks([text], tool_calls=family)
             assert "".join(part[1] for part in parts) == text
 
 

@@ -1,4 +1,5 @@
-"""Test that calls forced by a grammar are parsed back with valid arguments."""
+"""Test the grammars of tool calls: the family's parser reads the generated calls, with valid
+arguments."""
 
 import json
 from typing import Any
@@ -51,7 +52,7 @@ def tools_of(family: str) -> list[dict[str, Any]]:
 
 
 def calls_in(family: str, text: str) -> list[tuple[str, Any]]:
-    """Return the calls of a text that has nothing else."""
+    """Return the calls of a text, and check that the text has no other content."""
     parser = AnswerParser(tool_calls=family, tools=tools_of(family))
     calls: list[list[Any]] = []
     for event in [*parser.feed(text), *parser.end()]:
@@ -94,7 +95,7 @@ def test_named_tool_choice_calls_only_that_function(family: str):
     assert texts != {None}
 
 
-def test_tag_that_is_a_special_token_is_generated_as_that_token():
+def test_call_tag_is_generated_as_special_token_if_the_tokenizer_has_it():
     special = {"[TOOL_CALLS]": EOS + 1, "[ARGS]": EOS + 2}
     form = call_grammar("mistral", TOOLS, name="now", special_ids=special)
     GRAMMARS.compile(form)
@@ -122,7 +123,9 @@ def test_tag_that_is_a_special_token_is_generated_as_that_token():
         ("qwen3_xml", {"$ref": "#/$defs/a", "$defs": {"a": {}}}, r"\$ref cannot be enforced"),
     ],
 )
-def test_unenforceable_parameters_error_names_their_path(family: str, parameters: Any, path: str):
+def test_error_about_unenforceable_parameters_names_their_path(
+    family: str, parameters: Any, path: str
+):
     tools = [tool("f"), tool("g", parameters)]
     with pytest.raises((TypeError, ValueError), match=r"^tools\[1\]\.function\." + ".*" + path):
         call_grammar(family, tools)
@@ -147,7 +150,7 @@ BAD = ({"city": "Rome"}, {"city": "Oslo", "days": 3}, {**GOOD, "x": 1})
 
 
 def write_call(family: str, name: str, arguments: dict[str, Any]) -> str:
-    """Return a call as a model of the family writes it."""
+    """Return the text of a call in the family's format."""
     key = "parameters" if family == "llama3_json" else "arguments"
     text = json.dumps({"name": name, key: arguments})
     if family == "qwen3_xml":
@@ -192,7 +195,7 @@ def test_free_text_cannot_contain_a_call_tag():
         assert not read(matcher_of(call_grammar(family, STRICT, or_text=True)), text)
 
 
-def test_special_token_starts_a_call_after_text():
+def test_special_token_begins_a_call_after_text():
     special = {"<tool_call>": EOS + 1, "</tool_call>": EOS + 2}
     form = call_grammar("hermes", STRICT, or_text=True, special_ids=special)
     matcher = matcher_of(form)
@@ -208,7 +211,7 @@ def test_special_token_starts_a_call_after_text():
 
 
 @pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
-def test_answer_is_either_calls_or_matches_the_other_spec(family: str):
+def test_answer_either_calls_tools_or_matches_the_json_spec(family: str):
     other = StructuredOutputs(json={"enum": [1, "x"]})
     if family == "llama3_json":
         with pytest.raises(
@@ -239,7 +242,7 @@ def test_forced_call_allows_only_declared_arguments():
         assert accepts(form, '{"name": "f", "parameters": {"b": 2}}')
 
 
-def test_total_size_of_tools_is_bounded():
+def test_total_size_of_tool_schemas_is_bounded():
     names = [f"a{i}" for i in range(400)]
     schema = {"properties": {name: {"type": "integer"} for name in names}, "required": names}
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
@@ -247,7 +250,7 @@ def test_total_size_of_tools_is_bounded():
     long = [tool(f"f{i}", {"properties": {}, "description": "x" * 2000}) for i in range(40)]
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("hermes", long)
-    call_grammar("qwen3_xml", long)  # this family's grammar has no descriptions
+    call_grammar("qwen3_xml", long)  # the grammar of this family contains no descriptions
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("qwen3_xml", [tool(f"f{i}", schema) for i in range(10)])
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters has \d+ characters"):

@@ -20,7 +20,7 @@ TOTAL, VOCAB, NUM_STEPS = 8 * 2**30, 151_936, 60
 
 
 class Memory:
-    """A best-fit allocator in units of 256 bytes that joins free neighbours.
+    """A simulated best-fit allocator in units of 256 bytes, which merges adjacent free ranges.
 
     A free range is split if it is at least twice as large as the request, or wastes 128 MiB.
     """
@@ -47,7 +47,7 @@ class Memory:
         self.free[address] = size
 
     def reserve(self) -> list[tuple[int, int]]:
-        """Do what the guard's `reserve_fragments` does; return each address and size."""
+        """Simulate `reserve_fragments`; return the address and size of each fragment."""
         made = [(self.allocate(size), size) for size in buffer_sizes()]
         places = [made[i] for i in select_buffers_to_free(made)]
         for address, _ in places:
@@ -55,8 +55,9 @@ class Memory:
         return places
 
 
-def with_holes(rng: random.Random) -> Memory:
-    """Imitate memory after an engine has started: weights with free holes of all sizes between."""
+def memory_with_holes(rng: random.Random) -> Memory:
+    """Return memory as after the start of an engine: weights with free holes of all sizes between
+    them."""
     memory = Memory(TOTAL)
     made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
     for address in made:
@@ -73,7 +74,8 @@ class StepAddresses(NamedTuple):
 
 
 class Steps:
-    """The allocations of an engine that is one step ahead of the device."""
+    """Simulates the allocations of an engine that launches each step while the previous step
+    runs."""
 
     def __init__(self, memory: Memory, num_rows: int, rng: random.Random):
         self.memory, self.num_rows, self.rng = memory, num_rows, rng
@@ -82,11 +84,11 @@ class Steps:
     def run(self) -> StepAddresses:
         allocate, release, rows = self.memory.allocate, self.memory.release, self.num_rows
         self.uploads.append(allocate(rows * (6 + ROW_WIDTH) * 4))
-        self.copies_end()
+        self.free_uploads()
         outputs = [allocate(n * rows) for n in (VOCAB * 4, 4, 1, ROW_WIDTH * 4, 4)]
         in_forward = allocate(30_000 * rows)
         release(in_forward)
-        self.copies_end()
+        self.free_uploads()
         self.tokens.append(allocate(4 * rows))
         in_sampling = allocate(VOCAB * 4 * rows + 1000)
         release(in_sampling)
@@ -97,8 +99,9 @@ class Steps:
         logits, row_params, _, _, positions = outputs
         return StepAddresses(logits, (in_forward, in_sampling), row_params, positions)
 
-    def copies_end(self) -> None:
-        """Release some uploads at random, and every upload within two steps."""
+    def free_uploads(self) -> None:
+        """Free some uploads at random. An upload is freed at most two steps after it was
+        allocated."""
         while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
             self.memory.release(self.uploads.pop(0))
 
@@ -113,9 +116,9 @@ def test_large_buffers_move_without_the_guard(num_rows: int):
 
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256, 512])
 @pytest.mark.parametrize("seed", range(4))
-def test_guard_keeps_buffers_of_attention_in_place(num_rows: int, seed: int):
+def test_guard_keeps_large_buffers_in_place(num_rows: int, seed: int):
     rng = random.Random(seed)
-    memory = with_holes(rng) if seed else Memory(TOTAL)
+    memory = memory_with_holes(rng) if seed else Memory(TOTAL)
     memory.reserve()
     steps = Steps(memory, num_rows, rng)
     assert len({steps.run() for _ in range(NUM_STEPS)}) == 1
@@ -123,11 +126,11 @@ def test_guard_keeps_buffers_of_attention_in_place(num_rows: int, seed: int):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_guard_reserves_fragments_of_every_size(seed: int):
-    memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
+    memory = memory_with_holes(random.Random(seed)) if seed else Memory(TOTAL)
     places = memory.reserve()
     for size in FRAGMENT_SIZES:
         assert sum(own == size for _, own in places) >= 8
-    assert all(memory.free[address] == size for address, size in places)  # joined with nothing
+    assert all(memory.free[address] == size for address, size in places)  # not merged
 
 
 def test_fragment_serves_buffers_above_half_its_size():
@@ -159,7 +162,8 @@ def test_guard_reserves_fragments_on_each_device():
 
 
 def test_guard_arrays_stay_allocated():
-    """The CPU's allocator works differently, so the test requires only half of the fragments."""
+    """On a CPU, JAX's allocator works differently, so the test requires only half of the
+    fragments."""
     guards = reserve_fragments(jax.local_devices()[:1])
     assert len(buffer_sizes()) >= len(guards) >= len(buffer_sizes()) // 2
     assert {guard.nbytes for guard in guards} == set(FRAGMENT_SIZES)

@@ -16,7 +16,7 @@ from jpaged.runtime.batch import (
 )
 from jpaged.runtime.sampler import ROW_WIDTH
 
-R, M = 5, 4  # device rows (the last is padding), width of a block table
+R, M = 5, 4  # number of device rows (the last is padding), and width of a block table
 SAMPLING = np.arange(R * ROW_WIDTH, dtype=np.int32).reshape(R, ROW_WIDTH)
 
 
@@ -33,7 +33,8 @@ def test_packed_decode_batch_unpacks_unchanged():
     assert batch.tokens.tolist()[:3] == [7, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [3, 0] + [R - 1] * 6
     assert batch.seq_lens.tolist() == [3, 5] + [0] * 6
-    # A row without a new block has an index past the table, which the device drops.
+    # For a row without a new block, the index is past the end of the block table, so the device
+    # drops it.
     assert batch.block_indices.tolist() == [M, 1] + [M] * 6
     assert batch.block_ids.tolist()[:2] == [0, 9]
     assert batch.is_output.tolist() == [True, True] + [False] * 6
@@ -57,7 +58,7 @@ def test_packed_prefill_batch_unpacks_unchanged():
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
 
 
-def test_one_token_rows_come_first():
+def test_prefill_computes_sequences_with_one_token_first():
     spans = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]  # first token, number of tokens
     scheduled = tuple(ScheduledSequence(sequence([], []), *span, True) for span in spans)
     assert device_order(scheduled).tolist() == [1, 2, 4, 5, 0, 3]

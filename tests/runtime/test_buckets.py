@@ -4,13 +4,13 @@ from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
-def test_decode_buckets_pad_by_half_at_most_above_eight_rows():
+def test_at_most_half_of_a_decode_batch_of_nine_or_more_is_padding():
     buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
-def test_logits_have_fewer_sizes_than_batches():
+def test_logits_have_fewer_row_counts_than_batch_sizes():
     assert make_buckets(256, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 256)
     assert make_buckets(150, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 192)
     assert make_buckets(1, 64).logits_row_sizes == (8,)
@@ -20,7 +20,7 @@ def test_logits_have_fewer_sizes_than_batches():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
-def test_every_step_size_has_a_sampler(max_num_seqs: int):
+def test_every_batch_size_has_a_compiled_sampler(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
     assert {*buckets.prefill_batch_sizes, *buckets.burst_batch_sizes} <= {*buckets.logits_row_sizes}
 
@@ -39,11 +39,11 @@ def test_every_step_size_has_a_sampler(max_num_seqs: int):
         (256, 1, ()),
     ],
 )
-def test_bursts_have_few_sizes_and_not_too_many_rows(max_num_seqs, steps, sizes):
+def test_bursts_have_few_batch_sizes_and_bounded_rows(max_num_seqs, steps, sizes):
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_large_bursts_need_the_throughput_goal_and_no_padding():
+def test_large_bursts_need_the_throughput_goal_and_a_batch_without_padding():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:
@@ -56,14 +56,14 @@ def test_large_bursts_need_the_throughput_goal_and_no_padding():
     assert not make_buckets(256, 8192).has_burst(1, SchedulingGoal.THROUGHPUT)
 
 
-def test_token_buckets_pad_by_half_at_most():
+def test_at_most_half_of_a_prefill_step_above_64_tokens_is_padding():
     assert make_buckets(16, 512).prefill_token_sizes == (64, 128, 256, 384, 512)
     assert make_buckets(8, 300).prefill_token_sizes == (64, 128, 256, 384)
     tokens = make_buckets(256, 8192).prefill_token_sizes
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_intermediate_token_buckets_have_many_sequences():
+def test_token_buckets_between_powers_of_two_have_many_sequences():
     def token_sizes(max_num_seqs: int, num_seqs: int) -> list[int]:
         shapes = make_buckets(max_num_seqs, 8192).prefill_shapes
         return [tokens for tokens, seqs in shapes if seqs == num_seqs]
@@ -71,7 +71,8 @@ def test_intermediate_token_buckets_have_many_sequences():
     assert token_sizes(256, 8) == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     many = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert token_sizes(256, 256) == many
-    # 384 tokens hold fewer than the maximum of 512 sequences.
+    # A step of 384 tokens cannot have 512 sequences, so this size has only the bucket of 8
+    # sequences.
     assert token_sizes(512, 8) == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 
@@ -90,7 +91,9 @@ def test_intermediate_token_buckets_have_many_sequences():
         (8192, 256, (8192, 256)),
     ],
 )
-def test_smallest_fitting_bucket_is_chosen(num_tokens: int, num_seqs: int, shape: tuple[int, int]):
+def test_prefill_step_gets_the_smallest_bucket_that_fits(
+    num_tokens: int, num_seqs: int, shape: tuple[int, int]
+):
     assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 
@@ -98,7 +101,7 @@ def test_few_programs_option_gives_few_token_buckets():
     assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
-def test_few_sequences_share_one_prefill_bucket():
+def test_small_max_num_seqs_has_one_prefill_batch_size():
     assert make_buckets(16, 512).prefill_batch_sizes == (16,)
     assert make_buckets(256, 512).prefill_batch_sizes == (8, 256)
 

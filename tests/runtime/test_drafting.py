@@ -1,4 +1,4 @@
-"""Drafters, and the tokens of device rows."""
+"""Test drafters, and the functions that update the tokens of device rows."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jpaged.runtime.drafting import (
 
 
 def ngram_reference(tokens: list[int], drafter: NgramDrafter) -> list[int]:
-    """The definition of the method: the longest suffix that occurs earlier, latest match first."""
+    """Compute the drafts in plain Python: find the longest suffix that occurs earlier, and take the
+    latest match."""
     size = len(tokens)
     for length in range(min(drafter.max_ngram, size - 1), drafter.min_ngram - 1, -1):
         for start in range(size - length - 1, -1, -1):
@@ -41,7 +42,7 @@ def ngram_reference(tokens: list[int], drafter: NgramDrafter) -> list[int]:
     ],
     ids=str,
 )
-def test_ngram_drafter_equals_its_reference(drafter: NgramDrafter):
+def test_ngram_drafter_equals_a_plain_python_reference(drafter: NgramDrafter):
     rng = np.random.default_rng(0)
     lengths = np.array([0, 1, 2, 3, 5, *rng.integers(2, 41, 60)], np.int32)
     vocabulary = rng.integers(1, 5, len(lengths))[:, None]
@@ -54,7 +55,7 @@ def test_ngram_drafter_equals_its_reference(drafter: NgramDrafter):
     assert (np.array(expected) >= 0).any()
 
 
-def test_latest_match_wins_and_its_continuation_repeats():
+def test_ngram_drafter_takes_the_latest_match_and_repeats_its_continuation():
     history = jnp.asarray(
         [[1, 2, 9, 1, 2, 8, 1, 2, 0, 0], [5, 6, 5, 6, 5, 6, 0, 0, 0, 0]], jnp.int32
     )
@@ -63,14 +64,14 @@ def test_latest_match_wins_and_its_continuation_repeats():
     assert drafts.tolist() == [[8, 1, 2, 8, 1, 2, 8], [5, 6, 5, 6, 5, 6, 5]]
 
 
-def test_number_of_drafts_is_padded_up():
+def test_number_of_drafts_is_padded_to_1_3_or_7():
     configs = [SpeculativeConfig(num_speculative_tokens=number) for number in range(1, 8)]
     assert [it.num_padded_drafts for it in configs] == [1, 3, 3, 7, 7, 7, 7]
     config = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=6, prompt_lookup_min=2)
     assert make_drafter(config) == NgramDrafter(7, 5, 2, 6)
 
 
-def test_loaded_and_appended_tokens_are_the_history():
+def test_history_holds_loaded_and_appended_tokens():
     row_tokens = RowTokens(jnp.zeros(4, jnp.int32), jnp.zeros((4, 6), jnp.int32))
     for entries in pack_tokens({2: [7, 8, 9], 0: [5]}, padding_row=3, max_model_len=6):
         row_tokens = load_tokens(row_tokens, jnp.asarray(entries))
@@ -78,10 +79,10 @@ def test_loaded_and_appended_tokens_are_the_history():
     rows, lengths = jnp.asarray([2, 0, 1], jnp.int32), jnp.asarray([3, 1, -1], jnp.int32)
     lengths_after, history = append_tokens(row_tokens, rows, lengths, tokens)
     assert history[:3].tolist() == [[5, 6, 0, 0, 0, 0], [0] * 6, [7, 8, 9, 4, 3, 0]]
-    assert lengths_after[:3].tolist() == [2, 0, 5]  # row 1 had no slot
+    assert lengths_after[:3].tolist() == [2, 0, 5]  # row 1 exceeds its limit
 
 
-def test_length_of_a_row_comes_from_the_host_or_the_device():
+def test_row_length_comes_from_the_device_if_the_host_does_not_know_it():
     seq_lens = jnp.asarray([5, -1, -1, 0], jnp.int32)
     limits = jnp.asarray([8, 9, 8, 0], jnp.int32)
     lengths = jnp.asarray([7, 9, 9, 3], jnp.int32)

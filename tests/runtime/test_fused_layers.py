@@ -1,4 +1,4 @@
-"""Test decode steps with fused layers, which run from one attention to the next."""
+"""Test decode steps with fused layers: one kernel computes everything between two attentions."""
 
 from functools import partial
 
@@ -35,7 +35,8 @@ def make_model(family, dtype=jnp.float32, **changes):
 
 
 def step(definition, state, pool, backend=Backend.XLA):
-    """Return the hidden states of a decode step: lengths 3, 9 and 17; other rows are padding."""
+    """Return the hidden states of a decode step of three sequences with 3, 9 and 17 tokens. The
+    other rows are padding."""
     lens = jnp.asarray([3, 9, 17] + [0] * (ROWS - 3), jnp.int32)
     tables = jnp.arange(1, 1 + 3 * ROWS, dtype=jnp.int32).reshape(ROWS, 3)
     positions = jnp.maximum(lens - 1, 0)
@@ -55,7 +56,7 @@ def make_pool(config, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_fused_layers_equal_single_layers(family, monkeypatch):
+def test_fused_layers_give_the_results_of_separate_layers(family, monkeypatch):
     definition, state, config = make_model(family)
     pool, calls = make_pool(config), []
     want, want_pool = jax.jit(partial(step, definition))(state, pool)
@@ -85,7 +86,7 @@ def test_fused_layers_equal_single_layers(family, monkeypatch):
         ("llama", {"hidden_act": "gelu"}, False),
         ("llama", {"mlp_bias": True}, False),
         ("llama", {"attention_bias": True}, False),
-        ("gemma3_text", {"hidden_activation": "silu"}, False),  # norms after each part
+        ("gemma3_text", {"hidden_activation": "silu"}, False),  # norms after attention and MLP
     ],
 )
 def test_only_supported_layers_are_fused(family, changes, linked):
@@ -100,10 +101,10 @@ def test_fused_layers_launch_one_kernel_between_attentions():
     run = jax.jit(partial(step, definition, backend=Backend.TRITON))
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         text = run.trace(state, pool).lower(lowering_platforms=("cuda",)).as_text()
-    # Kernels with mutable arguments need JAX 0.11.
+    # Fused layers need JAX 0.11, because the kernel has mutable arguments.
     num_links = config.num_layers - 1 if jax.__version_info__ >= (0, 11) else 0
-    assert text.count("call @_run_link") == num_links
+    assert text.count("call @_run_fused_layer") == num_links
     assert text.count("call @_run_layer") == (0 if num_links else config.num_layers)
-    # Four GEMMs of a single layer: layers are equal, and so are lowered once.
+    # One layer that is not fused has four GEMMs. Equal layers are lowered once.
     assert text.count("custom_call @mosaic_gpu") == num_links + 4
     assert "stablehlo.dot_general" not in text

@@ -1,4 +1,5 @@
-"""Bound what the steps of published models launch on an H200, by lowering without a GPU."""
+"""Check how many kernels the steps of published models launch on an H200. The tests lower the steps
+on a host without a GPU."""
 
 import re
 from collections import Counter
@@ -14,16 +15,17 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import ALL_SHAPES, SHAPES
+from examples import fused_jax_llama
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import select_worker_recipes
 from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.jax_model import JaxModel, plan_jax_model
+from jpaged.models.jax_model import JaxDecoder, JaxModel, plan_jax_model
 from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
-from jpaged.models.sizes import ModelSizes
+from jpaged.models.sizes import JaxModelSizes, ModelSizes
 from jpaged.runtime.drafting import make_drafter
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -38,8 +40,8 @@ KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_
 HOPPER_KERNEL, ALL_REDUCE = "stablehlo.custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
 NUM_LAYERS = 4
 
-# jpaged's kernels: two norms with their sums, attention, and the activation of a wide model.
-# XLA launches four GEMMs and the activation of a narrow model.
+# Per layer, jpaged's kernels are two norms (each adds a residual first), attention, and the
+# activation of a wide model. XLA launches four GEMMs, and the activation of a narrow model.
 KERNELS_PER_LAYER, PRODUCTS_PER_LAYER = 4, 4
 NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
@@ -62,21 +64,23 @@ def all_recipes(
     kv_cache_dtype: str | None = None,
     **options: Any,
 ) -> dict[Any, Recipe]:
-    """Return the recipes of an engine with the first layers of a published model, by name."""
+    """Return the compilation inputs (`Recipe`) of a published model's first layers, by program
+    name."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     return recipes_of(config, num_devices, **options)
 
 
 def recipes_of(config: ModelConfig, num_devices: int, **options: Any) -> dict[Any, Recipe]:
-    """Return the compilation inputs (`Recipe`) of all programs of a GPU engine, by program name."""
+    """Return the compilation inputs (`Recipe`) of all programs of an engine on GPUs, by program
+    name."""
     mesh = make_mesh(jax.devices(), num_devices)
     split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
     return recipes_of_split(split, config.shard(num_devices), **options)
 
 
 def recipes_of_split(split: SplitModel, sizes: ModelSizes, **options: Any) -> dict[Any, Recipe]:
-    """Return the recipes of a model with the given sizes of one device."""
+    """Return the recipes of a model. `sizes` are the sizes of one device's shard."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -122,7 +126,8 @@ def function_bodies(text: str) -> dict[str, str]:
 
 
 def launches(text: str, *more: str) -> Counter:
-    """Count the kernels, GEMMs and operations in `more`, through all calls from main."""
+    """Count the kernels, the GEMMs and the operations `more` that `main` and the functions it calls
+    launch."""
     bodies = function_bodies(text)
 
     @cache
@@ -156,13 +161,15 @@ def test_a_prefill_step_has_no_loop():
 
 
 @pytest.mark.parametrize("shape", covering(SHAPES, strength=0, keep=lambda it: it == "qwen3-0.6b"))
-def test_mixed_step_adds_one_decode_attention_per_layer(shape: str):
-    """With few sequences, prefill attention computes the decode rows too."""
+def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
+    """A mixed step has prompts and decode rows. With few sequences, prefill attention also computes
+    the decode rows."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # Rotation and KV write of all tokens are one separate launch.
+    # One more launch per layer rotates the keys of all tokens and writes keys and values to the
+    # pool.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
@@ -175,7 +182,7 @@ JAX_MODEL_STEPS = [
 
 
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
-def test_step_of_a_jax_model_launches_a_write_and_an_attention_per_layer(name: tuple):
+def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: tuple):
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
         x = params[tokens]
         for layer in range(2):
@@ -192,6 +199,35 @@ def test_step_of_a_jax_model_launches_a_write_and_an_attention_per_layer(name: t
     assert counted[KERNEL] + counted[HOPPER_KERNEL] == 2 * 2
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", [("decode", 64), ("prefill", (512, 8))], ids=str)
+def test_fused_operations_launch_the_kernels_of_the_built_in_family(name: tuple):
+    fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
+    config = read_model_config(fields)
+    width, inner, size = config.hidden_size, fields["intermediate_size"], config.head_size
+    heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
+    sizes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    sizes |= {f"self_attn.{it}_norm": (size,) for it in "qk"}
+    sizes |= {f"self_attn.{it}_proj": (kv_heads, width) for it in "kv"}
+    sizes |= {"self_attn.q_proj": (heads, width), "self_attn.o_proj": (width, heads)}
+    sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    sizes |= {"mlp.down_proj": (width, inner)}
+    weights = {f"model.layers.{i}.{n}.weight": it for i in range(2) for n, it in sizes.items()}
+    weights |= {"model.embed_tokens.weight": (config.vocab_size, width)}
+    weights |= {"model.norm.weight": (width,)}
+    shapes = {name: jax.ShapeDtypeStruct(it, jnp.bfloat16) for name, it in weights.items()}
+    params = jax.eval_shape(lambda it: fused_jax_llama.fuse(it, fields), shapes)
+    model = fused_jax_llama.make_model({"eos_token_id": None, **fields})
+    own = JaxModelSizes(
+        config.vocab_size, width, 2, config.num_kv_heads, size, model.max_positions, "bfloat16"
+    )
+    recipes = recipes_of_split(SplitModel.of(JaxDecoder(model, own, params)), own)
+    built_in = all_recipes("qwen3-0.6b", 2)[name]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = launches(lowered_for_gpu(recipes[name]))
+    assert found == launches(lowered_for_gpu(built_in))
+
+
 @reads_device_from_mesh
 @each_kind_of_step
 def test_tensor_parallel_step_has_two_all_reduces_per_layer(name: tuple):
@@ -205,7 +241,7 @@ def test_tensor_parallel_step_has_two_all_reduces_per_layer(name: tuple):
 @reads_device_from_mesh
 @each_kind_of_step
 def test_tensor_parallel_step_uses_peer_memory(name: tuple):
-    """Only the first all-reduce, of the token embeddings, is XLA's."""
+    """XLA does only the first all-reduce, that of the token embeddings."""
     with on_gpu():
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[name]
         text = lowered(recipe, recipe.jitted_step)
@@ -224,7 +260,7 @@ def test_tensor_parallel_step_uses_peer_memory(name: tuple):
 @reads_device_from_mesh
 @pytest.mark.parametrize("by_expert", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_sparse_layers_use_peer_memory(by_expert: bool):
-    """Experts have the same all-reduces as a dense feed-forward, however they are split."""
+    """Experts need the same all-reduces as a dense feed-forward, however the experts are split."""
     fields = {**ALL_SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 2}
     config = replace(read_model_config(fields), enable_expert_parallel=by_expert)
     with on_gpu():
@@ -237,7 +273,7 @@ def test_sparse_layers_use_peer_memory(by_expert: bool):
 
 
 @reads_device_from_mesh
-def test_only_samplers_of_whole_rows_gather_logits():
+def test_only_samplers_that_need_whole_rows_gather_logits():
     made = all_recipes("qwen3-0.6b", 2, num_devices=2)
 
     def gathered(*name: Any) -> list[str]:
@@ -287,7 +323,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     covering(FAMILIES, [("decode", 64), BURST, ("prefill", (512, 8))], strength=1),
 )
 def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
-    """XLA's all-reduce synchronizes the devices first, in each step of a burst."""
+    """The first all-reduce of each step is XLA's: it synchronizes the devices."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 512}
     sizes |= {"max_position_embeddings": 2048, "vocab_size": 1000, "intermediate_size": 512}
     if family in ("llama", "gemma3_text"):
@@ -308,7 +344,8 @@ def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
 
 
 def sums_in_order(text: str) -> list[str]:
-    """Return loops, XLA's all-reduces and jpaged's exchange buffers in execution order."""
+    """Return the loops, XLA's all-reduces and the exchange buffers (0 or 1) of jpaged's
+    all-reduces, in execution order."""
     bodies = function_bodies(text)
 
     def walk(name: str) -> Iterator[str]:
@@ -332,7 +369,7 @@ def test_long_prompts_are_all_reduced_by_xla():
 
 def test_equal_layers_are_lowered_once():
     text = step("qwen3-0.6b", "decode", 8)
-    # The first layer differs: nothing is added before its norm.
+    # The first layer is not equal to the others: no residual is added before its norm.
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 
@@ -358,12 +395,12 @@ def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDev
     cold, warm = (
         lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
     )
-    assert warm == cold  # otherwise JAX's cache misses the stored program
+    assert warm == cold  # otherwise JAX's compilation cache misses
     direct = lowered_for_gpu(recipe, device)
     counted = launches(warm)
     assert counted == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
-    if device is H200:  # an unknown number of cores: layers are not fused
+    if device is H200:  # the number of cores is unknown, so layers are not fused
         assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
         return
     num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
@@ -378,11 +415,11 @@ def test_every_step_can_be_stored():
     }
     assert len(kinds) == 11 + NUM_LEVELS
     made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8).items()
-    kinds |= {(FLOAT8, name[0]): recipe for name, recipe in made if recipe.needs_pool}
+    kinds |= {(FLOAT8, it[0]): recipe for it, recipe in made if it[0] in ("decode", "prefill")}
     assert all(stored(recipe).platforms == ("cuda",) for recipe in kinds.values())
 
 
-def test_no_sampler_sorts():
+def test_no_sampling_program_sorts_logits():
     made = all_recipes("qwen3-0.6b", 1)
     names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
     names.append(next(name for name in made if name[0] == "prompt_logprobs"))
@@ -402,8 +439,8 @@ def test_no_sampler_sorts():
 def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
     text = lowered_for_gpu(all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name])
     narrow, wide = launches(text), launches(step(shape, *name))
-    # Prefill has two more kernels per layer. One widens blocks. The other attends to the blocks
-    # for which the buffer of widened blocks has no room.
+    # With an FP8 pool, prefill has two more kernels per layer. One converts FP8 blocks to bfloat16
+    # in a buffer. The other attends to the blocks for which the buffer has no room.
     more = 2 * NUM_LAYERS if name[0] == "prefill" else 0
     assert narrow[KERNEL] == wide[KERNEL] + more
     assert [narrow[kind] for kind in (HOPPER_KERNEL, PRODUCT)] == [
@@ -417,7 +454,9 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 
-def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_prefill_programs_with_equal_numbers_of_tokens_share_the_hopper_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+):
     seen, attend = [], prefill_hopper._attend
 
     @wraps(attend)
@@ -428,7 +467,7 @@ def test_prefills_with_equal_tokens_share_the_hopper_kernel(monkeypatch: pytest.
     def kernels(text: str) -> set[str]:
         return set(re.findall(r"kernel_hash = (\".+?\"),", text))
 
-    # Separate recipes do not always share a lowered kernel, but XLA compiles equal kernels once.
+    # Two sets of recipes may lower a kernel twice, but XLA compiles equal kernels once.
     few, many = (
         lowered_for_gpu(all_recipes("qwen3-0.6b", 1)["prefill", (512, n)]) for n in (8, 256)
     )
@@ -456,7 +495,8 @@ def _num_reused(text: str) -> int:
 
 
 def test_programs_without_pool_are_assigned_to_the_same_workers():
-    """Workers compile these programs first, before the pool's size is known."""
+    """Workers compile the programs without the pool first, because the size of the pool is not
+    known yet."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
     kinds = {"mask", "sample", "load_rows", "load_bias"}
@@ -467,11 +507,11 @@ def test_programs_without_pool_are_assigned_to_the_same_workers():
         assert select_worker_recipes(made, worker, 8)[: len(alone)] == alone
 
 
-def test_number_of_programs_is_as_recorded():
+def test_engine_has_no_more_programs_than_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= 91
 
 
-def test_each_worker_starts_with_a_program_and_at_most_one_burst():
+def test_expensive_programs_are_spread_over_all_workers():
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [select_worker_recipes(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
@@ -482,7 +522,7 @@ def test_each_worker_starts_with_a_program_and_at_most_one_burst():
 
 
 def test_steps_with_fused_layers_are_compiled_first():
-    """XLA compiles nothing else at the same time as a fused layer's kernel."""
+    """XLA compiles the kernel of a fused layer only while it compiles nothing else."""
     first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
     assert first == ("decode", 8)
     assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

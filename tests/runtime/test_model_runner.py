@@ -26,7 +26,7 @@ from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 160
-# The log-probability shows errors of attention that do not change the token.
+# Log-probabilities also show errors of attention that do not change the token.
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 CONFIG = RuntimeConfig(
     block_size=BLOCK_SIZE,
@@ -51,7 +51,8 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # The second builder must load the programs: a model without its treedef cannot be traced.
+    # The second builder must load stored programs: it gets a model without a treedef, which cannot
+    # be traced.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
@@ -62,7 +63,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Driver:
-    """A scheduler whose sequences have the blocks that a test chooses."""
+    """Replaces the scheduler: a test chooses the steps and the blocks of each sequence."""
 
     seq_id_counter = itertools.count()
 
@@ -83,7 +84,8 @@ class Driver:
         return made
 
     def run(self, *scheduled: ScheduledSequence, **orders) -> np.ndarray:
-        """Return each row's sampled token and its log-probability, 0 if not requested."""
+        """Run one step. Return the sampled token and the log-probability of each row; the
+        log-probability is 0 if no request asked for it."""
         plan = StepPlan(step_id=0, scheduled=scheduled, **orders)
         self.present.update(s.sequence.seq_id for s in scheduled)
         self.present.update(child.seq_id for _, child in plan.row_forks)
@@ -96,7 +98,8 @@ class Driver:
         return np.stack([result.token_ids, logprobs], axis=1)
 
     def prefill(self, sequence: Sequence, blocks: list[int]) -> np.ndarray:
-        """Compute all tokens of a sequence in one step, and append the sampled token."""
+        """Compute all tokens of a sequence in one step, append the sampled token, and return the
+        result of `run`."""
         sequence.block_table = blocks
         sequence.num_admitted_tokens = n = len(sequence.token_ids)
         updates = tuple(enumerate(blocks))
@@ -127,7 +130,7 @@ def driver(shared_runner: ModelRunner):
 
 
 def outputs_alone(driver: Driver, params: SamplingParams, prompt: Sized[int], n: int) -> np.ndarray:
-    """Return the first `n` results of a request that runs alone."""
+    """Return the results of the first `n` steps of a request that runs alone."""
     (sequence,) = driver.request(params, prompt).sequences
     seen = [driver.prefill(sequence, [30, 31, 32, 33])]
     return np.concatenate(seen + [driver.decode(sequence) for _ in range(n - 1)])
@@ -137,8 +140,11 @@ def check_same(seen, expected) -> None:
     np.testing.assert_allclose(np.reshape(seen, (-1, 2)), np.reshape(expected, (-1, 2)), atol=1e-5)
 
 
-def copy_of(parent: Sequence, child: Sequence, last_block: int) -> tuple[tuple[int, int], ...]:
-    """Fork the parent: share all blocks but the last, and return the last block's copy."""
+def share_all_but_last_block(
+    parent: Sequence, child: Sequence, last_block: int
+) -> tuple[tuple[int, int], ...]:
+    """Give the child the blocks of the parent, with `last_block` instead of the parent's last
+    block. Return the pair of blocks to copy."""
     child.token_ids = list(parent.token_ids)
     child.block_table = [*parent.block_table[:-1], last_block]
     return ((parent.block_table[-1], last_block),)
@@ -148,7 +154,7 @@ PROMPT = list(range(5, 16))
 
 
 def test_plan_can_copy_any_number_of_blocks(driver: Driver):
-    """The copies need more than two launches."""
+    """The plan copies so many blocks that the copies need more than two launches."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     targets = range(3, 149)
@@ -161,10 +167,13 @@ def test_plan_can_copy_any_number_of_blocks(driver: Driver):
 
 @pytest.mark.parametrize("is_separate_plan", [False, True])
 def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_separate_plan: bool):
-    """The second fork is a fork of the first."""
+    """The source of the second fork is the child of the first fork."""
     a, b, c = driver.request(GREEDY, PROMPT, 3).sequences
     driver.prefill(a, [1, 2])
-    forks = {"block_copies": copy_of(a, b, 9) + copy_of(a, c, 10), "row_forks": ((a, b), (b, c))}
+    forks = {
+        "block_copies": share_all_but_last_block(a, b, 9) + share_all_but_last_block(a, c, 10),
+        "row_forks": ((a, b), (b, c)),
+    }
     if is_separate_plan:
         driver.run(**forks)
         forks = {}
@@ -174,7 +183,7 @@ def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_sep
 
 
 def test_results_have_the_order_of_the_plan(driver: Driver):
-    """The first plan mixes prefill chunks and decode rows; the second only decodes."""
+    """The first plan mixes prefill chunks and decode rows. The second plan has only decode rows."""
     params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
     tables = [1, 2], [3], [8], [5, 6, 7]
@@ -210,7 +219,9 @@ def test_results_have_the_order_of_the_plan(driver: Driver):
 @pytest.mark.parametrize(
     ("seed", "options"), [(2**64 - 1, {}), (-1, {"presence_penalty": 1.5, "logit_bias": {3: 4.0}})]
 )
-def test_sample_equals_a_request_with_its_seed(driver: Driver, seed: int, options: dict):
+def test_second_sample_equals_a_single_request_with_the_next_seed(
+    driver: Driver, seed: int, options: dict
+):
     options = options | {"temperature": 0.9, "logprobs": 0}
     params = SamplingParams(seed=seed, **options)
     first, second = driver.request(params, PROMPT, 2).sequences
@@ -228,14 +239,15 @@ def test_sample_equals_a_request_with_its_seed(driver: Driver, seed: int, option
     for sequence, (token, _) in zip((first, second), seen, strict=True):
         sequence.token_ids.append(int(token))
     of_second = [seen[1], *(driver.decode(first, second)[1] for _ in range(4))]
-    # The second sample's seed is the next one, modulo 2**64.
+    # The seed of the second sample is the seed of the first sample plus 1, modulo 2**64.
     check_same(of_second, outputs_alone(driver, SamplingParams(seed=0, **options), PROMPT, 5))
 
 
 def test_rows_that_join_together_are_loaded_by_one_launch(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    """Biases are as wide as the vocabulary, so each row with biases has a separate launch."""
+    """Only rows with biases need a separate launch each, because biases are as wide as the
+    vocabulary."""
     programs, launched = driver.runner.programs, []
 
     def counted(name: str):
@@ -284,7 +296,7 @@ def test_swapped_sequence_continues_with_the_same_tokens(driver: Driver):
         block_copies=((6, 2),),
     )
     other.token_ids.append(int(seen[0, 0]))
-    # The victim's blocks return in another order, during a decode step of the other sequence.
+    # The swapped blocks return in another order, during a decode step of another sequence.
     expected = outputs_alone(driver, GREEDY, range(20, 40), 3)
     check_same(driver.decode(other, swap_ins=(SwapIn(7, ((0, 12), (1, 11))),)), expected[1])
     victim.block_table = [12, 11]
@@ -326,7 +338,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
         assert len(compiled) == 1  # the listener is called
         parent, child = driver.request(GREEDY, PROMPT, 2).sequences
         driver.prefill(parent, [1, 2])
-        copies = copy_of(parent, child, 9)
+        copies = share_all_but_last_block(parent, child, 9)
         driver.run(row_forks=((parent, child),), block_copies=copies)
         for size in (1, 8, 9, 39):
             blocks = tuple(range(1, size + 1))
@@ -338,7 +350,7 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
 
 
 def test_preemption_costs_are_measured(driver: Driver):
-    """The measurement changes no block of a sequence, and releases the rows that it used."""
+    """Measuring changes no block of a sequence, and releases the device rows that it used."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     costs = measure_preemption_costs(driver.runner, CONFIG)
@@ -349,14 +361,14 @@ def test_preemption_costs_are_measured(driver: Driver):
     assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
     for block in range(3, 2 + CONFIG.max_num_seqs):
         driver.prefill(driver.request(GREEDY, [block]).sequences[0], [block])
-    assert len(driver.present) == CONFIG.max_num_seqs  # rows for a whole batch
+    assert len(driver.present) == CONFIG.max_num_seqs  # all rows can be assigned
     seen = driver.decode(sequence)
     driver.run(released_seq_ids=tuple(driver.present))
     driver.present.clear()
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
 
 
-def test_fault_in_sampling_setup_is_reported_for_one_request(
+def test_error_in_sampling_setup_fails_only_that_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     faulty_params = SamplingParams(temperature=0.125, seed=3)
@@ -380,7 +392,7 @@ def test_fault_in_sampling_setup_is_reported_for_one_request(
     assert isinstance(error, KeyError)
 
 
-def test_inconsistent_rows_raise_instead_of_failing_one_request(
+def test_error_in_row_assignment_is_raised_instead_of_failing_one_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_: object) -> int:
@@ -394,7 +406,7 @@ def test_inconsistent_rows_raise_instead_of_failing_one_request(
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
-def test_small_buffers_are_reserved_only_on_a_gpu(
+def test_memory_fragments_are_reserved_only_on_a_gpu(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []

@@ -1,4 +1,4 @@
-"""Test which devices all-reduce through peer memory, and how long the host waits for them."""
+"""Test which devices all-reduce through peer memory, and how long the host waits for devices."""
 
 import ctypes
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def exchanges(num_devices: int, dtype: Any, device_kind: str = "NVIDIA H200") ->
 
 
 class FakeDriver:
-    """A CUDA driver that reports some pairs of GPUs as unreachable."""
+    """A CUDA driver that reports that some pairs of GPUs cannot access each other."""
 
     def __init__(self, unreachable: set[tuple[int, int]], status: int):
         self.unreachable, self.status = unreachable, status
@@ -99,7 +99,7 @@ def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
-    """An unbounded launch would block on a hanging device without a time limit."""
+    """Without the bound, a launch would block without a time limit if a device hangs."""
     num_rows = 64
     length = 20 * num_rows
     stop = StopCriteria(max_tokens=1)

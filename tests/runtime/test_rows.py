@@ -28,7 +28,7 @@ def test_second_row_for_a_sequence_is_refused():
         table.assign(10)
 
 
-def test_sampler_level_of_a_batch_covers_all_its_rows():
+def test_sampling_level_of_a_batch_has_the_features_of_all_rows():
     table = RowTable(4)
     greedy, random = table.assign(1), table.assign(2)
     table.set_sampling(random, SamplingParams(temperature=0.5), seed=0)

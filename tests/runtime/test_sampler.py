@@ -56,7 +56,8 @@ _PARAMS = [
 
 
 def _params_at(level):
-    """Return the parameters that the level covers, and greedy parameters for the others."""
+    """Return `_PARAMS`, with greedy parameters in place of those that the level does not
+    support."""
     return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
 
 
@@ -71,7 +72,7 @@ def _tokens(logits, rows, level, state=None, row_ids=None):
 
 
 def _load(state, rows, vocab_size=V):
-    """Return a new state with these rows, each given by `RowMarks`."""
+    """Return a state in which the device rows `rows` are initialized from their `RowMarks`."""
     for packed in pack_marks(rows, state.token_state.shape[0] - 1, vocab_size):
         state = _load_rows(state, jnp.asarray(packed))
     return state
@@ -87,7 +88,8 @@ def _adjusted(logits, rows, state, row_ids):
 
 
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
-    """Sample `count` tokens from one row of logits, by default with one seed at many positions."""
+    """Sample `count` tokens from the logits `row`, by default with one seed at positions 0 to
+    `count` - 1."""
     params = params or SamplingParams()
     words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
     positions = np.arange(count) if positions is None else np.array(positions)
@@ -168,7 +170,7 @@ def test_greedy_rows_take_the_first_maximum_in_a_batch_with_random_rows():
         assert tokens[7] == 2
 
 
-def test_higher_sampling_level_changes_no_token():
+def test_sampling_level_with_more_features_changes_no_token():
     logits = _logits(8, seed=3)
     rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_sampling_state(9, V)
     by_level = {level: _tokens(logits, rows, level, state) for level in LEVELS}
@@ -179,7 +181,7 @@ def test_higher_sampling_level_changes_no_token():
         assert set(covering) == {by_level[needed][index]}
 
 
-def test_token_depends_only_on_its_row():
+def test_sampled_token_depends_only_on_its_row():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
     state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
@@ -225,7 +227,7 @@ def test_numpy_numbers_are_packed_like_python_numbers():
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6])
-def test_a_tiny_temperature_is_greedy_and_finite(temperature):
+def test_tiny_temperature_gives_the_greedy_token(temperature):
     logits = _logits(1, seed=8)[0]
     logits[[0, 5]] = -np.inf
     params = SamplingParams(temperature=temperature, top_p=0.9, top_k=9, min_p=0.01)
@@ -261,7 +263,7 @@ def _softmax(x):
     return weight / weight.sum()
 
 
-# Quantiles of chi-square at 0.999 for the degrees of freedom used below.
+# The 0.999 quantile of the chi-square distribution, by the number of degrees of freedom.
 _LIMIT = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.4}
 
 
@@ -286,7 +288,7 @@ def test_truncated_draws_follow_the_renormalised_softmax():
     assert _chi_square(drawn, expected) < _LIMIT[3]
 
 
-def test_successive_tokens_are_independent():
+def test_successive_random_tokens_are_independent():
     drawn = _draws(np.zeros(8), _COUNT)
     pairs = drawn[:-1:2] * 8 + drawn[1::2]
     assert _chi_square(pairs, np.full(64, 1 / 64)) < _LIMIT[63]
@@ -332,7 +334,7 @@ def test_row_with_some_forbidden_tokens_still_samples_a_token():
         assert _tokens(logits, rows, level, init_sampling_state(9, V)).min() >= 0
 
 
-def test_missing_token_is_not_counted_and_stored_as_zero():
+def test_row_without_a_token_is_not_counted_and_stores_zero():
     inputs = SampleInputs(
         rows=jnp.arange(3, dtype=jnp.int32),
         is_output=jnp.ones(3, jnp.bool_),
@@ -359,16 +361,16 @@ def test_missing_token_is_not_counted_and_stored_as_zero():
 @pytest.mark.parametrize(
     ("level", "num_passes"), [(SamplerLevel.GREEDY, 1), (SamplerLevel.RANDOM, 2)]
 )
-def test_check_for_missing_tokens_adds_no_pass_over_the_logits(level, num_passes):
+def test_check_for_rows_without_a_token_adds_no_pass_over_the_logits(level, num_passes):
     logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
     ids = jnp.arange(8, dtype=jnp.int32)
     compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
-    assert compiled.count(" reduce(") == num_passes  # RANDOM needs the maximum first
+    assert compiled.count(" reduce(") == num_passes  # RANDOM first finds the maximum
     assert " gather(" not in compiled
 
 
 def _adjust_by_hand(logits, params, prompt, output, eos):
-    """Return the adjusted logits of one row, computed token by token."""
+    """Compute the adjusted logits of one row in plain Python, token by token."""
     x = logits.astype(np.float64).copy()
     for token in range(len(x)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
@@ -398,7 +400,7 @@ _ADJUSTING = [
 ]
 
 
-def test_adjustments_equal_a_plain_computation():
+def test_logit_adjustments_equal_a_plain_python_computation():
     prompt, output, eos = [1, 2, 2, 7, 0], [7, 8, 8, 39], (11,)
     logits = _logits(8, seed=6)
     state = init_sampling_state(10, V)
@@ -418,7 +420,7 @@ def test_adjustments_equal_a_plain_computation():
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_only_counted_tokens_are_recorded():
+def test_only_output_tokens_are_counted():
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     is_counted = jnp.asarray([True, False])
     counts = _counts(_record(init_sampling_state(3, V), row_ids, tokens, is_counted))
@@ -427,7 +429,7 @@ def test_only_counted_tokens_are_recorded():
 
 
 def test_loaded_rows_of_any_length_and_number_replace_old_state():
-    """Load more tokens and more rows than one launch can; some outputs repeat prompt tokens."""
+    """Load more rows and tokens than fit one launch. Some output tokens are also in the prompt."""
     width, rng = 50, np.random.default_rng(0)
     lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]
@@ -440,7 +442,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
     token_state = np.asarray(state.token_state)
-    assert (token_state[-2] == 3).all()  # a row that is not loaded
+    assert (token_state[-2] == 3).all()  # a row that the test did not load
     for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
         expected = np.bincount(tokens[num_prompt:], minlength=width)
         expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT
@@ -449,7 +451,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
 
-def test_unadjusted_row_ignores_old_state():
+def test_row_without_adjustments_ignores_old_state():
     logits = _logits(8)
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
@@ -467,7 +469,7 @@ def test_row_without_biases_ignores_old_biases():
     np.testing.assert_array_equal(found, logits - np.array([[0], [7]], np.float32))
 
 
-def test_reloading_after_preemption_restores_the_counts():
+def test_loading_a_preempted_row_restores_its_token_counts():
     prompt, output = [3, 4, 3], [5, 5, 6]
     recorded = _load(init_sampling_state(3, V), {1: RowMarks.of(prompt, 3)})
     for token in output:
@@ -488,7 +490,7 @@ def test_forbidden_tokens_are_never_drawn():
     assert drawn == {3, 30}
 
 
-def test_adjusting_without_a_state_is_refused():
+def test_adjusted_level_without_a_sampling_state_is_refused():
     with pytest.raises(ValueError, match="state is None at level ADJUSTED"):
         _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
 

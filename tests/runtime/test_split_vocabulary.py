@@ -1,4 +1,5 @@
-"""Test sampling with a split vocabulary. The devices are virtual, except with `-m gpu2` on GPUs."""
+"""Test sampling with a vocabulary that is split over devices. The devices are virtual CPU devices;
+with `-m gpu2`, they are GPUs."""
 
 import re
 from collections.abc import Callable
@@ -48,10 +49,11 @@ ASKING = [
 ]
 
 
-def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
-    """Return `function` mapped over `count` devices, each with a shard of the logits.
+def run_on_devices(function: Callable, count: int, logits_out: bool = False) -> Callable:
+    """Return a function that runs `function` on `count` devices, each with a shard of the logits.
 
-    The first axis of each result is the device, unless the function returns logits (`logits_out`).
+    The first axis of each result is the device. If `logits_out`, the function returns logits, and
+    the result has the logits of the whole vocabulary.
     """
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
@@ -75,7 +77,7 @@ def sampler(
     options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4, "logprobs_mode": mode}
     if count == 1:
         return jax.jit(partial(sample, **options))
-    return on_all(partial(sample, is_vocab_sharded=True, **options), count)
+    return run_on_devices(partial(sample, is_vocab_sharded=True, **options), count)
 
 
 def rows_of(params: list[SamplingParams]) -> tuple:
@@ -93,14 +95,15 @@ def rows_of(params: list[SamplingParams]) -> tuple:
     return unpack_params(jnp.asarray(packed), positions), state, ids
 
 
-def both(
+def run_on_one_and_many(
     logits: np.ndarray,
     level: SamplerLevel,
     count: int,
     params: list[SamplingParams],
     *mode: LogprobsMode,
 ) -> tuple[SampledTokens, SampledTokens]:
-    """Return the tokens of one device and of `count` devices, which must all be equal."""
+    """Return the result of one device, and the result of `count` devices. Check that all `count`
+    devices return the same."""
     one, shared = (
         sampler(n, level, *mode)(jnp.asarray(logits), *rows_of(params)) for n in (1, count)
     )
@@ -120,23 +123,24 @@ def test_split_vocabulary_gives_the_tokens_of_one_device(level: SamplerLevel, co
     params = PARAMS if level else PARAMS[:1] * B
     found = set()
     for seed in range(8):
-        one, shared = both(random_logits(seed), level, count, params)
+        one, shared = run_on_one_and_many(random_logits(seed), level, count, params)
         np.testing.assert_array_equal(shared.token_ids, one.token_ids)
         found |= set((one.token_ids * count // V).tolist())
-    assert found == set(range(count))  # every shard had a sampled token
+    assert found == set(range(count))  # every device's shard was sampled
 
 
 @pytest.mark.parametrize(
     ("level", "count"), covering(EXCHANGING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
 def test_lowest_token_id_wins_a_tie_across_devices(level: SamplerLevel, count: int):
-    """Test ties within a device, and between adjacent, distant and all devices."""
+    """Test ties within one device, between adjacent devices, between distant devices, and between
+    all devices."""
     own = V // count
     logits = np.zeros((B, V), np.float32)
     tied = [[own + 1, own + 2], [own - 1, own], [3, V - 1], [V - own, V - 1], [V - 1], []]
     for row, tokens in zip(logits, tied, strict=True):
         row[tokens] = 2.0
-    one, shared = both(logits, level, count, PARAMS[:1] * B)
+    one, shared = run_on_one_and_many(logits, level, count, PARAMS[:1] * B)
     assert shared.token_ids.tolist() == [min(tokens, default=0) for tokens in tied]
     np.testing.assert_array_equal(shared.token_ids, one.token_ids)
 
@@ -149,7 +153,7 @@ def test_padded_vocabulary_gives_the_same_tokens(num_real: int, count: int):
     logits = random_logits(num_real)
     alone = sampler(1, SamplerLevel.RANDOM)(jnp.asarray(logits[:, :num_real]), *rows_of(PARAMS))
     logits[:, num_real:] = -np.inf
-    _, shared = both(logits, SamplerLevel.RANDOM, count, PARAMS)
+    _, shared = run_on_one_and_many(logits, SamplerLevel.RANDOM, count, PARAMS)
     np.testing.assert_array_equal(shared.token_ids, alone.token_ids)
 
 
@@ -167,11 +171,11 @@ NOT_FINITE: dict[str, dict[int, float]] = {
 @pytest.mark.parametrize("case", NOT_FINITE)
 def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, level: SamplerLevel):
     params = PARAMS if level else PARAMS[:1] * B
-    expected, _ = both(random_logits(1), level, 2, params)
+    expected, _ = run_on_one_and_many(random_logits(1), level, 2, params)
     for row in range(B):
         logits = random_logits(1)
         logits[row, list(NOT_FINITE[case])] = list(NOT_FINITE[case].values())
-        one, shared = both(logits, level, 2, params)
+        one, shared = run_on_one_and_many(logits, level, 2, params)
         assert shared.token_ids[row] == one.token_ids[row] == NO_TOKEN
         np.testing.assert_array_equal(
             np.delete(shared.token_ids, row), np.delete(expected.token_ids, row)
@@ -181,10 +185,10 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, le
 @pytest.mark.parametrize(
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_gathered_levels_give_the_same_scores_as_a_single_device(level: SamplerLevel, count: int):
+def test_levels_that_gather_logits_give_the_scores_of_one_device(level: SamplerLevel, count: int):
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
-    one, shared = both(random_logits(2), level, count, params)
+    one, shared = run_on_one_and_many(random_logits(2), level, count, params)
     for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -200,7 +204,7 @@ def test_gathered_levels_give_the_same_scores_as_a_single_device(level: SamplerL
 )
 def test_each_logprobs_mode_gives_the_scores_of_one_device(level: SamplerLevel, mode: LogprobsMode):
     params = ASKING if level == FULL_LEVEL else [ASKING[0], ASKING[4]] * 3
-    one, shared = both(random_logits(2), level, 2, params, mode)
+    one, shared = run_on_one_and_many(random_logits(2), level, 2, params, mode)
     np.testing.assert_array_equal(shared.token_ids, one.token_ids)
     # XLA may round a division by the temperature differently: allow two units in the last place.
     np.testing.assert_allclose(np.asarray(shared.scores), np.asarray(one.scores), rtol=0, atol=2)
@@ -211,7 +215,7 @@ def test_mask_applies_to_each_vocabulary_shard(count: int):
     logits = jnp.asarray(random_logits(3))
     words = np.random.RandomState(4).randint(-(2**31), 2**31, (B, 2), np.int64)
     allowed = jnp.asarray(words.astype(np.int32))
-    shared = on_all(partial(mask_step, is_vocab_sharded=True), count, logits_out=True)(
+    shared = run_on_devices(partial(mask_step, is_vocab_sharded=True), count, logits_out=True)(
         logits, allowed
     )
     np.testing.assert_array_equal(shared, mask_step(logits, allowed))
@@ -220,13 +224,14 @@ def test_mask_applies_to_each_vocabulary_shard(count: int):
 
 @pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
 def test_devices_exchange_only_what_a_level_needs(level: SamplerLevel):
-    """Greedy and random levels exchange two numbers per row; random needs one all-reduce too."""
+    """Greedy and random sampling exchange two numbers per row. Random sampling also needs one
+    all-reduce."""
 
     def run(logits: jax.Array, *others: Any) -> SampledTokens:
         options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
         return sample(logits, *others, is_vocab_sharded=True, **options)
 
-    call = partial(on_all(run, 2), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
+    call = partial(run_on_devices(run, 2), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
     text = jax.jit(call).lower().as_text()
     gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
     reduced = re.findall(r"stablehlo\.all_reduce", text)

@@ -1,4 +1,4 @@
-"""Run a real server and find a real browser for tests."""
+"""Run a server process, and find a browser, for tests of the dashboard."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 @contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
-    """Yield the address of a server with these flags, and check that it drains and exits."""
+    """Yield the URL of a server with these flags. Then check that SIGTERM ends the server."""
     server = ServerProcess(cache, "--no-log-requests", *flags)
     try:
         yield server.url
@@ -34,5 +34,5 @@ def find_browser() -> str:
         return found
     reason = "no Chromium found: install one (on Debian: apt-get install chromium)"
     if os.environ.get("JPAGED_REQUIRE_BROWSER"):
-        pytest.fail(f"{reason}; JPAGED_REQUIRE_BROWSER says that the picture must be tested")
+        pytest.fail(f"{reason}; or unset JPAGED_REQUIRE_BROWSER to skip tests of the dashboard")
     pytest.skip(reason)

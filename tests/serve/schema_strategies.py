@@ -84,7 +84,7 @@ def _objects(schema: Schema, whole: Schema) -> st.SearchStrategy[dict[str, Any]]
         names = st.from_regex(pattern, fullmatch=True) if pattern else st.text(max_size=10)
         return st.dictionaries(names, values_of(schema["additionalProperties"], whole), max_size=4)
     needed = {name: fields[name] for name in required}
-    # Use a few fields at a time: all fields together are nearly always rejected.
+    # Use at most four optional fields in a body: a body with all fields is nearly always refused.
     others = st.lists(st.sampled_from(sorted(set(fields) - set(required))), max_size=4, unique=True)
     if len(needed) == len(fields):
         return st.fixed_dictionaries(needed)

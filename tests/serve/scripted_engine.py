@@ -1,4 +1,4 @@
-"""An engine whose answers a test writes."""
+"""An engine whose answers are given by the test."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from jpaged.errors import ErrorInfo
 
 
 class ScriptedEngine:
-    """A real engine except for its answers, which are given to requests in order of arrival.
+    """A wrapper of an engine that answers requests with texts from a script, in order of arrival.
 
     Attributes:
-        script: The answers of each request, each as a list of pieces that arrive one per step.
+        script: The answers of each request. An answer is a list of texts, one text per step.
         reasons: Finish reason of each request's answers; "stop" when the list is empty.
-        errors: Errors of the next requests whose reason is "error".
+        errors: Errors for requests whose finish reason is "error", in order of arrival.
         prompts: The prompts of the requests, as text.
         params: The sampling parameters of the requests.
     """
@@ -33,7 +33,13 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     def say(self, *answers: str, size: int = 0, reason: str = "stop") -> None:
-        """Give the next request these answers, in pieces of `size` characters; 0 means whole."""
+        """Add the answers of one request to the script.
+
+        Args:
+            answers: Texts of the answers.
+            size: Number of characters per step; 0 for a whole answer in one step.
+            reason: Finish reason of the answers.
+        """
         cut = [
             [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
             for text in answers

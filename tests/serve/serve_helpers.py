@@ -1,4 +1,4 @@
-"""Run a server in this process with its engine in a thread."""
+"""Run the server's application in the test's process, with the engine in a thread."""
 
 import asyncio
 import atexit
@@ -52,7 +52,7 @@ class Server:
         return answer.json()
 
     async def canary(self) -> None:
-        """Check that a request gets its known answer."""
+        """Check that the server still gives the known answer to `QUESTION`."""
         body = await self.complete(prompt=QUESTION, max_tokens=64, temperature=0)
         assert body["choices"][0]["text"] == ANSWER
         assert body["choices"][0]["finish_reason"] == "stop"
@@ -78,7 +78,7 @@ class Server:
     def busy(self) -> bool:
         try:
             stats = self.engine.stats()
-        except RuntimeError:  # the worker's thread changed the engine while it was counted
+        except RuntimeError:  # the engine's thread changed a container during iteration
             return True
         in_flight = self.serving.num_requests or stats.num_running or stats.num_waiting
         blocks_out = stats.num_free_blocks != stats.num_blocks
@@ -86,7 +86,7 @@ class Server:
 
 
 class Servers:
-    """Start servers inside the running event loop, and end them."""
+    """Start servers in the running event loop with `start`, and stop all of them with `end`."""
 
     def __init__(self) -> None:
         self.started: list[Server] = []
@@ -120,14 +120,17 @@ class Servers:
 
 @functools.cache
 def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
-    """Return a process shared by servers of the same settings, because its start takes a second."""
+    """Return a tokenizing process that servers with the same settings share.
+
+    The start of such a process takes a second.
+    """
     process = TokenizingProcess(settings)
     atexit.register(process.close)
     return process
 
 
 def run_worker(engine: Engine, sock: socket.socket) -> None:
-    """Run an engine worker in this thread; its errors reach the client."""
+    """Run an engine worker in this thread. If a step fails, the worker reports it to the client."""
     with contextlib.suppress(RuntimeError):
         EngineWorker(engine, MessageSocket(sock)).run()
 
@@ -136,29 +139,29 @@ Scenario = Callable[[Server], Coroutine[Any, Any, None]]
 
 
 async def events_of(answer: httpx.Response) -> AsyncIterator[str]:
-    """Yield the data of a stream's events."""
+    """Yield the data of each server-sent event in a response."""
     async for line in answer.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the header by which programs send an API key."""
+    """Return the header `Authorization: Bearer KEY`."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def basic(user: str, password: str) -> dict[str, str]:
-    """Return the header by which browsers send a user name and a password."""
+    """Return the header `Authorization: Basic ...` for a user name and a password."""
     return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
 
 
 class RawRequest:
-    """One POST directly to an application, whose client can pause reading or disconnect.
+    """A POST request to an ASGI application, from a client that can stop reading or disconnect.
 
     Attributes:
         status: Status of the response; 0 before it starts.
-        body: The bytes read so far.
-        reading: The client reads while this event is set.
+        body: Bytes of the response that the client has read so far.
+        reading: While this event is set, the client reads.
     """
 
     def __init__(self, app: ASGIApp, path: str, fields: dict[str, Any]):

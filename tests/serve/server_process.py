@@ -16,7 +16,7 @@ ARGUMENTS = (
 
 
 STUB = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "stub"), os.getcwd()])}
-"""Environment variables of a server with the stub engine, which starts without JAX."""
+"""Environment variables that let a server use `StubEngine`, which starts without JAX."""
 
 
 class ServerProcess:
@@ -40,7 +40,7 @@ class ServerProcess:
         command += ["--compilation-cache-dir", str(cache), *arguments]
         around = {**os.environ, **(environment or {})}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=around)
-        if num_files is not None:  # set before the server reads its limit
+        if num_files is not None:  # the server reads this limit when it starts
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_files, num_files))
         self.log = ""
         self.url = ""
@@ -62,7 +62,7 @@ class ServerProcess:
         """Stop the server if it runs."""
         self.process.kill()
         self.process.wait(10)
-        self._reader.join(10)  # the engine process also holds the pipe open
+        self._reader.join(10)  # the engine process may keep the pipe open for a moment
         self._close()
 
     def _close(self) -> None:

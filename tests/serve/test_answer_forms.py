@@ -1,4 +1,4 @@
-"""Structured outputs over HTTP: schemas, grammars, forced tool calls and reasoning."""
+"""Test structured outputs over HTTP: schemas, grammars, forced tool calls and reasoning."""
 
 import asyncio
 import json
@@ -49,11 +49,6 @@ class Box(pydantic.BaseModel):
     nullable: bool | None = None
 
 
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
-
-
 def client_of(server: Server) -> openai.AsyncOpenAI:
     http: Any = server.http
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
@@ -86,7 +81,7 @@ def test_openai_client_parses_answers_into_pydantic_models(serve: Run):
 
 
 @pytest.mark.parametrize(
-    ("form", "pattern"),
+    ("spec", "pattern"),
     [
         ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"choice": ["yes", "no"]}, "yes|no"),
@@ -95,15 +90,15 @@ def test_openai_client_parses_answers_into_pydantic_models(serve: Run):
     ],
 )
 def test_vllm_structured_outputs_field_constrains_answers(
-    serve: Run, form: dict[str, Any], pattern: str
+    serve: Run, spec: dict[str, Any], pattern: str
 ):
     async def scenario(server: Server) -> None:
-        asked = {"prompt": ["a", "b"], "structured_outputs": form, "max_tokens": 60}
+        asked = {"prompt": ["a", "b"], "structured_outputs": spec, "max_tokens": 60}
         answer = await server.http.post("/v1/completions", json=asked)
         assert answer.status_code == 200, answer.text
         for choice in answer.json()["choices"]:
             assert re.fullmatch(pattern, choice["text"])
-        (choice,) = (await ask(server, structured_outputs=form, max_tokens=60))["choices"]
+        (choice,) = (await ask(server, structured_outputs=spec, max_tokens=60))["choices"]
         assert re.fullmatch(pattern, choice["message"]["content"])
 
     serve(scenario)
@@ -122,34 +117,34 @@ def test_json_object_format_starts_with_a_brace(serve: Run):
     serve(scenario)
 
 
-async def _refusal_message(server: Server, form: dict[str, Any]) -> str:
-    """Return the message that refuses a spec; check that the next request is answered."""
-    body = {"structured_outputs": form, "max_tokens": 4, "stream": True}
+async def _refusal_message(server: Server, spec: dict[str, Any]) -> str:
+    """Return the error for a refused spec, and check that the server answers the next request."""
+    body = {"structured_outputs": spec, "max_tokens": 4, "stream": True}
     answer = await server.http.post("/v1/completions", json={"prompt": "a", **body})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert str(error["param"]).startswith(f"structured_outputs.{next(iter(form))}"), error
+    assert str(error["param"]).startswith(f"structured_outputs.{next(iter(spec))}"), error
     await server.canary()
     await server.idle()
     return error["message"]
 
 
-def test_spec_over_a_cost_bound_is_refused(serve: Run):
+def test_spec_above_a_limit_is_refused(serve: Run):
     async def scenario(server: Server) -> None:
-        for form, _, message in HOSTILE.values():
-            assert re.search(message, await _refusal_message(server, form))
-            if "json" in form:
-                await _refusal_message(server, with_schema(form))
+        for spec, _, message in HOSTILE.values():
+            assert re.search(message, await _refusal_message(server, spec))
+            if "json" in spec:
+                await _refusal_message(server, with_schema(spec))
 
     serve(scenario)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_costly_spec_without_bounds_fails_only_its_own_request(
+def test_spec_that_exceeds_time_memory_or_stack_fails_only_its_request(
     serve: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Without its bound, each spec exhausts the time limit, the memory or the stack."""
-    form, bound, _ = HOSTILE[name]
+    """Without the limit that refuses the spec, compiling it exceeds time, memory or stack."""
+    spec, bound, _ = HOSTILE[name]
     monkeypatch.setattr(bounds, "SOURCE_LENGTH", bounds.SOURCE_LENGTH._replace(limit=10**9))
     monkeypatch.setattr(bounds, "MAX_MULTIPLE_OF", 10**9)
     bounded = {bound, "SCHEMAS", "GRAMMAR_RULES", "SCHEMAS_PER_VALUE", "PATTERNS_PER_VALUE"} - {
@@ -157,22 +152,22 @@ def test_costly_spec_without_bounds_fails_only_its_own_request(
     }
     for each in bounded:
         monkeypatch.setattr(bounds, each, getattr(bounds, each)._replace(limit=10**9))
-    form = {
+    spec = {
         "references": {"json": json.dumps(references(12_000))},
         "rules": {"grammar": rules(25_000)},
         "patterns of names": {"json": names_by_pattern(1000)},
-    }.get(name, form)
+    }.get(name, spec)
 
     async def scenario(server: Server) -> None:
-        assert "cannot be enforced" in await _refusal_message(server, form)
+        assert "cannot be enforced" in await _refusal_message(server, spec)
 
     serve(scenario)
 
 
-def test_too_ambiguous_grammar_ends_its_answer_with_an_error(serve: Run):
+def test_answer_with_a_too_ambiguous_grammar_ends_with_an_error(serve: Run):
     async def scenario(server: Server) -> None:
-        form = {"grammar": 'start: s\ns: s s s | s s | "a" | "b"'}
-        body = {"prompt": "a", "structured_outputs": form, "max_tokens": 200, "ignore_eos": True}
+        spec = {"grammar": 'start: s\ns: s s s | s s | "a" | "b"'}
+        body = {"prompt": "a", "structured_outputs": spec, "max_tokens": 200, "ignore_eos": True}
         answer = await server.http.post("/v1/completions", json=body)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == "structured_outputs.grammar"
@@ -202,8 +197,8 @@ def test_error_names_parameters_that_conflict_with_the_grammar(
     serve: Run, regex: str, fields: dict[str, Any], names: str, num_tokens: int
 ):
     async def scenario(server: Server) -> None:
-        form = {"structured_outputs": {"regex": regex}}
-        body = {"prompt": "a", "max_tokens": 9, **form, **fields}
+        spec = {"structured_outputs": {"regex": regex}}
+        body = {"prompt": "a", "max_tokens": 9, **spec, **fields}
         answer = await server.http.post("/v1/completions", json=body)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -239,7 +234,7 @@ def test_tool_choice_forces_a_valid_tool_call(
         chunks = await choices_of(server, **asked, max_tokens=200)
         assert chunks[-1]["finish_reason"] == "tool_calls"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
@@ -255,16 +250,16 @@ def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
             assert scripted.params[-1].structured_outputs is None
         scripted.say("Hello")
         await ask(server, tools=[with_strict(True)], tool_choice="auto")
-        form = scripted.params[-1].structured_outputs
-        assert form is not None
-        assert '"enum":["Paris","Rome"]' in (form.grammar or "")
+        spec = scripted.params[-1].structured_outputs
+        assert spec is not None
+        assert '"enum":["Paris","Rome"]' in (spec.grammar or "")
         (choice,) = (await ask(server, tools=[with_strict(True)], temperature=0))["choices"]
-        assert choice["message"]["content"]  # generated by the model, not scripted
+        assert choice["message"]["content"]  # the model has generated this text, not the script
 
     serve(scenario, scripted, **HERMES)
 
 
-def test_answer_with_tools_and_format_is_tool_calls_or_valid_json(
+def test_answer_with_tools_and_response_format_is_calls_or_valid_json(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:
@@ -279,12 +274,13 @@ def test_answer_with_tools_and_format_is_tool_calls_or_valid_json(
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(message["content"]), SCHEMA)
         assert kinds & {"stop", "tool_calls"}
-        named = {**asked, "tool_choice": NAMED, "n": 2}  # a forced call leaves no text
+        # The answer of a forced tool call has no text.
+        named = {**asked, "tool_choice": NAMED, "n": 2}
         for choice in (await ask(server, **named))["choices"]:
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "weather"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
@@ -300,15 +296,15 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
-def test_search_for_the_failing_tool_schema_stops_at_the_trial_timeout(
+def test_finding_the_schema_that_fails_takes_at_most_the_trial_timeout(
     serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[str] = []
 
-    async def check_spec(self: TokenizingService, form: object, path: str, client: str) -> None:
+    async def check_spec(self: TokenizingService, spec: object, path: str, client: str) -> None:
         tried.append(path)
         await asyncio.sleep(5 * (path != "tools"))
         raise field_error(path, "cannot be enforced")
@@ -321,7 +317,7 @@ def test_search_for_the_failing_tool_schema_stops_at_the_trial_timeout(
 
     monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
     monkeypatch.setattr(TokenizingService, "check_spec", check_spec)
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 @pytest.mark.parametrize(
@@ -345,14 +341,14 @@ def test_grammar_starts_after_the_reasoning_end_tag(
         scripted.say("x")
         kwargs = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
         await ask(server, response_format=FORMAT, **kwargs)
-        form = scripted.params[0].structured_outputs
-        assert form is not None
-        assert (form.after, form.opening) == (after, opening)
+        spec = scripted.params[0].structured_outputs
+        assert spec is not None
+        assert (spec.after, spec.opening) == (after, opening)
         scripted.say("x")
         await ask(server, tools=[WEATHER], tool_choice="required", **kwargs)
-        form = scripted.params[-1].structured_outputs
-        assert form is not None
-        assert (form.kind, form.after) == ("grammar", after)
+        spec = scripted.params[-1].structured_outputs
+        assert spec is not None
+        assert (spec.kind, spec.after) == ("grammar", after)
 
     more = {} if parser is None else {"reasoning_parser": parser}
     serve(scenario, scripted, **HERMES, **more)
@@ -367,9 +363,9 @@ def test_grammar_starts_immediately_when_the_template_closes_the_reasoning(
         scripted.say("x")
         kwargs = {"enable_thinking": True}
         await ask(server, response_format=FORMAT, chat_template_kwargs=kwargs)
-        form = scripted.params[0].structured_outputs
-        assert form is not None
-        assert form.after is None
+        spec = scripted.params[0].structured_outputs
+        assert spec is not None
+        assert spec.after is None
 
     config = {**HERMES, "chat_template": template, "reasoning_parser": "qwen3"}
     serve(scenario, scripted, **config)

@@ -1,4 +1,4 @@
-"""Invalid requests get an error in OpenAI's format that names the field."""
+"""Test that invalid requests get an error in OpenAI's format that names the field."""
 
 import json
 from collections.abc import Callable

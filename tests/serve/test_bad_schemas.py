@@ -1,4 +1,4 @@
-"""Malformed, contradictory, hostile and huge schemas and tools, sent to all three chat APIs."""
+"""Send malformed, contradictory, hostile and huge schemas and tools to all three chat APIs."""
 
 import re
 import socket
@@ -30,7 +30,8 @@ def field(own: Any) -> Fields:
     return obj("a", own)
 
 
-# Pairs of a schema and words of its error. All are object schemas, as tool parameters must be.
+# Pairs of a schema and words of its error. All are schemas of objects, because the parameters of a
+# tool must be an object.
 NOTHING = ("cannot be enforced", "matches no finite value")
 BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
@@ -78,7 +79,7 @@ def chat_form(schema: Any, **how: Any) -> Fields:
 
 
 def chat_tools(tools: list[Fields], choice: str) -> Fields:
-    """Return the tool fields of a chat; `choice` uses OpenAI's values in every API."""
+    """Return the fields `tools` and `tool_choice` of a chat request."""
     names = {"parameters": "parameters", "name": "name", "strict": "strict"}
     told = [{names[key]: it for key, it in tool.items()} for tool in tools]
     return {
@@ -106,7 +107,8 @@ def messages_tools(tools: list[Fields], choice: str) -> Fields:
 
 SHORT = "{{ tools | length if tools else '' }}{{ messages[0].content }}"
 USER = {"role": "user", "content": "a"}
-# For each path: other fields, the format builder, the tools builder, and the schema's path in each.
+# By path: other fields of a request, a function that builds the field with a schema for the answer,
+# a function that builds the fields of tools, and the path of the schema in each of these two.
 APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
     "/v1/chat/completions": (
         {"messages": [USER], "max_tokens": 2},
@@ -134,12 +136,12 @@ APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
 
 @pytest.fixture
 def with_tools(serve: Run, engines: Callable[..., Engine]) -> Run:
-    engine = engines(max_model_len=768, num_blocks=200)
+    engine = engines(max_model_len=1024, num_blocks=520)
     return lambda scenario: serve(scenario, engine, **{**HERMES, "chat_template": SHORT})
 
 
 async def refusal(server: Server, path: str, fields: Fields) -> str:
-    """Return the message of the 400 error; wait until the engine is idle again."""
+    """Send a request that must be refused with status 400, and return the error message."""
     answer = await server.http.post(path, json=fields)
     assert answer.status_code == 400, (str(fields)[:300], answer.text[:300])
     message = answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The open-loop client of `bench.serving`, run against a real server."""
+"""Test `bench.serving`, a client that measures a server, against a server process."""
 
 import json
 from pathlib import Path

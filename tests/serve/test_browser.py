@@ -1,4 +1,4 @@
-"""The dashboard page in a real browser: what it displays and how users operate it."""
+"""Test the dashboard page in a browser: what the page shows, and its controls."""
 
 import re
 import socket
@@ -40,7 +40,7 @@ def server(browser: Any, real_server: ServerProcess) -> str:
 
 @pytest.fixture
 def pages(browser: Any, server: str) -> Iterator[Pages]:
-    """Return a function that opens the page; fail at teardown if its console logged a problem."""
+    """Return a function that opens the dashboard. At the end, fail if the page logged a problem."""
     contexts, problems = [], []
 
     def note(message: Any) -> None:
@@ -72,7 +72,7 @@ def open_live(pages: Pages, pace: str = "live", **options: Any) -> Any:
 
 
 def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float = 0.0) -> None:
-    """Fill the form, send it, and wait for the answers."""
+    """Fill in the request form of the page, send the request, and wait for the answers."""
     page.fill("#prompt", prompt)
     for name, value in (("samples", samples), ("tokens", tokens), ("heat", heat)):
         page.fill(f"#{name}", str(value))
@@ -83,7 +83,7 @@ def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float
 
 
 def show_first_used_step(page: Any) -> None:
-    """Step a paused page to the first step in which a request holds blocks.
+    """Advance a paused page to the first step in which a request holds blocks.
 
     Pool diffs use a separate connection, so they may arrive after the answers. Diffs of a waiting
     request show no blocks.
@@ -94,7 +94,10 @@ def show_first_used_step(page: Any) -> None:
 
 
 def until(page: Any, condition: str) -> None:
-    """Wait for a JavaScript condition; the page's policy blocks Playwright's way to do it."""
+    """Wait until a JavaScript condition is true.
+
+    The page's Content-Security-Policy blocks Playwright's own `wait_for_function`.
+    """
     end = time.monotonic() + WAIT / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < end, f"never came: {condition}"
@@ -123,7 +126,7 @@ def test_page_loads_only_from_its_own_server(pages: Pages, server: str):
     assert page.evaluate(f"{unlabelled}.length") == 0
 
 
-def test_page_shows_a_request_from_first_block_to_free(pages: Pages):
+def test_page_shows_a_request_from_its_first_block_until_its_blocks_are_free(pages: Pages):
     page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
     assert "1, 2, 3" in page.inner_text("article pre")
@@ -135,7 +138,7 @@ def test_page_shows_a_request_from_first_block_to_free(pages: Pages):
         used.append(sum(count > 0 for count in counts(page)))
         page.keyboard.press("n")
         said.add(re.sub(r"\d+", "N", page.inner_text("#said")))
-    assert max(used) == 4  # 18 prompt tokens and 40 generated ones
+    assert max(used) == 4  # 58 tokens (18 of the prompt and 40 generated) fill 4 blocks
     assert set(used) == {0, 2, 3, 4}
     assert used[-1] == 0
     assert any("used, held by cmpl-" in text and "of N slots filled" in text for text in said)
@@ -205,7 +208,7 @@ def test_step_summary_counts_block_events(pages: Pages):
     assert count("taken") >= 2
     assert count("given back") == count("taken") + count("copied") + count("found in the cache")
     assert count("shared") >= 1
-    page.emulate_media(color_scheme="dark")  # repaints the page without a new step
+    page.emulate_media(color_scheme="dark")  # this repaints the page without a new step
     page.wait_for_timeout(400)
     assert page.inner_text("#happened") == told[-1]
 
@@ -249,7 +252,7 @@ def test_block_details_update_with_each_step(pages: Pages):
 
 
 @pytest.mark.full
-def test_space_key_pauses_and_resumes_at_the_previous_pace(pages: Pages):
+def test_space_key_pauses_and_resumes_at_the_previous_speed(pages: Pages):
     page = open_live(pages, pace="5")
     page.focus("#grid")
     for pace in ("0", "5"):
@@ -353,7 +356,7 @@ def test_page_reconnects_to_a_restarted_server(pages: Pages, compilation_cache: 
 
 def test_keyboard_moves_the_block_selection(pages: Pages):
     page = open_live(pages)
-    page.keyboard.press("Tab")  # focuses the skip link
+    page.keyboard.press("Tab")  # the first Tab focuses the link that skips navigation
     page.keyboard.press("Enter")
     page.focus("#grid")
     where = lambda: page.evaluate("jpaged.grid.selected")  # noqa: E731
@@ -397,7 +400,7 @@ def test_hovering_a_block_describes_it(pages: Pages):
 
 
 @pytest.mark.full
-def test_page_follows_the_light_or_dark_color_scheme(pages: Pages):
+def test_page_uses_the_light_or_dark_color_scheme_of_the_system(pages: Pages):
     page = open_live(pages, color_scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
     cells = page.locator("#grid").screenshot()
@@ -419,7 +422,7 @@ def test_page_fits_the_window_width(pages: Pages, width: int):
 
 
 @pytest.mark.full
-def test_reduced_motion_disables_flashes(pages: Pages):
+def test_page_does_not_flash_blocks_if_the_user_prefers_reduced_motion(pages: Pages):
     calm = open_live(pages, reduced_motion="reduce")
     lively = open_live(pages)
     for page in (calm, lively):
@@ -469,7 +472,7 @@ def test_screen_reader_announces_selection_but_not_later_steps(pages: Pages):
     page = open_live(pages, pace="0")
     send(page, "Count from 1 to 30")
     show_first_used_step(page)
-    until(page, "!jpaged.state.panels")  # the step's summary is drawn after the step
+    until(page, "!jpaged.state.panels")  # the page draws the step's summary a moment after the step
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.get_attribute("#said", "aria-live") == "polite"
@@ -513,13 +516,13 @@ def test_page_shows_a_server_error(pages: Pages):
 
 
 @pytest.mark.full
-def test_page_draws_a_hundred_thousand_blocks_in_time(pages: Pages, record_property: Callable):
+def test_page_draws_a_hundred_thousand_blocks_quickly(pages: Pages, record_property: Callable):
     page = open_live(pages)
     times = page.evaluate(LARGE_POOL)
     print(times)
     for name, milliseconds in times.items():
         record_property(name, milliseconds)
-    assert times["whole"] < 1500  # allows for two slow cores without a GPU
+    assert times["whole"] < 1500  # this limit suits two slow processors without a GPU
     assert times["change"] < 100
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/tokenize`, `/detokenize` and status routes of the application."""
+"""Test `/v1/chat/completions`, `/tokenize`, `/detokenize` and the status routes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +78,7 @@ def test_chat_logprobs_list_tokens_bytes_and_top_logprobs(serve: Run):
     serve(scenario)
 
 
-def test_chat_honours_n_and_token_limits(serve: Run):
+def test_chat_returns_n_answers_within_the_token_limits(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server, n=3, temperature=1.0, seed=4, max_completion_tokens=5)
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]

@@ -59,12 +59,12 @@ def server(compilation_cache: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def url(server: ServerProcess) -> Iterator[str]:
-    """Yield the server's URL; afterwards check that it answers and that its pool is empty."""
+    """Yield the server's URL. Then check that the server answers and that no block is in use."""
     yield server.url
     body = {"model": "jpaged-tiny", "prompt": QUESTION, "max_tokens": 64, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == ANSWER
-    for _ in range(100):  # blocks are freed after the last delta is sent
+    for _ in range(100):  # the engine frees blocks after it sends the last delta
         metrics = httpx.get(f"{server.url}/metrics").text
         (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
         if float(used) == 0:
@@ -91,7 +91,7 @@ def run(code: str, url: str, folder: Path) -> str:
         for name in EXAMPLES
     ],
 )
-def test_library_example_and_program_run(library: str, url: str, tmp_path: Path):
+def test_docs_example_and_test_program_of_each_library_run(library: str, url: str, tmp_path: Path):
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         pytest.skip(f"{library} is not installed: it is in the extra `clients`")
     said = run(EXAMPLES[library] + "\n\n" + program_path(library).read_text(), url, tmp_path)
@@ -100,7 +100,8 @@ def test_library_example_and_program_run(library: str, url: str, tmp_path: Path)
 
 @pytest.mark.parametrize("page", ["tools.md", "apis.md"])
 def test_docs_examples_of_tools_and_apis_run(page: str, url: str, tmp_path: Path):
-    # The calculator needs the embedded template: see `test_embedded_tools.py`.
+    # `test_embedded_tools.py` runs the examples with the calculator, which need the embedded
+    # model's chat template.
     codes = [code for code in python_examples(page).values() if "tools_demo" not in code]
     assert codes
     for code in codes:

@@ -1,4 +1,4 @@
-"""OpenAI's client, lm-eval's requests and vLLM's benchmark requests against a real server."""
+"""Test OpenAI's client, and requests of lm-eval and of vLLM's benchmark, with a server process."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ def test_openai_stream_helper_assembles_the_final_completion(client: openai.Open
     assert made.choices[0].message.content == "enots"
 
 
-def test_extra_body_fields_reach_the_sampler(client: openai.OpenAI):
+def test_vllm_fields_in_extra_body_reach_the_sampler(client: openai.OpenAI):
     made = client.completions.create(
         model=MODEL,
         prompt=QUESTION,
@@ -137,7 +137,7 @@ def test_twenty_concurrent_streams_return_correct_text(real_server: ServerProces
     asyncio.run(scenario())
 
 
-def test_server_serves_on_after_streams_are_closed_early(
+def test_server_answers_after_clients_close_their_streams_early(
     client: openai.OpenAI, real_server: ServerProcess
 ):
     for _ in range(5):
@@ -157,7 +157,12 @@ def test_server_serves_on_after_streams_are_closed_early(
 
 
 def lm_eval_scores(url: str, inputs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """Return each input's log-likelihood and greediness as lm-eval computes them."""
+    """Return for each input the log-likelihood, and whether it is greedy, as lm-eval computes them.
+
+    Args:
+        url: URL of the server.
+        inputs: Token ids of a context and of its continuation.
+    """
     asked = {
         "model": MODEL,
         "prompt": [context + continuation for context, continuation in inputs],

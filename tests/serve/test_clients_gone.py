@@ -1,4 +1,4 @@
-"""Requests are aborted when their client disconnects, and unread streams stay bounded."""
+"""Test that requests end when their client disconnects, and that unread streams stay small."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Engine]:
-    """Return a function that slows an engine's steps, so that a test can observe each state."""
+    """Return a function that makes steps of an engine slow, so that a test can observe states."""
 
     def slow_down(engine: Engine) -> Engine:
         advance = engine.advance
@@ -50,7 +50,7 @@ async def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None
 
 
 async def leave_and_check(server: Server, requests: list[RawRequest]) -> None:
-    """Disconnect all clients; check that their requests are gone within three steps."""
+    """Disconnect all clients, and check that the engine drops their requests within three steps."""
     for request in requests:
         request.leave()
     await asyncio.gather(*(request.task for request in requests))
@@ -63,7 +63,7 @@ async def leave_and_check(server: Server, requests: list[RawRequest]) -> None:
 
 
 def has_states(engine: Engine, *states: str) -> bool:
-    """Return whether the sequences have these states, in order of arrival."""
+    """Return whether the engine's sequences have exactly these states, in order of arrival."""
     return tuple(sequence.status for sequence in engine.block_tables()) == states
 
 
@@ -134,7 +134,7 @@ def test_disconnect_while_swapped_out_frees_host_blocks(serve: Run, slow: Any, e
     serve(scenario, engine)
 
 
-def test_disconnect_before_the_engine_gets_the_request_is_harmless(serve: Run):
+def test_disconnect_before_the_engine_gets_the_request_drops_it(serve: Run):
     async def scenario(server: Server) -> None:
         request = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG})
         request.leave()
@@ -251,9 +251,10 @@ def test_aborted_unread_stream_keeps_each_answers_finish_reason(
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await wait_until(lambda: 1 in sizes)  # wait for a delta with one answer only
+        await wait_until(lambda: 1 in sizes)  # wait for an update with deltas of one answer only
         (run,) = set(server.serving.engine.runs.values())
-        monkeypatch.setattr(run, "max_separate_updates", 0)  # merge the abort with unread deltas
+        # From now on, merge unread updates, here with the update of the abort.
+        monkeypatch.setattr(run, "max_separate_updates", 0)
         run.abort()
         reader.reading.set()
         await reader.task

@@ -1,4 +1,4 @@
-"""The `/v1/completions` route of the application."""
+"""Test the route `/v1/completions`."""
 
 import json
 import math
@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 
 
 async def stream(server: Server, path: str = "/v1/completions", **fields: Any) -> list[Any]:
-    """Return the decoded events of a stream; check its headers and its `[DONE]` event."""
+    """Return the decoded events of a stream. Check the response's headers and the last event."""
     async with server.http.stream("POST", path, json={**fields, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -194,7 +194,7 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     serve(scenario)
 
 
-def test_logprobs_have_the_kept_mass_and_follow_the_mode(
+def test_logprobs_have_kept_mass_and_depend_on_logprobs_mode(
     serve: Run, engines: Callable[..., Engine]
 ):
     fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}
@@ -202,7 +202,7 @@ def test_logprobs_have_the_kept_mass_and_follow_the_mode(
 
     async def scenario(server: Server) -> None:
         found = (await server.complete(**fields))["choices"][0]["logprobs"]
-        assert found["kept_mass"][:2] == [None, None]  # tokens of the prompt
+        assert found["kept_mass"][:2] == [None, None]  # the prompt has two tokens
         assert all(0 < mass < 1 for mass in found["kept_mass"][2:])
         for top in found["top_logprobs"][2:]:
             assert sum(map(math.exp, top.values())) == pytest.approx(1.0)
@@ -226,7 +226,9 @@ def test_logprobs_have_the_kept_mass_and_follow_the_mode(
 
 
 @pytest.mark.full
-def test_logits_are_clamped_and_cannot_rank_answers(serve: Run, engines: Callable[..., Engine]):
+def test_infinite_logits_are_clamped_and_best_of_with_logits_is_refused(
+    serve: Run, engines: Callable[..., Engine]
+):
     async def scenario(server: Server) -> None:
         fields = {"prompt": "ab", "max_tokens": 2, "logprobs": 5, "temperature": 1e-6}
         found = (await server.complete(**fields))["choices"][0]["logprobs"]
@@ -242,7 +244,7 @@ def test_logits_are_clamped_and_cannot_rank_answers(serve: Run, engines: Callabl
 
 
 def test_text_offset_counts_characters_not_tokens(serve: Run):
-    """A token may be only part of a character."""
+    """Several tokens may form one character."""
 
     async def scenario(server: Server) -> None:
         fields = {"prompt": "aéb", "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -273,7 +275,7 @@ def test_echo_omits_tokens_that_the_tokenizer_prepends(serve: Run, monkeypatch: 
 def test_text_offset_of_the_answer_starts_at_the_prompt_length(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    """The tokenizer may report no length for a token."""
+    """The tokenizer may not know the number of characters of a token."""
     monkeypatch.setattr(TokenizingService, "num_characters", lambda self, token_id: 0)
 
     async def scenario(server: Server) -> None:

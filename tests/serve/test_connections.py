@@ -1,4 +1,4 @@
-"""HTTP connections: limits and timeouts for clients that send too much, too slowly, or nothing."""
+"""Test HTTP connections with clients that send too much, too slowly, or nothing."""
 
 import asyncio
 import errno
@@ -55,7 +55,7 @@ async def server(
 
 
 async def answer_to(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
-    """Send the pieces and return all bytes received until the server closes the connection."""
+    """Send `pieces`, then return all bytes received until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
@@ -118,12 +118,12 @@ def test_surplus_connections_get_503_except_for_health_routes():
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after" in answer
             assert b'"type":"server_error"' in answer
-            for path in UNAUTHENTICATED_PATHS:  # these are still answered, then closed
+            for path in UNAUTHENTICATED_PATHS:  # the server answers, then closes the connection
                 answer = await answer_to(
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # connections within the limit are served
+            for reader, writer in early:  # the server answers on connections within the limit
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -142,7 +142,7 @@ def test_idle_surplus_connections_make_room_for_requests(said: bytes):
             for _ in range(3):
                 answer = await answer_to(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
                 assert answer.endswith(b"yes")
-            for reader, _ in silent[1:-2]:  # closed to make room
+            for reader, _ in silent[1:-2]:  # the server has closed these connections
                 assert await is_closed_by_server(reader)
             reader, writer = silent[0]  # within max_connections
             writer.write(REQUEST.removeprefix(said) + b"Connection: close\r\n\r\n")
@@ -213,13 +213,13 @@ def test_new_connections_wait_while_file_descriptors_run_out(
             await serving.wait_closed()
 
     asyncio.run(scenario())
-    assert 1 <= len(attempts) <= 3  # at most one attempt per second
+    assert 1 <= len(attempts) <= 3  # asyncio tries to accept at most once per second
     assert "Traceback" not in caplog.text
     assert capsys.readouterr().err.count("Too many open files") == 1
 
 
 class ClosingProtocol(asyncio.Protocol):
-    """Set an event when a connection is made, and close the connection."""
+    """A protocol that sets an event when a connection is made, and closes the connection."""
 
     def __init__(self, made: asyncio.Event):
         self.made = made
@@ -258,8 +258,8 @@ def test_keep_alive_answers_are_not_delayed_by_acknowledgements():
 def is_quick(times: list[float]) -> bool:
     """Return whether no answer waited for a TCP acknowledgement.
 
-    A delayed acknowledgement adds 40 ms to each answer after the first few; a normal answer takes
-    0.5 ms. Checking the fifth fastest tolerates pauses of a busy machine.
+    Waiting for an acknowledgement adds 40 ms to each answer after the first few. Otherwise an
+    answer takes 0.5 ms. Only the fifth fastest answer is checked, because a busy machine pauses.
     """
     return sorted(times[20:])[4] < 0.005
 
@@ -294,7 +294,7 @@ def test_server_with_few_file_descriptors_answers_despite_idle_connections(compi
 
 
 async def drip(port: int, *pieces: bytes, seconds: float = 10.0) -> tuple[bytes, float]:
-    """Send the pieces and then single bytes; return the answer and the elapsed seconds."""
+    """Send `pieces`, then one byte at a time. Return the answer and the elapsed seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     start = time.monotonic()
     for piece in pieces:
@@ -335,7 +335,7 @@ def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.Mon
     [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
     ids=["a body", "headers and a body"],
 )
-def test_header_and_body_timeouts_bound_a_slow_request(
+def test_slow_request_is_closed_at_the_header_or_body_timeout(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)
@@ -449,7 +449,8 @@ END = REQUEST + b"Connection: close\r\n\r\n"
 def test_invalid_http_gets_an_error_in_openai_format(asked: bytes, status: int, words: str):
     async def scenario() -> None:
         async with server(echo) as port:
-            for before in (b"", REQUEST + b"\r\n"):  # also as the second request of one write
+            # Send the request alone, and in one write after another request.
+            for before in (b"", REQUEST + b"\r\n"):
                 answer = await answer_to(port, before + asked)
                 if before:
                     assert answer.count(b"200 OK") == 1
@@ -494,7 +495,7 @@ def test_absolute_request_target_sets_path_and_host(target: bytes, expected: byt
 
 
 class SlowApp:
-    """An app that answers after a delay, unless the client disconnects.
+    """An ASGI application that answers after a delay, unless the client disconnects.
 
     Attributes:
         num_asked, num_gone: Number of requests, and number of clients that disconnected.
@@ -537,12 +538,14 @@ def test_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
                 assert answer.startswith(b"HTTP/1.1 200")
                 assert answer.endswith(b"yes")
             assert (await half_closed(port, asked * 3)).count(b"200 OK") == 3
-            assert await half_closed(port, DRIPPING) == b""  # an incomplete request gets no answer
+            # The server does not answer an incomplete request.
+            assert await half_closed(port, DRIPPING) == b""
             monkeypatch.setattr(connections, "PROBE_DELAY_S", 0.05)
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
             assert app.num_gone == 1
-            # HTTP/1.0 has no interim responses to probe with, so the client counts as disconnected.
+            # The server cannot send interim responses to clients of HTTP/1.0, so it cannot find out
+            # whether the client still waits. It treats the client as disconnected.
             assert await half_closed(port, asked.replace(b"1.1", b"1.0")) == b""
             assert app.num_gone == 2
 

@@ -1,4 +1,4 @@
-"""The dashboard's HTTP routes: authentication, headers and served files."""
+"""Test the dashboard's HTTP routes: authentication, headers and served files."""
 
 import asyncio
 import re
@@ -87,7 +87,7 @@ def test_editor_backup_files_are_not_served(tmp_path: Path, monkeypatch: pytest.
     assert served == {"/", "/picture/main.js"}
 
 
-def test_static_files_obey_the_content_security_policy():
+def test_static_files_need_nothing_that_the_security_policy_forbids():
     for file in STATIC.iterdir():
         text = file.read_text(encoding="utf-8")
         assert "innerHTML" not in text
@@ -97,7 +97,7 @@ def test_static_files_obey_the_content_security_policy():
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
 
 
-def test_missing_browser_skips_tests_but_fails_when_required(
+def test_find_browser_skips_or_fails_if_no_browser_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("PATH", "")
@@ -105,5 +105,5 @@ def test_missing_browser_skips_tests_but_fails_when_required(
     with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
         find_browser()
     monkeypatch.setenv("JPAGED_REQUIRE_BROWSER", "1")
-    with pytest.raises(pytest.fail.Exception, match="must be tested"):
+    with pytest.raises(pytest.fail.Exception, match="unset JPAGED_REQUIRE_BROWSER"):
         find_browser()

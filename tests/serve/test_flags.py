@@ -1,4 +1,4 @@
-"""Parsing of the server's command line."""
+"""Test parsing the server's command line."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from jpaged.serve.options import Limits, build_parser, read_flags
 
 
-def test_no_flags_serve_the_embedded_model_on_localhost():
+def test_server_without_flags_serves_the_embedded_model_on_localhost():
     flags = read_flags([])
     assert (flags.serve.host, flags.serve.port) == ("127.0.0.1", 8000)
     assert flags.engine == {"verbose": True}
@@ -26,7 +26,7 @@ def parser_flags(*argv: str) -> tuple[bool, str | None, str | None]:
     return serve.enable_auto_tool_choice, serve.tool_call_parser, serve.reasoning_parser
 
 
-def test_parsers_default_only_for_the_embedded_model_and_template(tmp_path: Path):
+def test_parsers_are_on_by_default_only_with_the_embedded_model(tmp_path: Path):
     assert parser_flags() == (True, "hermes", "qwen3")
     assert parser_flags("--reasoning-parser", "deepseek_r1") == (True, "hermes", "deepseek_r1")
     assert parser_flags("--model", "org/name") == (False, None, None)

@@ -1,4 +1,4 @@
-"""Fuzz every POST route: random valid and invalid bodies get responses of the published schema."""
+"""Send random bodies to every POST route, and check responses against the published schema."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ ENDS = {
     "/v1/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
     "/v1/responses": b"}\n\n",
 }
-"""Last bytes of the streams that do not end with `data: [DONE]`."""
+"""By path: last bytes of a stream that does not end with `data: [DONE]`."""
 
 
 def body_schema(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The check of the `Host` header, which stops DNS rebinding."""
+"""Test the check of the `Host` header, which prevents DNS rebinding."""
 
 from collections.abc import Callable
 
@@ -75,7 +75,7 @@ def test_wildcard_or_no_allowed_hosts_serves_every_host(
         (("--allowed-hosts", "a", "--host", "0.0.0.0"), "0.0.0.0", ("a", "0.0.0.0")),
     ],
 )
-def test_allowed_hosts_follow_from_flags_and_address(
+def test_allowed_hosts_depend_on_flags_and_listening_address(
     argv: tuple[str, ...], address: str, expected: tuple[str, ...] | None
 ):
     assert served_hosts(read_flags([*argv]), address) == expected

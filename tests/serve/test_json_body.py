@@ -1,4 +1,4 @@
-"""Strict JSON parsing, which counts values before it builds them, and encoding of large JSON."""
+"""Test parsing of request bodies as strict JSON with limits, and encoding of large JSON."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from jpaged.serve.http.bodies import parse_json
 from jpaged.serve.http.exchange import encode_large_json
 
 PIECE = 256 * 1024
-"""Number of bytes counted in one call. Results must not depend on where this cuts the body."""
+"""Size in bytes of the chunks in which a body is scanned. Results must not depend on the chunks."""
 
 ODD_TEXTS = ['"' * 3, "\\", "\\\\", '\\"', '\\\\"', ",:[{", "\n\u4e2d", "", ' ":1,"a":2']
 
@@ -100,7 +100,7 @@ def test_parsing_a_long_string_holds_the_interpreter_only_briefly(unit: bytes):
 
 
 def longest_call(work: Callable[[], object]) -> float:
-    """Run `work` and return the CPU time of its longest call into C, in seconds."""
+    """Run `work`, and return the CPU seconds of the longest call into C code."""
     longest = began = 0.0
 
     def watch(frame: object, event: str, called: object) -> None:
@@ -129,14 +129,14 @@ def test_each_json_value_has_its_expected_weight():
         (b"-17", 1),
         (b"1.5", 4),
         (b"1e5", 1),
-        (b"[]", 5),  # counted like a list of one value
+        (b"[]", 5),  # an empty list counts like a list of one value
     ):
         parse_json(content, weight)
         assert "JSON values" in refusal_message(content, weight - 1)
 
 
 def test_long_numbers_are_limited_by_their_digits():
-    """Parsing a number takes quadratic time in its digits."""
+    """The time to parse a number is quadratic in the number of its digits."""
     numbers = b"[%b]" % b",".join([b"9" * 63] * 100)
     parse_json(numbers, 10**9)
     assert "by their digits" in refusal_message(numbers, 104 + 600)

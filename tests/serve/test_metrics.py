@@ -1,4 +1,4 @@
-"""Test the metrics and the published schema."""
+"""Test the metrics in `/metrics` and the routes in `/openapi.json`."""
 
 import json
 from collections.abc import Callable
@@ -16,12 +16,12 @@ LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": Tru
 
 
 async def fetch_metrics(server: Server) -> dict[str, float]:
-    """Return the samples of `/metrics`."""
+    """Return the values in `/metrics` by name; see `samples_of`."""
     return samples_of((await server.http.get("/metrics")).text)
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Return each sample by its name, with its reason or bucket bound if any."""
+    """Return the values in Prometheus text by metric name, plus reason or bucket bound if any."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -104,7 +104,7 @@ def test_step_metrics_count_the_tokens_of_each_step(serve: Run, engine: Engine):
         def new(name: str) -> float:
             return found[f"{STEPS}_{name}"] - before[f"{STEPS}_{name}"]
 
-        wasted = new("count") - 4  # steps of the overlapped loop after the last token
+        wasted = new("count") - 4  # the overlapped loop runs steps after the last token
         assert 0 <= wasted <= 2
         assert new("sum") == 64 + 37 + 2 + wasted
         assert new("bucket 1.0") == new("bucket 32.0") == 2 + wasted
@@ -143,7 +143,7 @@ def test_disconnected_request_is_counted_as_aborted(serve: Run):
     serve(scenario)
 
 
-def test_the_published_schema_has_every_path_and_field(serve: Run):
+def test_openapi_description_has_every_path_and_field(serve: Run):
     async def scenario(server: Server) -> None:
         schema = (await server.http.get("/openapi.json")).json()
         assert schema["openapi"].startswith("3.1")

@@ -61,7 +61,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     start = time.thread_time()
     size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
-    assert size < 2_800_000  # 28 bytes per block: four numbers
+    assert size < 2_800_000  # this allows 28 bytes for the four numbers of a block
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
     assert len(msgspec.json.encode(one)) < 4_000
@@ -86,7 +86,7 @@ def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9",
 
 
 def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
-    """Apply every diff to `replica` and return the number of used blocks after each one."""
+    """Apply every pool diff to `replica`. Return the number of used blocks after each diff."""
     num_used = []
     for frame in told.diffs:
         replica.take(frame.changes)
@@ -95,7 +95,7 @@ def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
 
 
 def fetch_replica(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
-    """Return a replica of the snapshot that the first fetch returns."""
+    """Fetch for the first time, and return a replica of the pool made from the snapshot."""
     replica, told = PoolReplica(), sampler.fetch(tokens=tokens)
     assert told.diffs == []
     assert told.snapshot is not None
@@ -120,10 +120,10 @@ def test_sampler_records_a_diff_for_every_step(engine: Engine):
 
 
 def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
-    """A new viewer starts from the snapshot. Earlier viewers continue with the diffs."""
+    """A new viewer starts from the snapshot, and an earlier viewer applies the diffs before it."""
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     early = fetch_replica(sampler, tokens=True)
-    engine.add_request("Tell it to those who come late", SamplingParams(max_tokens=40))
+    engine.add_request("Tell it to viewers who come late", SamplingParams(max_tokens=40))
     for _ in range(20):
         engine.step()
         sampler.after_step()
@@ -142,14 +142,14 @@ def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
         assert {i: replica.counts.get(i, 0) for i in infos} == counts
 
 
-def test_snapshot_rate_is_limited_by_their_cost(engine: Engine):
+def test_snapshots_take_at_most_a_fixed_fraction_of_the_time(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.002))
     given = []
     for _ in range(101):
         given.append(sampler.fetch(snapshot=True).snapshot is not None)
         clock.now += 0.01
-    assert 9 <= sum(given) <= 11  # one snapshot of 2 ms per 100 ms
+    assert 9 <= sum(given) <= 11  # a snapshot takes 2 ms, so one per 100 ms is allowed
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
@@ -165,7 +165,7 @@ def test_sampler_reports_every_block_copy(engine: Engine, kind: dict):
     assert num_copies == engine.stats().num_block_copies - before >= 2
 
 
-def test_pool_diff_carries_at_most_max_tokens_per_diff(
+def test_pool_diff_contains_at_most_max_tokens_per_diff(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 64)
@@ -189,13 +189,13 @@ def test_sampler_sends_no_tokens_unless_requested(engine: Engine):
 
 
 class SlowWorkClock(Clock):
-    """A work clock by which every sample takes `seconds`."""
+    """A clock that says that every sample takes `seconds`."""
 
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
 
-    def __call__(self) -> float:  # called before and after each sample
+    def __call__(self) -> float:  # the sampler calls this before and after a sample
         self.now += self.seconds
         return self.now
 
@@ -205,16 +205,17 @@ def test_sampler_skips_steps_when_samples_are_slow(engine: Engine):
     clock.now = 1000.0  # time before the sampler started adds no budget
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(1.0))
     sampler.fetch()
-    run(engine, sampler, prompt="A prompt of its own fills a block", max_tokens=8)
-    assert len(sampler.fetch().diffs) == 1  # later changes wait for the next fetch
+    run(engine, sampler, prompt="A prompt that fills a whole block", max_tokens=8)
+    # The sampler samples no further step before the next fetch.
+    assert len(sampler.fetch().diffs) == 1
 
 
 def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine):
-    """A sample takes a tenth of a step, which is five times the sampler's budget."""
+    """A sample takes a tenth of a step's time, five times the fraction that the sampler may use."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
-    clock.now = 2.0  # long enough to save the maximum budget: 20 samples
+    clock.now = 2.0  # this time saves the maximum budget, which suffices for 20 samples
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
@@ -226,7 +227,7 @@ def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine)
 
 
 def test_frequent_fetches_leave_budget_for_samples(engine: Engine):
-    """A fetch always takes a sample. The fetches in this test take ten times the budget."""
+    """A fetch always takes a sample. Here, fetches take ten times the time that samples may use."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -284,10 +285,10 @@ def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs
 
 
 class Source:
-    """A pool whose `fetch` returns the given diffs, one `PoolDiffs` per call.
+    """A fake sampler, whose `fetch` returns the given `PoolDiffs` one after another.
 
-    Each later call returns empty diffs, or raises an error if `fails` is set. A snapshot is the sum
-    of all diffs since the epoch began.
+    When none is left, `fetch` returns a `PoolDiffs` without diffs, or raises an error if `fails` is
+    set. A snapshot contains all diffs since the epoch began.
     """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):
@@ -417,7 +418,7 @@ def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
         )
         async with aclosing(hub.stream_events()) as events:
             await anext(events)
-            await asyncio.sleep(0.1)  # the viewer does not read meanwhile
+            await asyncio.sleep(0.1)  # during this time the viewer does not read
             name, snapshot = parse(await anext(events))
             assert (name, held_blocks(snapshot)) == ("snapshot", [3])
 
@@ -427,7 +428,7 @@ def test_slow_viewer_gets_a_snapshot_instead_of_missed_diffs():
 def test_unread_bytes_of_a_viewer_are_bounded():
     viewer, part = Viewer(), bytes(MAX_UNREAD_BYTES // 3)
     viewer.add_unread(part)
-    assert viewer.take_unread() == b""  # nothing is sent before the snapshot
+    assert viewer.take_unread() == b""  # a new viewer gets nothing before the snapshot
     viewer.start_from(bytes(2 * MAX_UNREAD_BYTES))
     viewer.add_unread(part)
     assert [len(viewer.take_unread()) for _ in range(3)] == [2 * MAX_UNREAD_BYTES, len(part), 0]
@@ -437,19 +438,19 @@ def test_unread_bytes_of_a_viewer_are_bounded():
     assert (viewer.take_unread(), viewer.state) == (b"", ViewerState.WAITING)
 
 
-def test_long_block_text_needs_no_further_snapshots(
+def test_long_block_text_causes_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """A snapshot resends all text. If long text caused snapshots, they would never end."""
+    """A snapshot contains all text again, so text must not cause another snapshot."""
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
-    assert engine.stats().num_cached_blocks > 100  # more than the text of two diffs
+    assert engine.stats().num_cached_blocks > 100  # the text of these blocks does not fit two diffs
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
-        for _ in range(10):  # until the viewers have read, however slow the machine is
+        for _ in range(10):  # wait until the viewers have read, also on a slow machine
             await asyncio.sleep(0)
         told = sampler.fetch(snapshot, tokens=True)
         given.append(told.snapshot is not None)
@@ -491,8 +492,8 @@ def test_new_epoch_of_the_sampler_starts_with_a_snapshot():
     asyncio.run(watch())
 
 
-def test_new_epoch_with_an_empty_pool_is_sent():
-    """No block is held and the statistics are the same: only the epoch changes."""
+def test_viewers_get_a_snapshot_for_a_new_epoch_of_an_empty_pool():
+    """The new epoch has no used block and the same statistics, but viewers must learn of it."""
 
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(), PoolDiffs(2, [], diffs_of().stats)))
@@ -505,7 +506,7 @@ def test_new_epoch_with_an_empty_pool_is_sent():
 
 
 def test_viewers_get_a_snapshot_after_a_broadcast_failure():
-    """The failure loses diffs, so later diffs do not fit the viewers' replicas."""
+    """Diffs are lost in the failure, so viewers cannot apply later diffs without a new snapshot."""
     asked = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
@@ -523,7 +524,7 @@ def test_viewers_get_a_snapshot_after_a_broadcast_failure():
 
 
 def test_broadcast_failure_ends_the_stream_of_a_slow_viewer():
-    """Another viewer has restarted the broadcast before the slow viewer reads; diffs are lost."""
+    """A new viewer restarts the broadcast before the slow viewer notices that diffs are lost."""
     good, bad = (diffs_of(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
     source = Source(diffs_of(), bad, good)
 
@@ -556,7 +557,7 @@ def test_block_text_is_omitted_unless_enabled():
 
 
 def test_text_of_a_snapshot_is_sent_to_all_viewers():
-    """The diffs after the snapshot do not repeat its text."""
+    """The diffs after a snapshot do not contain the text that the snapshot contains."""
     told = PoolDiff(7, PoolChanges(ChangedBlocks([1], [1], [0]), tokens={1: [65, 66]}))
 
     async def watch() -> None:

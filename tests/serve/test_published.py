@@ -46,7 +46,7 @@ def metrics() -> str:
 
 
 def help_of(parser: argparse.ArgumentParser) -> str:
-    """Return the output of `--help` without line breaks inside sentences."""
+    """Return the output of `--help` for a terminal of 10,000 columns, without indentation."""
     with mock.patch.dict(os.environ, COLUMNS="10000"):
         said = parser.format_help()
     return "\n".join(" ".join(line.split()) for line in said.splitlines())
@@ -66,7 +66,7 @@ def test_published_files_match_the_code(name: str):
 
 
 def test_only_published_methods_are_answered():
-    """A server without an engine answers each published method, possibly with a 503."""
+    """Send each HTTP method to each path of a server that has no engine yet."""
 
     async def scenario() -> None:
         async with client() as http:
@@ -97,7 +97,7 @@ def test_error_responses_match_the_published_schema():
 
 
 def client() -> httpx.AsyncClient:
-    """Return a client of a server that has a key and allowed hosts but no engine yet."""
+    """Return a client of a server that has an API key and allowed hosts, but no engine yet."""
     config = ServeConfig(api_keys=("one",), allowed_hosts=("jpaged",))
     transport = httpx.ASGITransport(make_app(ServerState(config)))
     return httpx.AsyncClient(transport=transport, base_url="http://jpaged")

@@ -1,4 +1,4 @@
-"""Test that the server imports only public names of jpaged and modules outside the engine."""
+"""Test that the server imports no module of the engine, only the public names of jpaged."""
 
 import ast
 from pathlib import Path

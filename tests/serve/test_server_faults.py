@@ -21,7 +21,7 @@ from jpaged.serve.engine.tokenizing import TokenizingWorkers
 Run = Callable[..., None]
 PATH = "/v1/completions"
 VICTIM: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0.125, "seed": 1}
-# The failing request is recognized by its temperature everywhere in the engine.
+# Recognize the request that shall fail by its temperature.
 
 
 def is_victim(*args: Any) -> bool:
@@ -30,7 +30,8 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # The scheduler's requests have no parameters: the failing request's prompt is "Hello".
+            # Requests in the scheduler have no temperature: recognize the request by its prompt
+            # "Hello".
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125
@@ -103,7 +104,7 @@ def test_failure_of_one_request_leaves_other_requests_running(
 
 @pytest.fixture
 def doomed(compilation_cache: Any) -> Engine:
-    """Return an engine for this test alone, because the test breaks it."""
+    """Return an engine that no other test uses, because the test makes it fail."""
     return Engine(
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -141,7 +142,8 @@ def test_device_failure_fails_all_requests(
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert server.serving.engine.close_reason == (
-            "RuntimeError: the device is lost at /secret/path"  # only the log has the cause
+            # The response must not contain this cause.
+            "RuntimeError: the device is lost at /secret/path"
         )
 
     serve(scenario, doomed)
@@ -165,7 +167,7 @@ def test_stalled_engine_loop_is_reported_unhealthy(
         asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
         await asyncio.sleep(1.6)
         assert (await server.http.get("/health")).status_code == 503
-        for path in (PATH, "/v1/chat/completions"):  # rejected before the body arrives
+        for path in (PATH, "/v1/chat/completions"):  # the server refuses these immediately
             refused = await server.http.post(path, content=never())
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1

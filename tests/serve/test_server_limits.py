@@ -59,7 +59,7 @@ def test_requests_without_a_valid_api_key_get_401(serve: Run):
 
 @pytest.fixture
 def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Return the cache salts of the prompts that reach the engine."""
+    """Return a list to which the cache salt of each request to the engine is added."""
     found: list[str | None] = []
     add = engine.add_request
 
@@ -73,7 +73,7 @@ def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 async def num_cached_tokens(server: Server, headers: dict[str, str], **fields: Any) -> int:
-    """Return how many tokens of a long prompt the prefix cache had."""
+    """Send a prompt of 40 tokens, and return how many of them were found in the prefix cache."""
     asked = {"prompt": "x" * 40, "max_tokens": 1, **fields}
     answer = await server.http.post(PATH, json=asked, headers=headers)
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -128,7 +128,7 @@ def test_cache_salts_differ_after_a_restart():
 
 FROM_THE_PAGE = (
     {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
-    {"Origin": "http://jpaged"},  # over plain HTTP, browsers may leave out Sec-Fetch-*
+    {"Origin": "http://jpaged"},  # over plain HTTP, browsers send no Sec-Fetch-*
 )
 FROM_ELSEWHERE = (
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
@@ -150,7 +150,7 @@ def test_basic_credentials_are_accepted_only_from_the_servers_page(serve: Run):
             assert answer.status_code == 403
             assert "Bearer" in answer.json()["error"]["message"]
             assert (await http.get("/picture/events", headers=key | other)).status_code == 403
-            bearers = bearer("a:key") | other  # a browser never adds this header by itself
+            bearers = bearer("a:key") | other  # browsers send no Bearer header without a script
             assert (await http.post(PATH, json=asked, headers=bearers)).status_code == 200
         assert (await http.post(PATH, json=asked, headers=key)).status_code == 403
         assert (await http.get("/v1/models", headers=key)).status_code == 200
@@ -175,7 +175,7 @@ def test_malformed_basic_credentials_get_401(serve: Run, given: str):
 
 
 async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx.Response:
-    """Send a body whose last byte waits for the event."""
+    """Send a request. The last byte of its body is sent only after the event `rest` is set."""
 
     async def pieces() -> AsyncIterator[bytes]:
         yield body[:-1]
@@ -198,7 +198,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
         assert (await server.http.get("/load")).status_code == 200
         rest.set()
         assert [(await each).status_code for each in coming] == [200, 200]
-        for _ in range(3):  # rejected requests return their reserved bytes too
+        for _ in range(3):  # a refused request must not reduce the remaining bytes
             too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
             assert too_large.status_code == 413
             await server.canary()
@@ -208,7 +208,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_body_counts_toward_the_limit_until_its_response_ends(serve: Run):
+def test_body_counts_toward_the_total_size_until_its_response_ends(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await running.read_some()
@@ -247,12 +247,12 @@ def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
         await running.task
         await server.canary()
         answer = await server.http.post(PATH, json={**LONG, "prompt": ["a"] * 9})
-        assert answer.status_code == 400  # it could never be admitted
+        assert answer.status_code == 400  # the request is too large even if no other request runs
 
     serve(scenario, limits={"max_num_queued_reqs": 0})
 
 
-def test_finished_request_frees_the_slots_of_all_its_sequences():
+def test_finished_request_frees_the_places_of_all_its_sequences():
     in_flight = InFlightLimiter(Limits(max_num_queued_reqs=0), max_num_seqs=8)
     for _ in range(3):
         with (
@@ -344,7 +344,7 @@ def test_priority_is_accepted_with_the_priority_policy(serve: Run, engines: Any)
     serve(scenario, engines(scheduling_policy="priority"))
 
 
-def test_server_that_stopped_admitting_never_becomes_ready(serve: Run):
+def test_server_that_shuts_down_during_startup_never_becomes_ready(serve: Run):
     async def scenario(server: Server) -> None:
         serving = server.serving
         late = ServerState(serving.config)

@@ -1,9 +1,9 @@
 """Test that no request body stalls the streams of other clients.
 
-One test compares the CPU time for which a body holds the interpreter or the event loop with one
-call of a JSON decoder. Both run on the same processor, so other processes do not matter. The other
-tests compare the gaps in a stream of a real server with the gaps right after the attack. The full
-tier does this for all bodies, the quick tier for a few.
+One test measures the CPU time for which reading a body holds the interpreter lock or the event
+loop, and compares it with one call of a JSON decoder. CPU time does not depend on other processes.
+The other tests measure the gaps between the events of a stream while hostile bodies arrive at a
+server process, and the gaps without such bodies. The default tier sends only a few of the bodies.
 """
 
 import asyncio
@@ -38,15 +38,23 @@ LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 LONGEST_GAP = 0.05
-"""Seconds. The limit rises with the gaps that the machine shows without an attack."""
+"""Maximum seconds between two events of a stream, before the gaps without hostile bodies are
+added."""
 
 TRIES = 11
-"""A shared machine pauses any process now and then, but a stall of the server recurs. One in six
-falls between two streams and is missed."""
+"""Maximum number of attempts. Pauses of a shared machine are rare, but a stall that the server
+causes happens in nearly every attempt. One stall in six falls between two streams and is not
+measured."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
-    """Return an array or object with `most` items, or as many as a body may have."""
+    """Return the bytes of `start`, many copies of `item`, and `end`.
+
+    Args:
+        start, end: Text before and after the items.
+        item: Text of one item. The items are separated by commas.
+        most: Maximum number of items. The body has at most `LARGEST` bytes.
+    """
     count = min(most, (LARGEST - len(start + end)) // (len(item.encode()) + 1))
     return f"{start}{','.join([item] * count)}{end}".encode()
 
@@ -73,7 +81,7 @@ def form(kind: str, value: object) -> bytes:
 
 
 def required(count: int, repeated: int) -> object:
-    """Return a schema of an object with `count` required properties, one of them repeated."""
+    """Return a schema whose `required` has `count` names and `repeated` copies of another name."""
     names = [f"b{i}" for i in range(count)]
     within = {"a": True, **{name: {"$ref": f"#/$defs/{name}"} for name in names}}
     hub = {"required": ["a"] * repeated + names, "properties": within}
@@ -85,7 +93,7 @@ PART = '{"type":"text","text":"a"}'
 PROMPTS = '{"max_tokens":1,"prompt":['
 CHAT = '{"max_tokens":1,"messages":['
 SOME = 50_000
-"""Number of arrays, objects or strings that is still accepted, so that their parsing is tested."""
+"""Number of arrays, objects or strings in a body that the server accepts and therefore parses."""
 
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "lists": (COMPLETIONS, lambda: completion('"metadata":[', "[]", "]")),
@@ -205,13 +213,13 @@ RECORDS: dict[str, Any] = {
     "/detokenize": DetokenizeRequest,
 }
 CHUNK = 64 * 1024
-"""Bytes of a body per received chunk."""
+"""Number of bytes of a body in each chunk that the server receives."""
 
 
 class InterpreterHolds:
-    """Measure the longest time for which one call holds the interpreter, in seconds of CPU time.
+    """Measure in CPU seconds how long a call into C code can hold the interpreter lock.
 
-    A call into C may hold it from start to end, or until it calls Python.
+    The time ends when the call returns or calls Python code. `longest` is the maximum of all calls.
     """
 
     def __init__(self) -> None:
@@ -236,7 +244,7 @@ class InterpreterHolds:
 
 
 async def longest_turn(work: asyncio.Task[None]) -> float:
-    """Return the longest turn of the event loop until the work is done, in seconds of CPU time."""
+    """Return the CPU seconds of the longest turn of the event loop until `work` is done."""
     longest, before = 0.0, time.thread_time()
     while not work.done():
         await asyncio.sleep(0)
@@ -263,14 +271,14 @@ async def read_body(path: str, body: bytes) -> None:
 
 
 def longest_hold(path: str, body: bytes) -> float:
-    """Return the longest time for which a body holds the interpreter or the event loop."""
+    """Return the maximum CPU seconds for which reading a body holds the GIL or the event loop."""
 
     async def turn() -> float:
         return await longest_turn(asyncio.create_task(read_body(path, body)))
 
     with InterpreterHolds() as holds:
         longest = asyncio.run(turn())
-    if longest > holds.longest:  # measuring takes time too
+    if longest > holds.longest:  # the profiler may have slowed the event loop: measure without it
         longest = asyncio.run(turn())
     return max(longest, holds.longest)
 
@@ -306,7 +314,7 @@ class Stream:
     def take(self) -> float:
         """Return the longest gap since the last call."""
         seen = len(self._gaps)
-        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # a gap may be in progress
+        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # let a gap end
             time.sleep(0.005)
         assert self._failure is None, self._failure
         gaps, self._gaps = self._gaps, []
@@ -321,7 +329,7 @@ class Stream:
         connection = HTTPConnection(self._host, timeout=60)
         try:
             while not self._stopped:
-                last = None  # the first event waits for the queue
+                last = None  # ignore the wait for the first event
                 answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
                 assert answer.status == 200
                 for line in answer:
@@ -368,12 +376,11 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
 
 
 def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, float]:
-    """Return the longest gap during an attack and the longest allowed gap.
+    """Return the longest gap in a stream during an attack, and the maximum allowed gap.
 
-    Other processes may keep the machine busy for seconds, so an attack with too long a gap is
-    repeated: most of `TRIES` must stay below the limit. The limit is four times the gap measured
-    right after each attack without hostile requests. On a slower, busy machine, large numbers took
-    130 ms, and the gaps without them 20 ms.
+    The allowed gap is `LONGEST_GAP`. If the gap is longer, four times the longest gap after the
+    attack is added, because other processes may keep the machine busy. If the gap is still too
+    long, the attack is repeated: more than half of `TRIES` attempts must stay below the maximum.
     """
     passed, exceeded = 0, (0.0, LONGEST_GAP)
     for attempt in range(TRIES):
@@ -392,7 +399,7 @@ def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, fl
 
 
 WORK_ELSEWHERE = ("some allowed tokens", "biases", "a grammar", "functions", "text to tokens")
-"""Bodies whose work is mostly done outside the HTTP process."""
+"""Names of bodies that are mostly processed outside the HTTP process."""
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ TEMPLATE = f"""\
 {{%- elif asked == 'refusing' %}}{{{{ raise_exception('no') }}}}
 {{%- elif asked == 'changing' %}}{{{{ messages.append(1) }}}}
 {{%- else %}}{{{{ asked }}}}{{% endif %}}"""
-"""A template that does what the message asks for."""
+"""A chat template whose behaviour, such as an endless loop, depends on the first message."""
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
@@ -77,25 +77,25 @@ def test_failing_template_gets_400_and_the_server_continues(serve: Run, content:
 
 
 def test_slow_templates_do_not_delay_other_requests(serve: Run):
-    """Other clients are not delayed either after the clients of the slow templates disconnect."""
+    """Check other requests while slow templates run, and after their clients have disconnected."""
 
     async def scenario(server: Server) -> None:
         await server.canary()
         kinds = ("heavy", "endless") * 3
         busy = [RawRequest(server.app, CHAT, chat(kind)) for kind in kinds]
-        await asyncio.sleep(1)  # two jobs run by now, and are no longer treated as short
+        await asyncio.sleep(1)  # after this time, two jobs run and have become long jobs
         longest, end = 0.0, time.monotonic() + 1
         while (before := time.monotonic()) < end:
             await asyncio.sleep(0.005)
             longest = max(longest, time.monotonic() - before)
-        assert longest < 0.5  # 10 ** 10 ** 8 holds Python's lock for longer
+        assert longest < 0.5  # "heavy" would hold the GIL for longer
         async with asyncio.timeout(10):
             await server.canary()
             assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
         for request in busy:
             request.leave()
         await asyncio.gather(*(request.task for request in busy))
-        async with asyncio.timeout(10):  # a long job follows
+        async with asyncio.timeout(10):  # a long job must not wait for these jobs
             answer = await server.http.post(CHAT, json=chat("fine " * MAX_SHORT_JOB_BYTES))
         assert answer.status_code == 400
         assert "too many for this model's maximum context" in answer.json()["error"]["message"]
@@ -104,14 +104,14 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
 
 
 def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
-    """A tokenize request counts toward the client's request limit."""
+    """Also check that requests to /tokenize count towards the limit of requests per client."""
 
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}
         busy = [RawRequest(server.app, "/tokenize", asked) for _ in range(3)]
-        while server.serving.num_requests < 2:  # the third exceeds the client's limit
+        while server.serving.num_requests < 2:  # the third request exceeds the client's limit
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)  # the jobs are no longer treated as short
+        await asyncio.sleep(0.5)  # the jobs become long jobs
         assert (busy[2].status, server.serving.num_requests) == (429, 2)
         for request in busy:
             request.leave()
@@ -182,7 +182,7 @@ def test_special_tokens_in_messages_are_text_unless_allowed(serve: Run, allowed:
             assert "".join(map(chr, filter(lambda i: i < 256, ids))).count("<|im_end|>") == 1
         answer = await server.http.post(CHAT, json=chat(forged, return_token_ids=True))
         assert answer.json()["prompt_token_ids"] == await ids_of(messages=messages)
-        # In a prompt, special tokens are intended by its author.
+        # In the prompt of a completion, text such as <|im_end|> always becomes a special token.
         assert (await ids_of(prompt=forged)).count(end) == 1
 
     serve(scenario, allow_special_tokens=allowed)
@@ -202,7 +202,7 @@ def test_killed_tokenizing_process_is_restarted(serve: Run):
 
 
 def test_jobs_of_a_killed_tokenizing_process_run_in_the_next_one():
-    """The jobs succeed whatever both lanes do meanwhile."""
+    """Kill the process while both of its forks run jobs, and check that all jobs succeed."""
 
     async def scenario() -> None:
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
@@ -225,7 +225,7 @@ def test_jobs_of_a_killed_tokenizing_process_run_in_the_next_one():
 
 
 def test_job_is_retried_when_its_fork_dies_before_the_process():
-    """The kernel kills the processes of a group one by one."""
+    """If a process group is killed, the forks may end before the tokenizing process ends."""
 
     async def scenario() -> None:
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
@@ -253,7 +253,7 @@ def test_job_is_retried_when_its_fork_dies_before_the_process():
     asyncio.run(scenario())
 
 
-def test_lane_continues_after_an_invalid_message(monkeypatch: pytest.MonkeyPatch):
+def test_tokenizing_continues_after_an_invalid_message_from_a_fork(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
 
@@ -275,7 +275,7 @@ def test_lane_continues_after_an_invalid_message(monkeypatch: pytest.MonkeyPatch
 
 
 def test_short_jobs_run_first_and_long_jobs_in_order():
-    """A cancelled job is dropped."""
+    """Also check that a job is dropped if it is cancelled."""
 
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
@@ -331,7 +331,7 @@ def test_tokenizing_processes_end_when_the_server_is_killed():
 
 
 def live_process_states(group: int) -> list[str]:
-    """Return the states of the processes of a group that have not ended."""
+    """Return the states of the processes in a process group, without ended processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -387,7 +387,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 SLOW = {"choice": ["a" * 32_000 + end for end in "bc"]}
-"""A spec whose trial takes about a second of CPU time."""
+"""A structured-output spec whose trial takes about a second of CPU time."""
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_killed_fork_gets_503_and_retry_after(serve: Run, path: str, fields: dic
         while not asked.done():
             await asyncio.sleep(0.02)
             for pid in forks_of(process):
-                if cpu_ticks(pid) > 5:  # the fork is in the middle of the job
+                if cpu_ticks(pid) > 5:  # now the fork is in the middle of the job
                     os.kill(pid, signal.SIGKILL)
         answer = await asked
         assert answer.status_code == 503, answer.text
@@ -434,7 +434,8 @@ def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
         answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
         assert answer.status_code == 200
         num_done = sum(each.done() for each in flood)
-        assert num_done - num_before < 8  # in a shared queue, 20 trials would finish first
+        # If clients shared one queue, 20 trials would finish first.
+        assert num_done - num_before < 8
         answer = await asked("b", "b" * 20_000)
         assert answer.status_code == 200, answer.text
         assert sum(each.done() for each in flood) - num_done < 8
@@ -469,7 +470,7 @@ def test_spec_trial_result_is_cached(serve: Run, monkeypatch: pytest.MonkeyPatch
         assert await statuses("a", 5) == [200] * 5
         assert tried == ["(", "a"]
         await statuses("b", 1)
-        await statuses("(", 1)  # the oldest of three was dropped
+        await statuses("(", 1)  # the oldest of three results was dropped
         assert tried == ["(", "a", "b", "("]
 
     serve(scenario)
@@ -494,7 +495,7 @@ def test_killed_idle_fork_is_replaced():
     asyncio.run(scenario())
 
 
-def test_spec_trial_over_a_limit_is_repeated_after_its_ttl(
+def test_spec_trial_that_exceeded_a_limit_is_repeated_after_a_minute(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     results = [TokenizeResult(), TokenizeResult(exceeded_limit="too much")]

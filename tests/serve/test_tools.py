@@ -10,7 +10,6 @@ import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of, kept_tokenizing_process
 
-from jpaged import Engine
 from jpaged.errors import ErrorInfo, ErrorKind
 from jpaged.serve.http.lifecycle import start_serving
 from jpaged.serve.http.serving import ServerState
@@ -39,11 +38,7 @@ TEMPLATE = (
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": TEMPLATE}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWER = f"I will look.\n{CALL}"
-
-
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
+THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 
 @pytest.fixture
@@ -214,7 +209,9 @@ def test_special_tokens_in_tools_names_and_arguments_are_text(
     serve_scripted(scenario)
 
 
-def test_calls_are_not_parsed_without_tools(serve_scripted: Run, scripted: ScriptedEngine):
+def test_calls_are_not_parsed_if_the_request_has_no_tools(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
             scripted.say(ANSWER)
@@ -274,7 +271,7 @@ def test_structured_output_error_names_the_field_of_the_request(
     serve_scripted(scenario)
 
 
-def test_each_choice_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
+def test_each_of_several_choices_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
         choices = (await ask(server, tools=[WEATHER], n=3))["choices"]

@@ -33,7 +33,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
 
 
 class HttpSide:
-    """The HTTP process's end of the socket."""
+    """The end of the socket that the HTTP process has: sends commands, and receives reports."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(20)
@@ -129,7 +129,7 @@ def test_steps_continue_and_deltas_merge_while_the_client_does_not_read(
         for delta in report.deltas if isinstance(report, EngineUpdate) else ():
             num_tokens = sum(len(each.token_ids) for each in delta.deltas)
             counts.setdefault(delta.request_id, []).append(num_tokens)
-    assert min(map(len, counts.values())) < 200  # many tokens came in one delta
+    assert min(map(len, counts.values())) < 200  # the worker has sent many tokens in one delta
     assert max(max(each) for each in counts.values()) > 20
 
 
@@ -156,7 +156,7 @@ def test_many_commands_do_not_delay_running_requests(line: HttpSide, engine: Eng
 
 
 def test_prompt_logprobs_arrive_in_chunks_before_the_answer(line: HttpSide):
-    """Small chunks let the tokens of other requests be sent in between."""
+    """The engine can send tokens of other requests between two small chunks."""
     prompt = "ab" * 100
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 16)
@@ -213,7 +213,7 @@ MODULES = "import jpaged.serve.http.app, jpaged.serve.options, jpaged.serve.http
 
 
 def test_http_process_imports_neither_jax_nor_transformers_nor_torch():
-    """The HTTP process starts quickly and leaves the device to the engine process."""
+    """Without these imports, the HTTP process starts quickly and does not use the GPU."""
     code = f"{MODULES} print(*({{'jax', 'transformers', 'torch'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"

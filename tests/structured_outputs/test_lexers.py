@@ -35,7 +35,7 @@ def limit_states(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def mixed_text(length: int, seed: int = 0, characters: str = "aé漢😀кß中𝄞x ") -> str:
-    """Return characters of one to four bytes, so that each string length has many lexer states."""
+    """Return random characters of one to four bytes in UTF-8, which create many lexer states."""
     return "".join(random.Random(seed).choices(characters, k=length))
 
 
@@ -44,7 +44,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def write(matcher: Matcher, tokens: Iterable[int]) -> None:
-    """Advance an answer with tokens that its masks must allow."""
+    """Add tokens to an answer, and check that its mask allows each token."""
     mask = np.zeros((1, WIDTH), np.int32)
     words = mask.view(np.uint32)[0]
     for token in tokens:
@@ -70,19 +70,19 @@ def record(kind: str, most: int) -> dict[str, Any]:
     }
 
 
-def test_long_answers_complete_with_a_schema_of_several_records(monkeypatch: pytest.MonkeyPatch):
+def test_answers_of_an_any_of_schema_complete_when_lexers_fill_up(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 2000)
     sizes = {"a": 130, "b": 120, "c": 110, "d": 100}
-    form = StructuredOutputs(json={"anyOf": [record(*item) for item in sizes.items()]})
+    spec = StructuredOutputs(json={"anyOf": [record(*item) for item in sizes.items()]})
     grammars = new_grammars()
     for kind, size in sizes.items():
-        (matcher,) = grammars.submit(form, ENDING).result(20)
+        (matcher,) = grammars.submit(spec, ENDING).result(20)
         text = json.dumps({"kind": kind, "text": mixed_text(size)}, ensure_ascii=False)
         write(matcher, tokens_of(text))
         assert matcher.is_stopped
 
 
-def test_many_answers_complete_with_one_schema(monkeypatch: pytest.MonkeyPatch):
+def test_many_answers_of_one_schema_complete_when_lexers_fill_up(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 1500)
     sizes = {"title": 15, "body": 45, "steps": 50, "notes": 60}
     ticket: dict[str, Any] = {
@@ -104,20 +104,20 @@ def test_long_answer_does_not_fail_others_that_share_its_lexer(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
-    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)  # as if it took long to compile
-    grammars, form = new_grammars(), StructuredOutputs(regex=r"[^x!]{1,400}!")
-    short = [grammars.submit(form, ENDING).result(20)[0] for _ in range(2)]
-    (long,) = grammars.submit(form, ENDING).result(20)
+    monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)  # treat every grammar as slow to compile
+    grammars, spec = new_grammars(), StructuredOutputs(regex=r"[^x!]{1,400}!")
+    short = [grammars.submit(spec, ENDING).result(20)[0] for _ in range(2)]
+    (long,) = grammars.submit(spec, ENDING).result(20)
     for matcher in short:
         write(matcher, tokens_of("ab"))
     write(long, tokens_of(mixed_text(390).replace("x", "y") + "!"))
     assert long.is_stopped
-    write(short[0], tokens_of("é!"))  # the first token is matched by a lexer that is full
+    write(short[0], tokens_of("é!"))  # the lexer is full when it matches "é"
     assert short[0].is_stopped
     short[1].accept(tokens_of("!")[0])
     mask_of(short[1])
     assert short[1].is_stopped
-    (later,) = grammars.submit(form, ENDING).result(20)
+    (later,) = grammars.submit(spec, ENDING).result(20)
     write(later, tokens_of("later!"))
     assert later.is_stopped
 
@@ -126,8 +126,8 @@ def test_answers_that_fill_a_shared_lexer_all_complete(monkeypatch: pytest.Monke
     limit_states(monkeypatch, 2000)
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = new_grammars()
-    form = StructuredOutputs(regex=r"[^x!]{1,250}!|a[^y!]{1,250}!|b[^z!]{1,250}!")
-    matchers = grammars.submit(form, ENDING, 3).result(20)
+    spec = StructuredOutputs(regex=r"[^x!]{1,250}!|a[^y!]{1,250}!|b[^z!]{1,250}!")
+    matchers = grammars.submit(spec, ENDING, 3).result(20)
     texts = [it + mixed_text(200).replace("x", "w") + "!" for it in ("c", "a", "b")]
     rows = [tokens_of(text) for text in texts]
     for i in range(max(map(len, rows))):
@@ -137,20 +137,20 @@ def test_answers_that_fill_a_shared_lexer_all_complete(monkeypatch: pytest.Monke
 
 
 def test_string_of_4000_characters_fits_a_lexer():
-    form = StructuredOutputs(json={"type": "string", "maxLength": 4000})
-    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    spec = StructuredOutputs(json={"type": "string", "maxLength": 4000})
+    (matcher,) = new_grammars().submit(spec, ENDING).result(20)
     write(matcher, tokens_of(f'"{mixed_text(4000, characters="漢😀中𝄞")}"'))
     assert matcher.is_stopped
 
 
 def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    form = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").with_reasoning("</think>")
+    spec = StructuredOutputs(regex=r"(ab|[^x!]{1,2000}c)!").with_reasoning("</think>")
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
-    (plain,) = new_grammars().submit(form, ENDING).result(20)
+    (plain,) = new_grammars().submit(spec, ENDING).result(20)
     limit_states(monkeypatch, 700)
-    # Enough to compile the grammar, but too little to consume the tokens again.
+    # This fuel suffices to compile the grammar, but not to replay the answer's tokens.
     monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
-    (replaced,) = new_grammars().submit(form, ENDING).result(20)
+    (replaced,) = new_grammars().submit(spec, ENDING).result(20)
     start = replaced.inner
     for token in tokens:
         assert mask_of(plain) == mask_of(replaced)
@@ -163,20 +163,20 @@ def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.Monke
 
 def test_answer_that_needs_too_many_lexer_states_fails(monkeypatch: pytest.MonkeyPatch):
     limit_states(monkeypatch, 300)
-    form = StructuredOutputs(regex=r"[^x!]{1,400}!")
-    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    spec = StructuredOutputs(regex=r"[^x!]{1,400}!")
+    (matcher,) = new_grammars().submit(spec, ENDING).result(20)
     with pytest.raises(GrammarError, match=r"structured_outputs\.regex .* too many states: 300"):
         write(matcher, tokens_of(mixed_text(390).replace("x", "y")))
 
 
 class Maker:
-    """A mask maker with one answer in row 1."""
+    """A `MaskMaker` with one answer, in entry 1 of the mask memory."""
 
-    def __init__(self, form: StructuredOutputs, ending: frozenset[int]):
+    def __init__(self, spec: StructuredOutputs, ending: frozenset[int]):
         self.memory = MaskMemory(2, WIDTH)
         self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
         self.memory.states[1] = AnswerState.PENDING
-        self.maker.add_answers([1], new_grammars().submit(form, ending))
+        self.maker.add_answers([1], new_grammars().submit(spec, ending))
 
     def settled(self) -> AnswerState:
         until = time.monotonic() + 20
@@ -203,7 +203,7 @@ def test_mask_worker_replaces_a_full_lexer(
         assert made.settled() == AnswerState.READY
         assert made.allows(token)
         made.take(token)
-    if made.settled() == AnswerState.READY:  # the last token was matched by a full lexer
+    if made.settled() == AnswerState.READY:  # the lexer was full at the last token
         assert made.allows(EOS)
         made.take(EOS)
     assert made.settled() == (
@@ -212,11 +212,14 @@ def test_mask_worker_replaces_a_full_lexer(
 
 
 def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence[Matcher]:
-    """Return `count` answers of different schemas, written in turns up to `length` characters."""
+    """Return `count` answers with different schemas, each after a string of `length` characters.
+
+    Every answer is incomplete. The answers get their tokens in turns, one token per turn.
+    """
     found: list[Matcher] = []
     for i in range(count):
-        form = StructuredOutputs(json={"type": "string", "maxLength": length + 1 + i})
-        found += grammars.submit(form, ENDING).result(20)
+        spec = StructuredOutputs(json={"type": "string", "maxLength": length + 1 + i})
+        found += grammars.submit(spec, ENDING).result(20)
     for token in tokens_of('"' + mixed_text(length)):
         for matcher in found:
             write(matcher, [token])
@@ -224,7 +227,7 @@ def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence
 
 
 def in_a_new_process(test: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a function of this module in a new process and return its result."""
+    """Run a function of this module in a new process, and return the function's result."""
     code = f"import json\nimport {__name__} as it\nprint(json.dumps(it.{test.__name__}()))"
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", code]
@@ -238,7 +241,10 @@ def resident_bytes() -> int:
 
 
 def measured_growth() -> dict[str, int]:
-    """Return the bytes that lexers take with a bound, without a bound, and after an idle period."""
+    """Return the memory of lexers in bytes: with a low limit, with a high limit, and when idle.
+
+    "running" is the memory while answers that received no token for a second still exist.
+    """
     bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()
     grammars.try_random_answer(StructuredOutputs(choice=["a"]), ENDING)
@@ -264,14 +270,15 @@ def test_lexer_memory_is_bounded_and_released():
     growth = in_a_new_process(measured_growth)
     assert growth["bounded"] < 14 * MIB
     assert growth["unbounded"] > 16 * MIB
-    assert growth["running"] > 16 * MIB  # slow answers keep their lexers
+    assert growth["running"] > 16 * MIB  # unfinished answers keep their lexers
     assert growth["idle"] < 6 * MIB
 
 
 def test_answer_above_the_lexer_memory_limit_fails_with_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))  # any memory use is above this limit
+    # This negative limit is always exceeded.
+    monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))
     grammars = new_grammars()
     with pytest.raises(GrammarError, match=r"^structured_outputs: .* MiB .*: retry$"):
         busy_answers(grammars, 1, 100)
@@ -283,8 +290,8 @@ def test_answer_above_the_lexer_memory_limit_fails_with_retry(
 
 
 def test_replacing_a_lexer_does_not_block_other_threads():
-    form = StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"')
-    (matcher,) = new_grammars().submit(form, ENDING).result(20)
+    spec = StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"')
+    (matcher,) = new_grammars().submit(spec, ENDING).result(20)
     for token in tokens_of("a") * 110:
         matcher.accept(token)
     turns, is_over = [time.perf_counter()], threading.Event()
@@ -304,10 +311,10 @@ def test_replacing_a_lexer_does_not_block_other_threads():
 
 
 def count_compiled(
-    monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler, form: Any
+    monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler, spec: Any
 ) -> list[None]:
     """Return a list that grows by one item for each lexer compiled from now on."""
-    lexers, compiled = grammars.compile(form).lexers, list[None]()
+    lexers, compiled = grammars.compile(spec).lexers, list[None]()
     compile_matcher = lexers.compile_matcher
     monkeypatch.setattr(
         lexers, "compile_matcher", lambda: (compiled.append(None), compile_matcher())[1]
@@ -316,22 +323,22 @@ def count_compiled(
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_answers_share_the_replacement_of_a_slowly_compiled_lexer(
+def test_answers_share_one_new_lexer_if_the_grammar_compiles_slowly(
     monkeypatch: pytest.MonkeyPatch, is_short: bool
 ):
     monkeypatch.setattr(
         "jpaged.structured_outputs.lexers._RESIDENT_INTERVAL_S", 0.0
-    )  # measure each time
+    )  # measure memory each time
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
-    grammars, form = new_grammars(), StructuredOutputs(regex="a*")
-    compiled = count_compiled(monkeypatch, grammars, form)
-    matchers = grammars.submit(form, ENDING, 4).result(20)
+    grammars, spec = new_grammars(), StructuredOutputs(regex="a*")
+    compiled = count_compiled(monkeypatch, grammars, spec)
+    matchers = grammars.submit(spec, ENDING, 4).result(20)
     if is_short:
         monkeypatch.setattr(bounds, "MAX_LEXER_BYTES", -(2**40))
     for _ in range(3):
         for matcher in matchers:
             write(matcher, tokens_of("a") * 70)
-            matcher.needs_lexer |= not is_short  # as if the lexer were broken
+            matcher.needs_lexer |= not is_short  # let the matcher replace its lexer
     for matcher in matchers:
         mask_of(matcher)
     assert len(compiled) == (0 if is_short else 3)

@@ -27,28 +27,29 @@ from jpaged.structured_outputs.matcher import GrammarError
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""The allowed tokens differ after each token."""
+"""A specification with other allowed tokens after every token."""
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 
 @pytest.fixture(scope="module")
 def process() -> MaskWorkerClient:
-    """Return one client for all tests, because a worker takes a second to start. The wait is long
-    for busy machines.
+    """Return one client for all tests, because a worker takes a second to start.
+
+    `max_wait_s` is long, so that tests pass on a busy machine.
     """
     return MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
 
 
 def begin_answers(
-    process: MaskWorkerClient, form: StructuredOutputs = WORDS, count: int = 1
+    process: MaskWorkerClient, spec: StructuredOutputs = WORDS, count: int = 1
 ) -> list[Answer]:
-    constraint = process.submit(form, ENDING, count)
+    constraint = process.submit(spec, ENDING, count)
     constraint.check()
     return constraint.answers
 
 
-def mask_of(form: StructuredOutputs, *tokens: int) -> list[int]:
-    matcher, masks = matcher_of(form), np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+def mask_of(spec: StructuredOutputs, *tokens: int) -> list[int]:
+    matcher, masks = matcher_of(spec), np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
     for token in tokens:
         matcher.accept(token)
     assert matcher.fill_mask(masks, 0) is None
@@ -74,22 +75,22 @@ def step(
 
 @pytest.mark.parametrize("send_now", [True, False])
 def test_each_row_gets_the_mask_of_its_answer(process: MaskWorkerClient, send_now: bool):
-    """Answers move between rows and new answers join."""
-    form = StructuredOutputs(regex="(a[ab]|b[x])+")
-    first, second, third = begin_answers(process, form, 3)
-    start, everything = mask_of(form), [-1] * -(-VOCAB_SIZE // 32)
+    """Each step has other answers in other rows."""
+    spec = StructuredOutputs(regex="(a[ab]|b[x])+")
+    first, second, third = begin_answers(process, spec, 3)
+    start, everything = mask_of(spec), [-1] * -(-VOCAB_SIZE // 32)
     masks = step(process, {0: first, 1: second, 2: third}, [A, B, A], send_now=send_now)
     assert masks.tolist() == [start] * 3
     masks = step(process, {3: first, 0: second}, [X, 5, 5, B], send_now=send_now)
-    assert masks.tolist() == [mask_of(form, B), everything, everything, mask_of(form, A)]
+    assert masks.tolist() == [mask_of(spec, B), everything, everything, mask_of(spec, A)]
     (fourth,) = begin_answers(process)
     masks = step(process, {1: second, 0: third, 2: fourth}, [B, A, A], send_now=send_now)
-    assert masks.tolist() == [mask_of(form, A), mask_of(form, B, X), mask_of(WORDS)]
+    assert masks.tolist() == [mask_of(spec, A), mask_of(spec, B, X), mask_of(WORDS)]
     masks = step(process, {0: first, 1: fourth, 2: third}, [A, A, A], send_now=send_now)
-    assert masks.tolist() == [mask_of(form, A, B), mask_of(WORDS, A), mask_of(form, A, B)]
+    assert masks.tolist() == [mask_of(spec, A, B), mask_of(WORDS, A), mask_of(spec, A, B)]
 
 
-def test_completed_and_failed_answers_are_reported_with_their_token(process: MaskWorkerClient):
+def test_answer_is_reported_as_complete_or_failed_after_its_last_token(process: MaskWorkerClient):
     stopped, failed, other = (
         *begin_answers(process, StructuredOutputs(choice=["a"]), 2),
         *begin_answers(process),
@@ -162,14 +163,14 @@ def test_client_releases_the_arrays_of_a_step(process: MaskWorkerClient):
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_mask_memory_rows_are_reused(process: MaskWorkerClient):
+def test_entries_of_the_mask_memory_are_reused(process: MaskWorkerClient):
     kept = begin_answers(process, WORDS, 2)
     for _ in range(20):
         answers = begin_answers(process, WORDS, 5)
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    assert max(places) <= 2 + 2 * 5  # the worker may not have reported every free row yet
+    assert max(places) <= 2 + 2 * 5  # some entries of ended answers may not be free yet
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
@@ -199,16 +200,16 @@ def test_every_spec_kind_reaches_the_worker_unchanged(process: MaskWorkerClient)
         StructuredOutputs(json_object=True),
         StructuredOutputs(grammar='start: "a"+').with_reasoning("</think>", "<think>"),
     ]
-    for form in forms:
-        (answer,) = begin_answers(process, form)
-        assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(form)
+    for spec in forms:
+        (answer,) = begin_answers(process, spec)
+        assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(spec)
 
 
 # Lifetime of the worker process
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process has ended, including a zombie."""
+    """Return whether a process has ended. A zombie process counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -284,7 +285,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
         with pytest.raises(GrammarError, match=r"structured_outputs: the process .* retry"):
             asked.check()
     else:
-        time.sleep(0.1)  # its last report is still unread
+        time.sleep(0.1)  # the client has not read the worker's last report yet
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     after = begin_answers(process)
@@ -300,7 +301,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
     assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
-def test_rows_released_while_the_worker_was_stopped_are_reused():
+def test_entries_freed_while_the_worker_was_stopped_are_reused():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     answers = begin_answers(process, WORDS, 3)
     pid = process.pid
@@ -315,7 +316,7 @@ def test_rows_released_while_the_worker_was_stopped_are_reused():
 
 
 def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
-    """All rows together wait at most `max_wait_s`."""
+    """One step waits at most `max_wait_s` for the masks of all its rows."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=0.1)
     first, second = begin_answers(process, WORDS, 2)
     items = [(first, 0), (second, 1)]
@@ -330,7 +331,7 @@ def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
     process.request_masks({1}, lambda: np.array([A, A], np.int32), send_now=True)
     assert process.await_tokens_received() == set()
     assert process.seconds_waited >= 0.1
-    for _ in range(3):  # the outdated mask is not used
+    for _ in range(3):  # no step gets a mask from before the stop
         masks, over, late = process.gather_masks(items, 2, no_time)
         assert (over, late) == ([], [0])
         assert masks[1].tolist() == mask_of(WORDS)
@@ -345,7 +346,7 @@ def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
 
 
 def test_gather_masks_reports_answers_that_ended_late(process: MaskWorkerClient):
-    """Matching the token took longer than `await_tokens_received` waits."""
+    """`await_tokens_received` returns before the worker has matched the tokens."""
     complete, failed = begin_answers(process, StructuredOutputs(choice=["a"]), 2)
     items = [(complete, 0), (failed, 1)]
     process.gather_masks(items, 2)
@@ -364,7 +365,7 @@ def test_hanging_worker_is_killed():
     (answer,) = begin_answers(process)
     pid = process.pid
     assert pid is not None
-    process.silence_timeout_s = 1.2  # the start had a longer timeout
+    process.silence_timeout_s = 1.2  # the worker has started, so use a short timeout
     process.gather_masks([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
     process.request_masks((), lambda: np.array([A], np.int32), send_now=True)
@@ -390,7 +391,7 @@ def test_worker_that_hangs_while_compiling_is_killed():
 def test_worker_that_answered_late_is_not_killed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The engine process itself was stopped meanwhile, so the answer only looks late."""
+    """The engine process was stopped too, so a timely report is read late."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
     (answer,) = begin_answers(process)
     process.gather_masks([(answer, 0)], 1)
@@ -409,12 +410,12 @@ def test_worker_that_answered_late_is_not_killed(
 
 
 def test_exit_of_a_forked_child_keeps_the_worker_running():
-    """Finalizers run in the forked child too."""
+    """Finalizers of the client run in the forked child too, and must not end the worker there."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     begin_answers(process)
     pid = process.pid
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning about threads does not apply here
+        warnings.simplefilter("ignore")  # Python warns about a fork with threads
         fork = os.fork()
     if fork == 0:
         del process

@@ -20,8 +20,8 @@ from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMe
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""The allowed tokens differ after each token."""
-FORMS = [
+"""A specification with other allowed tokens after every token."""
+SPECS = [
     WORDS,
     StructuredOutputs(choice=["b"]).with_reasoning("x"),
     StructuredOutputs(choice=["b"]).with_reasoning("x", "a"),
@@ -31,7 +31,7 @@ WIDTH = -(-VOCAB_SIZE // 32)
 
 
 class Made:
-    """A mask maker and its memory; answers get consecutive rows."""
+    """A `MaskMaker` with its memory. Each new answer gets the next entry of the memory."""
 
     def __init__(self, grammars: GrammarCompiler = GRAMMARS, width: int = WIDTH):
         self.memory = MaskMemory(20, width)
@@ -39,11 +39,11 @@ class Made:
         self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
         self._num_places = 0
 
-    def begin(self, form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
-        """Start an answer and return its row in the mask memory."""
+    def begin(self, spec: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
+        """Start an answer, match `tokens`, and return the answer's index in the mask memory."""
         self._num_places += 1
         self.memory.states[self._num_places] = AnswerState.PENDING
-        self.maker.add_answers([self._num_places], self._grammars.submit(form, ending))
+        self.maker.add_answers([self._num_places], self._grammars.submit(spec, ending))
         assert self.settled(self._num_places) == AnswerState.READY
         for token in tokens:
             self.take({self._num_places: token})
@@ -51,7 +51,7 @@ class Made:
         return self._num_places
 
     def take(self, tokens: dict[int, int]) -> None:
-        """Send one token to each answer, by row."""
+        """Pass one token to each answer. `tokens` has the tokens by index in the mask memory."""
         self.maker.match_tokens(
             np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32)
         )
@@ -60,7 +60,7 @@ class Made:
         self.maker.remove_answers(np.array([place], np.int32))
 
     def settled(self, place: int) -> AnswerState:
-        """Wait until the answer has no pending work and return its state."""
+        """Wait until the answer has no pending work, and return the answer's state."""
         self.wait(lambda: not AnswerState(self.memory.states[place]).is_pending)
         return AnswerState(self.memory.states[place])
 
@@ -84,8 +84,8 @@ def made() -> Made:
     return Made()
 
 
-def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> list[int]:
-    matcher, masks = matcher_of(form, ending), np.zeros((1, WIDTH), np.int32)
+def mask_of(spec: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> list[int]:
+    matcher, masks = matcher_of(spec, ending), np.zeros((1, WIDTH), np.int32)
     for token in tokens:
         matcher.accept(token)
     assert matcher.fill_mask(masks, 0) is None
@@ -94,26 +94,26 @@ def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
 
 @pytest.fixture(params=["together", "suspect", "heavy"])
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve the answers together, or in threads after their first token."""
+    """Let the worker serve all answers in one batch, or each answer in a thread."""
     late = 60.0 if request.param == "together" else -1.0
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", late)
     if request.param == "heavy":
         monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_TOKEN_S", -1.0)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.usefixtures("lane")
-def test_worker_masks_equal_masks_computed_directly(made: Made, form: StructuredOutputs):
-    place, other = made.begin(form), made.begin(WORDS)
-    assert made.mask(place) == mask_of(form)
+def test_worker_masks_equal_masks_computed_directly(made: Made, spec: StructuredOutputs):
+    place, other = made.begin(spec), made.begin(WORDS)
+    assert made.mask(place) == mask_of(spec)
     seen: list[int] = []
-    for token in (A, X, B) if form is not WORDS else (A, B):
+    for token in (A, X, B) if spec is not WORDS else (A, B):
         seen.append(token)
         made.take({place: token})
-        if form is not WORDS and token == B:
+        if spec is not WORDS and token == B:
             assert made.settled(place) == AnswerState.STOPPED
         else:
-            assert made.mask(place) == mask_of(form, *seen)
+            assert made.mask(place) == mask_of(spec, *seen)
         assert made.mask(other) == mask_of(WORDS)
     assert (made.memory.masks[0] == -1).all()
 
@@ -126,16 +126,16 @@ def test_mask_allows_the_end_tokens_of_its_answer(made: Made, ending: frozenset[
 
 
 def test_each_answer_of_a_step_gets_its_mask(made: Made):
-    form = StructuredOutputs(regex="(a[ab]|b[x])+")
-    places = [made.begin(form) for _ in range(5)]
+    spec = StructuredOutputs(regex="(a[ab]|b[x])+")
+    places = [made.begin(spec) for _ in range(5)]
     steps = made.memory.counts[0]
     made.take(dict(zip(places, (A, B, A, B, B), strict=True)))
     assert made.memory.counts[0] == steps + 1
-    expected = {A: mask_of(form, A), B: mask_of(form, B)}
+    expected = {A: mask_of(spec, A), B: mask_of(spec, B)}
     assert [made.mask(it) for it in places] == [expected[it] for it in (A, B, A, B, B)]
     made.take({places[3]: X, places[0]: B})  # a subset in another order
-    assert made.mask(places[3]) == mask_of(form, B, X)
-    assert made.mask(places[0]) == mask_of(form, A, B)
+    assert made.mask(places[3]) == mask_of(spec, B, X)
+    assert made.mask(places[0]) == mask_of(spec, A, B)
     assert made.mask(places[1]) == expected[B]
 
 
@@ -147,12 +147,12 @@ def test_end_token_leaves_the_mask_unchanged(made: Made):
 
 def test_negative_token_id_leaves_the_mask_unchanged(made: Made):
     place = made.begin(WORDS)
-    made.memory.states[place] = AnswerState.PENDING  # the engine sets this state before a step
+    made.memory.states[place] = AnswerState.PENDING  # the engine sets PENDING before each step
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
 
-def test_tokens_of_unknown_answers_are_ignored(made: Made):
+def test_tokens_of_answers_that_do_not_exist_are_ignored(made: Made):
     place = made.begin(WORDS)
     made.take({place + 1: A, place: A})
     assert made.mask(place) == mask_of(WORDS, A)
@@ -160,7 +160,7 @@ def test_tokens_of_unknown_answers_are_ignored(made: Made):
 
 @pytest.fixture
 def held_matchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
-    """Return a list of matchers and the event that their tokens and masks wait for."""
+    """Return a list and an event: matchers in the list wait until the event is set."""
     fill, note_consumed, goes_on, slow = (
         Matcher.try_fill_mask,
         Matcher.note_consumed,
@@ -184,7 +184,7 @@ def held_matchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threa
 
 
 def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
-    """Start an answer that a thread serves next and that waits there; return its row."""
+    """Start an answer whose next token and mask wait in a thread; return its memory index."""
     place = made.begin(WORDS)
     answer = made.maker.answers[place]
     setattr(answer, why, True)
@@ -196,7 +196,7 @@ def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
 def test_slow_answer_does_not_delay_other_answers(
     made: Made, held_matchers: tuple[list[Matcher], threading.Event], why: str
 ):
-    """Both matching its token and computing its mask are slow."""
+    """Matching the answer's token is slow, and making its mask is slow too."""
     slow, goes_on = held_matchers
     late, quick = begin_slow(made, slow, why), made.begin(WORDS)
     made.take({late: A, quick: B})
@@ -214,8 +214,9 @@ TEXT = StructuredOutputs(json={"type": "string"})
 
 @pytest.fixture(scope="module")
 def string_grammars(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, int, int]:
-    """Return grammars for 4,096 tokens, nearly all allowed in a string, and the ids of a quote
-    and a letter.
+    """Return a grammar compiler for 4,096 tokens, and the ids of a quote and of the letter a.
+
+    Inside a JSON string, nearly all of these tokens are allowed.
     """
     folder = tmp_path_factory.mktemp("words")
     write_tokenizer(folder, 4096)
@@ -226,7 +227,7 @@ def string_grammars(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCo
 
 @pytest.fixture
 def filled_alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
-    """Return a list that receives a matcher each time its mask is computed alone."""
+    """Return a list to which a matcher is added each time its mask is made outside a batch."""
     fill, found = Matcher.try_fill_mask, list[Matcher]()
 
     def noted(self: Matcher, rows: np.ndarray, row: int) -> Any:
@@ -237,7 +238,7 @@ def filled_alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     return found
 
 
-def test_masks_with_many_allowed_tokens_are_computed_together(
+def test_masks_with_many_allowed_tokens_are_made_in_a_batch(
     string_grammars: tuple[GrammarCompiler, int, int],
     filled_alone: list[Matcher],
     monkeypatch: pytest.MonkeyPatch,
@@ -253,7 +254,7 @@ def test_masks_with_many_allowed_tokens_are_computed_together(
     assert filled_alone == []
 
 
-def test_slow_masks_are_computed_alone_until_they_are_fast_again(
+def test_slow_masks_are_made_one_by_one_until_they_are_fast(
     string_grammars: tuple[GrammarCompiler, int, int],
     filled_alone: list[Matcher],
     monkeypatch: pytest.MonkeyPatch,
@@ -306,7 +307,7 @@ def test_only_answers_of_an_ambiguous_grammar_are_marked_heavy(made: Made):
     assert not any(answers[it].is_heavy for it in others)
 
 
-def test_mask_row_is_freed_when_no_thread_writes_to_it(
+def test_entry_of_an_answer_is_freed_only_when_no_thread_writes_to_it(
     made: Made, held_matchers: tuple[list[Matcher], threading.Event]
 ):
     slow, goes_on = held_matchers
@@ -320,7 +321,7 @@ def test_mask_row_is_freed_when_no_thread_writes_to_it(
     assert made.settled(place) == AnswerState.FREE
 
 
-def test_answer_removed_while_compiling_frees_its_row_afterwards(made: Made):
+def test_answer_removed_during_compilation_frees_its_entry_afterwards(made: Made):
     compiled: Future[list[Matcher]] = Future()
     made.memory.states[7] = AnswerState.PENDING
     made.maker.add_answers([7], compiled)
@@ -338,11 +339,11 @@ def test_removed_answer_releases_its_lexer(made: Made):
     made.wait(lambda: grammar.lexers.num_spare == num_spare + 1)
 
 
-@pytest.mark.parametrize("form", [WORDS, FORMS[2]])
-def test_disallowed_token_fails_only_its_answer(made: Made, form: StructuredOutputs):
-    place, other = made.begin(form), made.begin(WORDS)
+@pytest.mark.parametrize("spec", [WORDS, SPECS[2]])
+def test_disallowed_token_fails_only_its_answer(made: Made, spec: StructuredOutputs):
+    place, other = made.begin(spec), made.begin(WORDS)
     made.take({place: X, other: A})
-    assert f"structured_outputs.{form.kind} cannot be enforced" in made.error(place)
+    assert f"structured_outputs.{spec.kind} cannot be enforced" in made.error(place)
     assert made.mask(other) == mask_of(WORDS, A)
 
 
@@ -383,7 +384,7 @@ def test_exception_fails_only_the_affected_answers(
 def test_failure_in_one_answer_leaves_others_unaffected(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    ill, well = made.begin(FORMS[1]), made.begin(WORDS)
+    ill, well = made.begin(SPECS[1]), made.begin(WORDS)
 
     def fail(token: int) -> bytes:
         raise OverflowError("odd")
@@ -402,7 +403,7 @@ def test_grammar_that_cannot_be_compiled_fails_its_answers(made: Made):
 
 def test_answer_with_repeatedly_slow_masks_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
     """The first mask of an answer is not counted, and one slow mask is tolerated."""
-    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # each mask is at least a second too slow
+    monkeypatch.setattr(bounds, "MAX_MEAN_MASK_S", -1.0)  # every mask takes longer than this limit
     monkeypatch.setattr(bounds, "MAX_MASK_EXCESS_S", 1.9)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", -1.0)
     place = made.begin(WORDS)

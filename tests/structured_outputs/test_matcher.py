@@ -1,4 +1,4 @@
-"""Test that an independent validator accepts every answer that the masks allow."""
+"""Test with an independent validator that answers match their specification if masks allow them."""
 
 import json
 import re
@@ -139,9 +139,9 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_masked_answers_conform_to_the_schema(name: str):
-    form = StructuredOutputs(json=SCHEMAS[name])
+    spec = StructuredOutputs(json=SCHEMAS[name])
     validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=FORMATS)
-    texts = [walk(form, seed) for seed in range(12)]
+    texts = [walk(spec, seed) for seed in range(12)]
     ended = [text for text in texts if text is not None]
     assert len(ended) >= 8
     for text in ended:
@@ -149,27 +149,27 @@ def test_masked_answers_conform_to_the_schema(name: str):
 
 
 @pytest.mark.parametrize(
-    ("form", "pattern"),
+    ("spec", "pattern"),
     [
         ({"regex": r"[a-c]{2,4}(-[0-9]+)?"}, r"[a-c]{2,4}(-[0-9]+)?"),
         ({"choice": ["yes", "yes, but", 'a"b\\c\n\t', "é😀", "/x/"]}, None),
         ({"grammar": 'start: "(" start? ")" | /[a-z]/'}, r"\(*[a-z]?\)*"),
     ],
 )
-def test_masked_answers_match_regex_choice_and_grammar(form: dict[str, Any], pattern: str | None):
-    texts = {walk(StructuredOutputs(**form), seed) for seed in range(160)} - {None}
+def test_masked_answers_match_regex_choice_and_grammar(spec: dict[str, Any], pattern: str | None):
+    texts = {walk(StructuredOutputs(**spec), seed) for seed in range(160)} - {None}
     assert texts
     if pattern is None:
-        assert texts == set(form["choice"])
+        assert texts == set(spec["choice"])
     else:
         assert all(re.fullmatch(pattern, text or "") for text in texts)
 
 
-def test_json_object_accepts_any_object_only():
-    form = StructuredOutputs(json_object=True)
-    assert accepts(form, '{"a": [1, {"b": null}]}')
-    assert not accepts(form, "[1]")
-    assert not accepts(form, '{"a": 1')
+def test_json_object_accepts_only_json_objects():
+    spec = StructuredOutputs(json_object=True)
+    assert accepts(spec, '{"a": [1, {"b": null}]}')
+    assert not accepts(spec, "[1]")
+    assert not accepts(spec, '{"a": 1')
 
 
 @pytest.mark.parametrize(
@@ -222,18 +222,18 @@ def test_only_dates_and_times_that_exist_are_accepted(format: str, text: str, is
 
 
 def test_date_format_and_pattern_are_both_enforced():
-    form = StructuredOutputs(json={"type": "string", "format": "date", "pattern": "^20[01]"})
-    assert accepts(form, '"2016-02-29"')
-    assert not accepts(form, '"2024-02-29"')
-    assert not accepts(form, '"2015-02-29"')
+    spec = StructuredOutputs(json={"type": "string", "format": "date", "pattern": "^20[01]"})
+    assert accepts(spec, '"2016-02-29"')
+    assert not accepts(spec, '"2024-02-29"')
+    assert not accepts(spec, '"2015-02-29"')
 
 
 def test_schema_inside_a_grammar_is_enforced_like_a_json_schema():
     grammar = 'start: "<" %json {"properties": {"a": true}, "required": ["a"]} ">" tail\ntail: "!"'
-    form = StructuredOutputs(grammar=grammar)
-    assert accepts(form, '<{"a": "é"}>!')
-    assert not accepts(form, '<{  "a": 1}>!')
-    assert not accepts(form, '<{"\\u0061": 1}>!')
+    spec = StructuredOutputs(grammar=grammar)
+    assert accepts(spec, '<{"a": "é"}>!')
+    assert not accepts(spec, '<{  "a": 1}>!')
+    assert not accepts(spec, '<{"\\u0061": 1}>!')
 
 
 NAMES = ("a", "b", 'c"\n')
@@ -323,7 +323,7 @@ SMALL = st.recursive(
 
 
 def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """Move the definitions inside a schema to the top and point the references there."""
+    """Move all definitions inside a schema to its root, and change the references to them."""
     definitions: dict[str, Any] = {}
 
     def moved(it: Any) -> Any:
@@ -353,7 +353,7 @@ def test_masked_answers_conform_to_random_schemas(schema: dict[str, Any], seed: 
 
 
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("spec", "message"),
     [
         ({"regex": "(a"}, r"structured_outputs\.regex cannot be enforced: .*unclosed group"),
         ({"regex": "a(?=b)"}, r"structured_outputs\.regex cannot be enforced"),
@@ -363,8 +363,8 @@ def test_masked_answers_conform_to_random_schemas(schema: dict[str, Any], seed: 
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
     ],
 )
-def test_invalid_grammar_error_names_the_field(form: dict[str, Any], message: str):
-    asked = StructuredOutputs(**form)
+def test_invalid_grammar_error_names_the_field(spec: dict[str, Any], message: str):
+    asked = StructuredOutputs(**spec)
     with pytest.raises(GrammarError, match=message):
         GRAMMARS.compile(asked)
     with pytest.raises(GrammarError, match=message):
@@ -375,9 +375,9 @@ def test_too_expensive_grammars_are_rejected_at_compilation():
     names = [f"p{i}" for i in range(1200)]
     many = {"anyOf": [{"required": [name], "type": "object"} for name in names[:200]]}
     many = {"allOf": [many, {"properties": {name: {} for name in names}, "required": names}]}
-    for form in (StructuredOutputs(json=many), StructuredOutputs(regex="a?" * 400 + "b{9999}")):
+    for spec in (StructuredOutputs(json=many), StructuredOutputs(regex="a?" * 400 + "b{9999}")):
         with pytest.raises(GrammarError, match="cannot be enforced"):
-            GRAMMARS.compile(form)
+            GRAMMARS.compile(spec)
 
 
 # Tokens
@@ -416,7 +416,7 @@ def test_disallowed_token_raises_a_grammar_error():
 
 @pytest.mark.parametrize("more", range(33))
 def test_answers_work_with_any_vocabulary_padding(more: int):
-    """The mask may be one word longer or shorter than the mask of llguidance."""
+    """The engine's masks may be one word longer or shorter than llguidance's masks."""
     grammars = GrammarCompiler(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
     grammars.try_random_answer(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
     with pytest.raises(GrammarError, match="regex cannot be enforced"):
@@ -453,8 +453,8 @@ def test_masks_handle_byte_tokens_and_replaced_spaces():
 # Reasoning before the grammar
 
 
-def matcher_after(text: str, form: StructuredOutputs) -> Any:
-    matcher = matcher_of(form)
+def matcher_after(text: str, spec: StructuredOutputs) -> Any:
+    matcher = matcher_of(spec)
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         assert token in allowed(matcher), text
         matcher.accept(token)
@@ -462,28 +462,28 @@ def matcher_after(text: str, form: StructuredOutputs) -> Any:
 
 
 def test_grammar_applies_after_the_reasoning_end_tag():
-    form = StructuredOutputs(choice=["ab"]).with_reasoning("</think>")
+    spec = StructuredOutputs(choice=["ab"]).with_reasoning("</think>")
     digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
     for text in ("", "7 <think> x", "7 </thi", "x</think"):
-        assert digit in allowed(matcher_after(text, form))
-        assert EOS not in allowed(matcher_after(text, form))
+        assert digit in allowed(matcher_after(text, spec))
+        assert EOS not in allowed(matcher_after(text, spec))
     for text in ("7</think>", "</think>", "x</think>\n", "x</think>\n\n"):
-        matcher = matcher_after(text, form)
+        matcher = matcher_after(text, spec)
         assert digit not in allowed(matcher)
         assert EOS not in allowed(matcher)
         left = 2 - text.count("\n")
         breaks = TOKENIZER.encode("\n", add_special_tokens=False)
         assert (breaks[0] in allowed(matcher)) == (left > 0)
-    assert matcher_after("x</think>\nab", form).is_stopped
+    assert matcher_after("x</think>\nab", spec).is_stopped
 
 
 def test_grammar_applies_immediately_when_reasoning_does_not_start():
-    form = StructuredOutputs(choice=["ab"]).with_reasoning("</think>", "<think>")
+    spec = StructuredOutputs(choice=["ab"]).with_reasoning("</think>", "<think>")
     first = TOKENIZER.encode("<think>", add_special_tokens=False)[0]
     a = TOKENIZER.encode("a", add_special_tokens=False)[0]
-    assert allowed(matcher_of(form)) == {first, a}
-    assert matcher_after("ab", form).is_stopped
-    assert matcher_after("<think>7 7</think>\n\nab", form).is_stopped
+    assert allowed(matcher_of(spec)) == {first, a}
+    assert matcher_after("ab", spec).is_stopped
+    assert matcher_after("<think>7 7</think>\n\nab", spec).is_stopped
 
 
 # Cached grammars and their lexers
@@ -495,8 +495,8 @@ def test_grammar_cache_is_bounded():
     first = grammars.compile(forms[0])
     again = StructuredOutputs(choice=["a0"])
     assert grammars.compile(again).lexers is first.lexers
-    for form in forms[1:]:
-        grammars.compile(form)
+    for spec in forms[1:]:
+        grammars.compile(spec)
     assert grammars.compile(forms[0]).lexers is not first.lexers
 
 
@@ -513,17 +513,17 @@ def test_each_answer_gets_an_exclusive_lexer_that_is_reused(monkeypatch: pytest.
     """llguidance's copies of a matcher share a lock, so they compute one mask at a time."""
     monkeypatch.setattr(bounds, "MAX_GRAMMAR_LEXERS", 4)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    form = StructuredOutputs(regex="[ab]{2}")
-    lexers = grammars.compile(form).lexers
+    spec = StructuredOutputs(regex="[ab]{2}")
+    lexers = grammars.compile(spec).lexers
     assert (lexers.num_spare, lexers.num_lexers) == (1, 1)
     for _ in range(2):
-        matchers = grammars.submit(form, ENDING, 3).result(10)
+        matchers = grammars.submit(spec, ENDING, 3).result(10)
         assert (lexers.num_spare, lexers.num_lexers) == (0, 3)
         del matchers
         assert lexers.num_spare == 3
-    matchers = grammars.submit(form, ENDING, 6).result(10)  # the last answers share lexers
+    matchers = grammars.submit(spec, ENDING, 6).result(10)  # the last answers share lexers
     assert (lexers.num_spare, lexers.num_lexers) == (0, 4)
-    matchers += grammars.submit(form, ENDING).result(10)
+    matchers += grammars.submit(spec, ENDING).result(10)
     assert [lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
     del matchers
     assert lexers.num_spare == 4
@@ -533,8 +533,8 @@ def test_total_number_of_lexers_is_bounded_over_all_grammars(monkeypatch: pytest
     monkeypatch.setattr(bounds, "MAX_TOTAL_LEXERS", 10)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[name]) for name in "abcd"]
-    for form in forms[:2]:
-        grammars.submit(form, ENDING, 4).result(10)
+    for spec in forms[:2]:
+        grammars.submit(spec, ENDING, 4).result(10)
     matchers = grammars.submit(forms[2], ENDING, 3).result(10)
     old, busy, new = (grammars.compile(it).lexers for it in (forms[0], forms[2], forms[1]))
     assert [it.num_lexers for it in (old, busy, new)] == [1, 3, 4]
@@ -545,8 +545,8 @@ def test_total_number_of_lexers_is_bounded_over_all_grammars(monkeypatch: pytest
 
 def test_cached_grammar_does_not_wait_for_compilations(monkeypatch: pytest.MonkeyPatch):
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    form = StructuredOutputs(regex="[ab]{2}")
-    matcher = grammars.compile(form).matcher(ENDING)
+    spec = StructuredOutputs(regex="[ab]{2}")
+    matcher = grammars.compile(spec).matcher(ENDING)
     goes_on = threading.Event()
 
     def wait(text: str, _: Any) -> str:
@@ -556,7 +556,7 @@ def test_cached_grammar_does_not_wait_for_compilations(monkeypatch: pytest.Monke
     monkeypatch.setattr(grammar_module, "replace_schemas", wait)
     slow = [StructuredOutputs(grammar=f'start: "{name}"') for name in "cde"]
     others = [grammars.submit(it, ENDING) for it in slow]
-    assert len(grammars.submit(form, ENDING, 3).result(10)) == 3
+    assert len(grammars.submit(spec, ENDING, 3).result(10)) == 3
     goes_on.set()
     for other in others:
         other.result(20)
@@ -566,18 +566,18 @@ def test_cached_grammar_does_not_wait_for_compilations(monkeypatch: pytest.Monke
 def test_grammar_with_a_slow_compilation_has_one_shared_lexer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    form = StructuredOutputs(regex="[ab]{2}")
-    one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
+    spec = StructuredOutputs(regex="[ab]{2}")
+    one, other = (grammars.compile(spec).matcher(ENDING) for _ in range(2))
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     one.accept(a)
     assert allowed(one) == allowed(other) == {a, b}
-    assert [grammars.compile(form).lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
+    assert [grammars.compile(spec).lexers.acquire()[1] for _ in range(2)] == [LexerUse.SHARED] * 2
 
 
 def test_grammars_compile_concurrently():
     grammars = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[f"a{i % 3}", f"b{i % 3}"]) for i in range(12)]
-    futures = [grammars.submit(form, ENDING) for form in forms]
+    futures = [grammars.submit(spec, ENDING) for spec in forms]
     matchers = [matcher for future in futures for matcher in future.result(20)]
     assert [len(allowed(it)) for it in matchers] == [2] * 12
     assert sum(it.name.startswith("jpaged-grammars") for it in threading.enumerate()) >= 1

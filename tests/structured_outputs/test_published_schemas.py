@@ -21,10 +21,10 @@ def test_fifty_published_schemas_are_valid():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_masked_answers_conform_to_published_schemas(name: str):
-    form = StructuredOutputs(json=PUBLISHED[name])
+    spec = StructuredOutputs(json=PUBLISHED[name])
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     validator = jsonschema.Draft202012Validator(PUBLISHED[name], format_checker=checker)
-    ended = [text for seed in range(3) if (text := walk(form, seed, 1500)) is not None]
+    ended = [text for seed in range(3) if (text := walk(spec, seed, 1500)) is not None]
     assert ended
     for text in ended:
         validator.validate(json.loads(text))

@@ -1,4 +1,4 @@
-"""Test schemas that are rewritten before llguidance can enforce them."""
+"""Test schemas that llguidance can enforce only after jpaged has rewritten them."""
 
 import json
 from itertools import combinations
@@ -36,27 +36,27 @@ BY_PATTERN: dict[str, Any] = {"patternProperties": {"^x[0-9]$": NULL}, **CLOSED}
 )
 def test_number_of_properties_is_enforced(counts: dict[str, Any], others: dict[str, Any]):
     schema = {"properties": dict.fromkeys("abc", NULL), **counts, **others}
-    form = StructuredOutputs(json=schema)
+    spec = StructuredOutputs(json=schema)
     validator = jsonschema.Draft202012Validator(schema)
     for size in range(4):
         for names in combinations("abc", size):
             for more in ((), ("x1",), ("x1", "x2")):
                 value = dict.fromkeys((*names, *more))
-                assert accepts(form, json.dumps(value)) is validator.is_valid(value), value
-    assert accepts(form, "3")
+                assert accepts(spec, json.dumps(value)) is validator.is_valid(value), value
+    assert accepts(spec, "3")
 
 
-def test_counted_properties_can_be_referred_to():
+def test_references_work_in_a_schema_with_a_number_of_properties():
     schema = {
         "type": "object",
         "properties": {"a": NULL, "b": {"$ref": "#/properties/a"}, "c": {"$ref": "#"}},
         "additionalProperties": False,
         "minProperties": 2,
     }
-    form = StructuredOutputs(json=schema)
-    assert accepts(form, '{"a":null,"b":null}')
-    assert accepts(form, '{"b":null,"c":{"a":null,"b":null}}')
-    assert not accepts(form, '{"b":null,"c":{"a":null}}')
+    spec = StructuredOutputs(json=schema)
+    assert accepts(spec, '{"a":null,"b":null}')
+    assert accepts(spec, '{"b":null,"c":{"a":null,"b":null}}')
+    assert not accepts(spec, '{"b":null,"c":{"a":null}}')
 
 
 def record(name: str, value: Any, *, required: bool = True) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def record(name: str, value: Any, *, required: bool = True) -> dict[str, Any]:
 def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
     definitions = {f"d{i}": {"const": i} for i in range(50)}
     schema = {"oneOf": cases, "$defs": definitions}
-    form = StructuredOutputs(json=schema)
-    assert accepts(form, text)
-    assert not accepts(form, "99")
+    spec = StructuredOutputs(json=schema)
+    assert accepts(spec, text)
+    assert not accepts(spec, "99")
     jsonschema.validate(json.loads(text), schema)
 
 
@@ -97,16 +97,16 @@ def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
         [record("a", 1) | {"type": ["object", "null"]}, record("a", 2) | {"type": "null"}],
     ],
 )
-def test_overlapping_one_of_cases_are_rejected_with_advice(cases: list[Any]):
+def test_error_for_overlapping_one_of_cases_says_what_to_do(cases: list[Any]):
     with pytest.raises(GrammarError, match=r"two cases of oneOf may allow the same value: use"):
         GRAMMARS.compile(StructuredOutputs(json={"oneOf": cases}))
 
 
-def test_maximum_number_of_choices_works():
-    form = StructuredOutputs(choice=[f"choice {i}" for i in range(1024)])
-    assert accepts(form, "choice 1023")
-    assert accepts(form, "choice 102")
-    assert not accepts(form, "choice 1024")
+def test_spec_with_the_maximum_number_of_choices_compiles():
+    spec = StructuredOutputs(choice=[f"choice {i}" for i in range(1024)])
+    assert accepts(spec, "choice 1023")
+    assert accepts(spec, "choice 102")
+    assert not accepts(spec, "choice 1024")
 
 
 def test_schema_reached_by_exponentially_many_references_compiles():
@@ -117,13 +117,13 @@ def test_schema_reached_by_exponentially_many_references_compiles():
         "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],
         "$defs": {**chain, "a30": {"type": "integer"}},
     }
-    form = StructuredOutputs(json=schema)
-    assert accepts(form, "1")
-    assert accepts(form, '"a"')
-    assert not accepts(form, "null")
+    spec = StructuredOutputs(json=schema)
+    assert accepts(spec, "1")
+    assert accepts(spec, '"a"')
+    assert not accepts(spec, "null")
 
 
-def test_one_of_behind_a_long_reference_chain_is_rejected_with_a_message():
+def test_one_of_after_a_long_chain_of_references_is_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
     schema = {
         "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],

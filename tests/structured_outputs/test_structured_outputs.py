@@ -231,19 +231,19 @@ def test_schema_error_names_the_keyword_path(schema: dict[str, Any], message: st
     ],
 )
 def test_enforceable_schema_is_accepted(schema: dict[str, Any]):
-    form = StructuredOutputs(json=schema)
-    assert form.kind == "json"
-    assert StructuredOutputs(json=form.json) == form
+    spec = StructuredOutputs(json=schema)
+    assert spec.kind == "json"
+    assert StructuredOutputs(json=spec.json) == spec
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_too_expensive_spec_is_rejected_by_a_bound(name: str):
-    form, _, message = HOSTILE[name]
+def test_too_expensive_spec_is_rejected_by_a_limit(name: str):
+    spec, _, message = HOSTILE[name]
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}"):
-        StructuredOutputs(**form)
-    if "json" in form:
+        StructuredOutputs(**spec)
+    if "json" in spec:
         with pytest.raises(ValueError, match=r"^structured_outputs\.grammar\.%json\[0\]"):
-            StructuredOutputs(**with_schema(form))
+            StructuredOutputs(**with_schema(spec))
 
 
 NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
@@ -269,7 +269,7 @@ def test_schema_without_a_finite_value_is_rejected(schema: dict[str, Any], messa
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_object_with_many_required_properties_is_checked_quickly(backwards: bool):
-    """Checking the object again after each property took a second."""
+    """A check that starts again after each property would take a second."""
     names = [f"b{i}" for i in range(600)]
     within = {name: {"$ref": f"#/$defs/{name}"} for name in names}
     hub = {"required": ["a"] * 8000 + names, "properties": {"a": True, **within}}
@@ -304,7 +304,7 @@ def test_reference_may_point_to_any_schema_in_the_document():
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("spec", "text"),
     [
         ("grammar", 'start: "a" {' + " " * 60_000),
         ("grammar", 'start: "a" ~ 1' + " " * 60_000),
@@ -324,16 +324,16 @@ def test_reference_may_point_to_any_schema_in_the_document():
         ("json", {"type": "string", "pattern": "a{" * 500_000}),
     ],
 )
-def test_hostile_spec_is_checked_in_half_a_second(form: str, text: Any):
-    """The check blocks the server."""
+def test_hostile_spec_is_checked_in_half_a_second(spec: str, text: Any):
+    """The server answers no other request during the check."""
     start = time.process_time()
     with suppress(ValueError):
-        StructuredOutputs(**{form: text})
+        StructuredOutputs(**{spec: text})
     assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("spec", "words"),
     [
         ({"regex": "a[b"}, r"regex opens '\[b' and does not close it"),
         ({"grammar": 'start: "a'}, "grammar opens '\"a' and does not close it"),
@@ -342,9 +342,9 @@ def test_hostile_spec_is_checked_in_half_a_second(form: str, text: Any):
         ({"regex": "(?P<x>(a{200}){200})"}, "regex has 40000 repetitions within repetitions"),
     ],
 )
-def test_unclosed_groups_and_huge_repetitions_are_rejected(form: dict[str, Any], words: str):
+def test_unclosed_groups_and_huge_repetitions_are_rejected(spec: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        StructuredOutputs(**form)
+        StructuredOutputs(**spec)
 
 
 def test_schema_reached_only_by_a_reference_is_checked():
@@ -385,12 +385,12 @@ def test_schemas_and_repetitions_inside_a_grammar_are_checked(grammar: str, mess
         StructuredOutputs(grammar=grammar)
 
 
-def test_spec_compares_by_value_and_survives_encoding():
-    form = StructuredOutputs(choice=["a", "b", "a"])
-    assert form.choice == ("a", "b")
-    assert {form: 1}[StructuredOutputs(choice=("a", "b"))] == 1
-    delayed = form.with_reasoning("</think>", "<think>")
-    assert delayed != form
-    assert delayed.with_reasoning(None) == form
+def test_spec_is_equal_after_encoding_and_decoding():
+    spec = StructuredOutputs(choice=["a", "b", "a"])
+    assert spec.choice == ("a", "b")
+    assert {spec: 1}[StructuredOutputs(choice=("a", "b"))] == 1
+    delayed = spec.with_reasoning("</think>", "<think>")
+    assert delayed != spec
+    assert delayed.with_reasoning(None) == spec
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(delayed), type=StructuredOutputs)
     assert sent == delayed

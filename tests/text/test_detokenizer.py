@@ -198,7 +198,7 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    if text:  # without text, an incomplete character of the prompt may be last
+    if text:  # if there is no text, the prompt may end in an incomplete character
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 
@@ -283,7 +283,7 @@ def test_only_a_possible_start_of_a_stop_string_is_held_back(text: str, stops: l
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_matches_across_any_two_cuts(include: bool):
+def test_stop_string_is_found_if_the_text_is_split_anywhere(include: bool):
     text, stop = "say STOP now", "STOP"
     for a in range(len(text) + 1):
         for b in range(a, len(text) + 1):
@@ -324,7 +324,7 @@ def test_start_of_a_stop_string_is_released_at_the_end():
     tokenizer = byte_level()
     deltas, detokenizer = stream(tokenizer, [], [tokenizer.encode("say STO")], stop=["STOP"])
     assert deltas == ["say ", "STO"]
-    detokenizer.finish()  # a second call adds no text
+    detokenizer.finish()  # a second call of `finish` adds no text
     assert detokenizer.text == "say STO"
 
 
@@ -336,7 +336,7 @@ def test_prompt_that_ends_in_broken_bytes_is_not_repeated():
     assert stream(tokenizer, prompt, [tokenizer.encode("!")[-1:]])[1].text == "!"
 
 
-def test_stop_strings_wait_for_min_tokens():
+def test_stop_strings_are_ignored_before_min_tokens():
     tokenizer = byte_level()
     ids = tokenizer.encode("a,b,c,d")
     assert len(ids) == 7

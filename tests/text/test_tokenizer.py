@@ -34,7 +34,7 @@ def test_encoded_text_decodes_unchanged(text: str):
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
 @pytest.mark.parametrize("declared", ["TokenizersBackend", "PreTrainedTokenizerFast"])
-def test_folder_loads_like_autotokenizer(make, declared: str, tmp_path: Path):
+def test_tokenizer_of_a_folder_equals_that_of_autotokenizer(make, declared: str, tmp_path: Path):
     folder = save(make(), tmp_path)
     edit(folder / "tokenizer_config.json", tokenizer_class=declared)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
@@ -174,7 +174,7 @@ def test_only_a_part_of_a_long_text_is_tokenized(monkeypatch: pytest.MonkeyPatch
     assert tokenizer.is_longer("\n" * 50_000, 1000) == (len(tokenizer.encode("\n" * 50_000)) > 1000)
 
 
-def test_is_longer_compares_with_the_number_of_tokens():
+def test_is_longer_returns_whether_a_text_has_more_tokens():
     tokenizer = byte_level()
     for text in (prose(20_000), "hello world " * 5000, "你" * 20_000):
         num = len(tokenizer.encode(text))
@@ -197,7 +197,7 @@ def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[
 # Chat
 
 
-def test_chat_template_renders_turns():
+def test_chat_template_renders_all_messages():
     tokenizer = byte_level()
     messages = [USER, {"role": "assistant", "content": "hi"}]
     opened = tokenizer.apply_chat_template(messages)
@@ -222,7 +222,7 @@ def test_tokenizer_without_a_chat_template_is_rejected():
         metaspace().apply_chat_template([USER])
 
 
-def test_failing_chat_template_is_a_value_error():
+def test_failing_chat_template_raises_value_error():
     with pytest.raises(ValueError, match="template refused the messages: no such role"):
         byte_level().apply_chat_template([{"role": "forbidden", "content": "x"}])
     with pytest.raises(ValueError, match="template refused the messages"):
@@ -251,7 +251,7 @@ def test_malformed_messages_are_rejected(messages: object, error: type[Exception
         check_messages(messages)
 
 
-def test_a_tool_call_needs_no_content():
+def test_message_with_tool_calls_may_lack_content():
     check_messages([{"role": "assistant", "content": None, "tool_calls": [{}]}])
     check_messages([{"role": "assistant", "tool_calls": [{}]}])
 
@@ -283,7 +283,7 @@ def edit(path: Path, **entries: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def test_vocabulary_is_scanned_once(monkeypatch: pytest.MonkeyPatch):
+def test_vocabulary_is_searched_for_word_boundaries_only_once(monkeypatch: pytest.MonkeyPatch):
     tokenizer = Tokenizer(byte_level().hf_tokenizer)
     tokenizer.prepare()
     looks: list[object] = []

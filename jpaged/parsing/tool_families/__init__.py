@@ -1,6 +1,6 @@
 """Tool-call families: the formats in which models write tool calls.
 
-Each family has one file, with the name that vLLM uses. The file defines two classes:
+Each family has one file, named as vLLM names the family's parser. The file defines two classes:
 
     Parser   a `ToolCallParser` that finds the calls in an answer
     Grammar  a `CallGrammar` that generates calls which the parser can read

@@ -35,7 +35,8 @@ class Parser(ToolCallParser):
 
 
 class Grammar(CallGrammar):
-    """Grammar of calls at the start of the answer, separated by semicolons."""
+    """Grammar of calls that are JSON objects at the start of the answer, separated by
+    semicolons."""
 
     is_bare_json = True
 

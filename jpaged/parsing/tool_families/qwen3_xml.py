@@ -2,9 +2,9 @@
 
     <tool_call><function=f><parameter=key>value</parameter></function></tool_call>
 
-The outer tags may be missing. Values have no quotes. The parser reads a value as JSON if the text
-is valid for a type that the tool's schema allows, and as a string otherwise. One line break before
-and one after a value belong to the tags.
+The outer tags may be missing. Values have no quotes. If the tool's schema allows a type other than
+string, and the text of the value is valid JSON of that type, the parser reads the value as JSON.
+Otherwise, the value is a string. One line break before a value and one after it belong to the tags.
 """
 
 import json
@@ -45,7 +45,7 @@ _DEFINITION_KEYWORDS = ("$defs", "definitions")
 _UNENFORCED_KEYWORDS = {"patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 _UNENFORCED_KEYWORDS |= {"minProperties", "maxProperties"}
 _MIN_PARAMETER_SIZE = 64
-"""Minimum number of characters in the grammar rules of one parameter."""
+"""Lower bound for the number of characters in the grammar rules of one parameter."""
 
 
 class Parser(ToolCallParser):
@@ -69,7 +69,8 @@ class Parser(ToolCallParser):
         yield from stream.take_literal(_CLOSE)
 
     def _parse_parameters(self, function: str) -> ParserCoroutine[None]:
-        """Emit the arguments as JSON, without the last brace if the answer ends after them."""
+        """Take the parameters of a call, and emit them as JSON. If the answer ends before the call
+        does, leave out the last brace."""
         stream, before = self._stream, "{"
         while (yield from stream.take_literal(_PARAMETER)):
             key = yield from stream.take_matching(_NAME_PATTERN, MAX_NAME_LENGTH)
@@ -86,8 +87,8 @@ class Parser(ToolCallParser):
     def _parse_value(self, types: frozenset[str]) -> ParserCoroutine[None]:
         """Take a parameter's value and emit the value as JSON.
 
-        A value may contain </parameter>. Only a </parameter> before another tag, or at the end of
-        the answer, ends the value.
+        The value ends at a </parameter> that is followed by another tag or by the end of the
+        answer. Any other </parameter> is part of the value.
         """
         stream, value = self._stream, _ValueWriter(self._emit_arguments, types)
         if (yield from stream.peek()) == "\n":
@@ -109,7 +110,8 @@ class Parser(ToolCallParser):
             value.add(stream.release())
 
     def _parameter_types(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that the schema allows for a parameter; string if it is unknown."""
+        """Return the JSON types that the tool's schema allows for a parameter. An unknown parameter
+        is a string."""
         schema = self._schemas.get(function, {})
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or parameter not in properties:
@@ -118,7 +120,7 @@ class Parser(ToolCallParser):
 
 
 class _ValueWriter:
-    """Converter of one parameter value to JSON while the value arrives.
+    """Converts one parameter value to JSON while the chunks of the value arrive.
 
     If the value can only be a string, each chunk is emitted immediately. Otherwise the value is
     buffered up to its end. A value longer than `MAX_BUFFERED_CHARACTERS` becomes a string.
@@ -134,7 +136,7 @@ class _ValueWriter:
         self._buffer: list[str] = []
         self._num_characters = 0
         self._is_string = False
-        self._line_break = ""  # a final line break, which may belong to the closing tag
+        self._line_break = ""  # line break at the end, which may belong to the closing tag
 
     def add(self, text: str) -> None:
         text = self._line_break + text
@@ -145,7 +147,7 @@ class _ValueWriter:
         self._emit('"' if self._is_string else to_json_value("".join(self._buffer), self._types))
 
     def end_early(self, text: str) -> None:
-        """Add the last chunk, and end a value whose closing tag is missing."""
+        """Add the last chunk of a value whose closing tag is missing, and end the value."""
         self.add(text)
         self._put(self._line_break)
         self._emit("".join(self._buffer))
@@ -206,7 +208,7 @@ def _allowed_types(
     Args:
         schema: A schema inside `root`.
         root: Schema of all parameters, in which references are looked up.
-        num_references: Maximum depth of references and alternatives.
+        num_references: Maximum number of nested references and alternatives to follow.
     """
     if not isinstance(schema, Mapping) or not num_references:
         return _JSON_TYPES
@@ -294,7 +296,7 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
     keywords = _resolve_keywords(schema, root)
-    if keywords.keys() == {"anyOf"}:  # `anyOf` may have only null and one other schema
+    if keywords.keys() == {"anyOf"}:  # `anyOf` is supported only for null and one other schema
         cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
         keywords = next((case for case in cases if case != {"type": "null"}), {})
         keywords = keywords if len(cases) <= 2 else {}

@@ -7,7 +7,7 @@ from jpaged.serve.api.chat_events import ChatEvent
 from jpaged.serve.api.generation import ChatGeneration, ChoicesGeneration, JsonObject, clamp_logprob
 
 _NO_TOKEN_FIELDS: JsonObject = {"logprobs": None, "finish_reason": None}
-"""Last fields of a stream chunk that carries no tokens."""
+"""Fields that end each choice of a stream chunk without tokens."""
 
 
 class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):

@@ -92,7 +92,7 @@ class AnswerEvents:
                     self._start_item("tool_call", part)
                 case CallArguments():
                     self._add_text("tool_call", part.text)
-        # Reasoning comes first in an answer, so no other kind of part precedes reasoning.
+        # Reasoning comes first in an answer. So if the last part is reasoning, all parts are.
         if parts and isinstance(parts[-1], Reasoning):
             self.num_reasoning_tokens += len(delta.token_ids)
 

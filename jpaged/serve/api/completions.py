@@ -34,7 +34,8 @@ class CompletionsGeneration(ChoicesGeneration):
         num_prompt_logprobs = (
             api_request.prompt_logprobs if num_prompt_logprobs is None else num_prompt_logprobs
         )
-        # The engine scores a prompt only if it also generates a token: do so for max_tokens=0.
+        # The engine scores a prompt only if it also generates a token. So generate one token even
+        # if max_tokens is 0.
         params = api_request.sampling_params(
             max(api_request.max_tokens, 1),
             logprobs=api_request.logprobs,
@@ -59,7 +60,7 @@ class CompletionsGeneration(ChoicesGeneration):
                 else await tokenizing.decode(each.prompt_token_ids)
                 for prompt, each in zip(api_request.prompts, requests, strict=True)
             ]
-        # For each answer, the offset of the next token in the text.
+        # Offset in the text at which the next token of each answer begins.
         self._num_characters = [0] * (len(requests) * api_request.n)
         return requests
 
@@ -76,7 +77,10 @@ class CompletionsGeneration(ChoicesGeneration):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether many tokens arrived, or the log-probabilities of a long echoed prompt."""
+        """Return whether a thread should encode the updates, because they have many tokens.
+
+        The log-probabilities of a long echoed prompt count too.
+        """
         api_request = self._api_request
         if super()._is_large(updates):
             return True

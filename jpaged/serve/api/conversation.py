@@ -60,14 +60,14 @@ class ChatTool(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The tool as chat templates take it. Fields that are None are left out."""
+        """The tool as a dict for chat templates. Fields that are None are left out."""
         own = self.function
         kept = {"name": own.name, "description": own.description, "parameters": own.parameters}
         return {"type": "function", "function": {k: v for k, v in kept.items() if v is not None}}
 
     @property
     def grammar_dict(self) -> dict[str, Any]:
-        """The tool as `call_grammar` takes it."""
+        """The tool as a dict for `jpaged.parsing.tool_grammar.call_grammar`."""
         own = self.function
         kept = {"name": own.name, "parameters": own.parameters, "strict": own.strict}
         return {"type": "function", "function": kept}
@@ -99,7 +99,7 @@ class FunctionCall(Body, frozen=True, kw_only=True):
 
 
 class ToolCall(Body, frozen=True, kw_only=True):
-    """A tool call in an assistant message, as an earlier answer contained it."""
+    """A tool call in an assistant message. Clients send back tool calls of earlier answers."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     function: FunctionCall
@@ -108,7 +108,7 @@ class ToolCall(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The tool call as chat templates take it, except that arguments are still JSON text."""
+        """The tool call as a dict for chat templates, but with the arguments as JSON text."""
         own = {"name": self.function.name, "arguments": self.function.arguments}
         template_dict = {"type": "function", "function": own}
         return template_dict if self.id is None else {"id": self.id, **template_dict}
@@ -144,7 +144,7 @@ class ChatMessage(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The message as chat templates take it, except that arguments are still JSON text."""
+        """The message as a dict for chat templates, but with tool-call arguments as JSON text."""
         template_dict: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "assistant":
             if self.reasoning_content is not None:
@@ -290,7 +290,7 @@ class TemplateFields:
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them, except that arguments are still JSON text."""
+        """The messages as dicts for chat templates, but with tool-call arguments as JSON text."""
         return [each.template_dict for each in self.messages or ()]
 
     @property

@@ -56,7 +56,10 @@ _SAMPLING_OPTIONS = options.declared_options(SamplingParams)
 
 
 def _bounds(parameter: str, description: str | None = None) -> Meta:
-    """Return the bounds of a `SamplingParams` parameter, or the server's if none are declared."""
+    """Return the bounds of a request field that becomes a `SamplingParams` parameter.
+
+    If the parameter has no bound, the server's bound applies.
+    """
     own: Any = _SAMPLING_OPTIONS[parameter][1]
     if own.value_type is bool:
         return Meta(description=description)
@@ -71,7 +74,7 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
 
 
 _MODEL_DESCRIPTION = "a name from /v1/models; default: the first"
-_BEAM_SEARCH_DESCRIPTION = "beam search with beam_width beams, else best_of, else n"
+_BEAM_SEARCH_DESCRIPTION = "search for the best answers; beams: beam_width, else best_of, else n"
 _CACHE_SALT_DESCRIPTION = "prompts share cached prefixes only if their salts are equal"
 _TRUNCATION_DESCRIPTION = "keep only this many tokens at the end; -1: as many as fit the model"
 
@@ -460,7 +463,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
 
 
-# Conversion of JSON values to request bodies.
+# The following functions convert JSON values to request bodies.
 
 
 def parse_body(body: type[T], value: Any) -> T:
@@ -515,7 +518,7 @@ def _ignored_fields(body: type[Body]) -> frozenset[str]:
 def _truncate_strings(item: Any) -> Any:
     """Shorten a string, or the strings of a list, for a field that has a few allowed values.
 
-    In an error, msgspec would quote the whole string, and hold the GIL for as long.
+    msgspec would quote the whole string in its error, and would hold the GIL all that time.
     """
     if isinstance(item, list):
         return [_truncate_strings(it) for it in item[:_MAX_QUOTED_CHARACTERS]]
@@ -557,8 +560,8 @@ def _raise_unknown_field(name: str, path: str, known: list[str]) -> NoReturn:
     raise field_error(start + name[:60], problem, shows_path=False)
 
 
-# Errors of invalid fields: msgspec's message has the path of the field. The JSON schema of the body
-# has the description of the accepted values.
+# The error for an invalid field takes the path of the field from msgspec's message, and the
+# accepted values from the JSON schema of the body.
 
 _ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
 _MAX_QUOTED_CHARACTERS = 500
@@ -663,7 +666,7 @@ def _describe_schema(schema: OpenApiSchema) -> str:
     if "enum" in schema:
         return " or ".join(map(format_value, schema["enum"])) + note
     words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
-    if "maximum" in schema:  # every number field has a maximum
+    if "maximum" in schema:  # every field that is a number has a maximum
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"

@@ -70,7 +70,7 @@ class Generation(ABC):
         self._api_request, self._client = api_request, client
         self._id, self._model, self._created = request_id, model, int(time.time())
         self._prompts: list[list[int]] = []
-        # By the prompt's index. A prompt's log-probabilities arrive before its answers.
+        # Log-probabilities of each prompt, by the prompt's index. They arrive before the answers.
         self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
         self._num_cached_tokens: dict[int, int] = {}  # by the prompt's index
         self._num_output_tokens = 0
@@ -223,7 +223,7 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of the answers already begun
+        self._started_answers: set[int] = set()  # numbers of the answers that have a chunk
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
@@ -239,7 +239,10 @@ class ChoicesGeneration(Generation):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether many log-probabilities arrived, as they do if the client reads slowly."""
+        """Return whether a thread should encode the updates, because of many log-probabilities.
+
+        Many arrive at the same time if the client reads slowly.
+        """
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
 
@@ -292,7 +295,7 @@ class ChoicesGeneration(Generation):
         return f"token_id:{token_id}" if as_id else self._tokenizing.token_text(token_id)
 
     def _format_prompt_logprobs(self, index: int) -> list[Any]:
-        """Return vLLM's `prompt_logprobs`: for each token its candidates by id, or None."""
+        """Return vLLM's `prompt_logprobs`: a dict of candidates per prompt token, or None."""
         return [
             candidates
             and {

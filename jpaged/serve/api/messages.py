@@ -392,7 +392,7 @@ class MessagesGeneration(ChatGeneration):
         return self._message()
 
     def _check_finished(self) -> None:
-        """Raise ApiError if the answer was cut short, which no `stop_reason` expresses."""
+        """Raise ApiError if the answer was cut short: no `stop_reason` of Anthropic says so."""
         if self._answer_events(0).finish_reason == "abort":
             raise unavailable_error("the answer was cut short because the server is shutting down")
 

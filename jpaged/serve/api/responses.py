@@ -206,7 +206,10 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
 
 
 class _ChatMessageBuilder:
-    """Converts input items to chat messages. Assistant messages include calls and reasoning."""
+    """Convert input items to chat messages.
+
+    Text, reasoning and tool calls of the assistant that follow each other become one message.
+    """
 
     def __init__(self, request_body: ResponsesRequest):
         self._messages: list[JsonObject] = []
@@ -221,7 +224,10 @@ class _ChatMessageBuilder:
         self._complete_last_message()
 
     def chat_messages(self) -> tuple[list[ChatMessage], list[int]]:
-        """Return the messages, and the input item that each begins with (-1: `instructions`)."""
+        """Return the chat messages, and for each the index of the input item that it begins with.
+
+        A message made from `instructions` has the index -1.
+        """
         return [ChatMessage(**message) for message in self._messages], self._item_indices
 
     def _add_item(self, index: int, path: str, item: InputItem) -> None:
@@ -249,7 +255,10 @@ class _ChatMessageBuilder:
                     self._open_assistant_message(index, is_text=True)["reasoning_content"] = text
 
     def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
-        """Return the assistant message to extend. Text after tool calls starts a new message."""
+        """Return the last message if the assistant can continue it, otherwise a new message.
+
+        Text after tool calls starts a new message.
+        """
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or (is_text and "tool_calls" in last):
             self._complete_last_message()
@@ -257,7 +266,7 @@ class _ChatMessageBuilder:
         return self._messages[-1]
 
     def _complete_last_message(self) -> None:
-        """Set the content of a last assistant message that has only reasoning to ""."""
+        """Set `content` to "" if the last message is the assistant's and has only reasoning."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
             last["content"] = ""

@@ -167,7 +167,8 @@ class Broadcast:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_retrieve_exception)
-        task = self._task  # keep it: after a failure, a later viewer starts another task
+        # Keep this task in a variable: if it fails, a later viewer replaces `self._task`.
+        task = self._task
         try:
             while not task.done():
                 viewer.has_unread.clear()
@@ -228,7 +229,7 @@ class Broadcast:
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Mark the task's exception as retrieved, or asyncio logs it if the task has no viewers."""
+    """Retrieve the task's exception, because asyncio logs an exception that nobody retrieves."""
     if not task.cancelled():
         task.exception()
 

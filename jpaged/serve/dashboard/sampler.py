@@ -17,7 +17,8 @@ from jpaged import Engine, PoolWatch
 from jpaged.serve.engine.messages import PoolDiff, PoolDiffs
 
 MAX_TIME_FRACTION = 0.02
-"""Maximum fraction of the time for samples after steps, and the same again for snapshots."""
+"""Maximum fraction of the time that samples after steps may take. Snapshots may take the same
+fraction in addition."""
 
 MAX_BUDGET_S = 1.0 * MAX_TIME_FRACTION
 """Maximum sampling time that can be saved up, in seconds: the budget of one second."""
@@ -80,8 +81,8 @@ class PoolSampler:
         the failure.
 
         Args:
-            snapshot: Whether to take a snapshot too. The request has no effect while earlier
-                snapshots have used up their time.
+            snapshot: Whether to take a snapshot too. No snapshot is taken if the previous one was
+                so recent that snapshots would exceed `MAX_TIME_FRACTION`.
             tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
         """
         now = self._last_fetch = self._clock()
@@ -108,7 +109,8 @@ class PoolSampler:
         diff = self._make_diff(watch)
         if diff is not None and diff.changes:
             self._diffs.append(diff)
-        # A fetch samples even without budget. Forget older debt, so that it cannot accumulate.
+        # A fetch takes a sample even if the budget is negative. Set a negative budget to 0 first,
+        # so that many fetches cannot stop the samples after steps for a long time.
         self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
     def _make_snapshot(self, tokens: bool) -> PoolDiff | None:

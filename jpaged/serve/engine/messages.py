@@ -34,7 +34,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """Command to abort requests in any state. The engine sends no more updates for them."""
+    """Command to abort requests in any state. The engine then sends no more of their updates."""
 
     request_ids: list[str]
 
@@ -138,7 +138,7 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 class PoolDiff(msgspec.Struct):
-    """Changes of the pool between two samples. The dashboard gets them as JSON.
+    """Changes of the pool between two samples, which the dashboard gets as JSON.
 
     Attributes:
         step: Number of engine steps before the second sample.

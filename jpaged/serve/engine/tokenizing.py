@@ -49,7 +49,7 @@ _NUM_PROMPT_END_TOKENS = 32
 """Number of tokens that `text_end` decodes. In some vocabularies a token is a single byte."""
 
 _MAX_TRIES = 4
-"""Maximum number of attempts at a job whose fork had ended before the job."""
+"""Maximum number of attempts to run a job, if forks end before the job starts."""
 
 MAX_TRIAL_RESULTS = 1024
 """Maximum number of remembered trial results, of accepted and of refused specs."""
@@ -95,7 +95,7 @@ class TokenizingService:
         self._max_token_characters = max(map(len, tokenizer.hf_tokenizer.get_vocab()))
         self._workers = TokenizingWorkers(process, text_timeout)
         self._trial_workers = TokenizingWorkers(process, text_timeout, max_short_bytes=None)
-        # Result and completion time of each trial, by the digest of the job.
+        # Result of each trial and the time at which the trial ended, by the digest of the job.
         self._trial_results: OrderedDict[bytes, tuple[TokenizeResult, float]] = OrderedDict()
         self._trial_locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
             WeakValueDictionary()
@@ -432,7 +432,8 @@ class TokenizingWorkers:
                     _worker_error(f"ended {queued_job.num_tries} times")
                 )
         elif isinstance(error, TimeoutError) and queued_job.is_trial:
-            # Trials have a limit of CPU time, so the machine may have been too busy.
+            # The CPU time of a trial is limited separately. If the wall time runs out first, the
+            # machine was probably too busy, so the client should retry.
             words = f"checking the output schema took longer than {self._timeout:g} seconds: retry"
             queued_job.future.set_exception(unavailable_error(words, 1))
         elif isinstance(error, TimeoutError):
@@ -442,7 +443,8 @@ class TokenizingWorkers:
             queued_job.future.set_exception(
                 _worker_error(f"was killed ({signal.Signals(-code).name})")
             )
-        elif code is not None and code >= 0:  # a limit would have killed the fork by a signal
+        elif code is not None and code >= 0:
+            # No limit was exceeded: that would end the fork by a signal.
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
         elif isinstance(error, EOFError):  # native code aborts when memory runs out
             most = self._process.settings.max_memory // MIB

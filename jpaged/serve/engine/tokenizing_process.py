@@ -141,7 +141,7 @@ class TokenizingProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the tokenizing process; also the group id of the processes it forks."""
+        """Process id of the tokenizing process, which is also the process group id of its forks."""
         return self._child.process.pid
 
     def wait_ready(self) -> None:
@@ -239,7 +239,8 @@ def main(control: socket.socket) -> int:
     Args:
         control: Channel to the server.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server finishes its requests first
+    # The server ends this process when its requests have finished.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     payload = processes.receive(control)
     if payload is None:
         return 1
@@ -259,7 +260,7 @@ def main(control: socket.socket) -> int:
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)  # a fork that has ended keeps its exit code
+                    os.kill(pid, signal.SIGKILL)  # no effect on a fork that has ended
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
                     with socket.socket(fileno=file) as reply_socket, suppress(OSError):

@@ -136,7 +136,7 @@ class EngineWorker:
     def _send_update(self) -> None:
         deltas, now = self._engine.take_deltas(), time.monotonic()
         for delta in deltas:
-            if delta.error is not None:  # clients may get only a reference to the log
+            if delta.error is not None:  # the client may get only a reference to the log
                 log_line(f"{delta.request_id}: {delta.error}")
         deltas = self._split_deltas(deltas)
         is_idle = not self._is_busy
@@ -167,7 +167,7 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            while chunks and not chunks[0].prompt_logprobs:  # deltas without them are short
+            while chunks and not chunks[0].prompt_logprobs:  # such deltas are small
                 to_send.append(chunks.popleft())
             if chunks:  # move this request to the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks

@@ -135,7 +135,7 @@ def _is_first_party(scope: Scope) -> bool:
     headers = Headers(scope=scope)
     site, has_safe_method = headers.get("sec-fetch-site"), scope["method"] in _SAFE_METHODS
     if site is not None:
-        # Another site may link to the dashboard.
+        # Accept requests that result from a link on another site to the dashboard.
         is_navigation = has_safe_method and (
             site == "none" or headers.get("sec-fetch-mode") == "navigate"
         )
@@ -151,7 +151,7 @@ def _digest(key: str) -> bytes:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether `name` is a loopback IP address; host names are never one."""
+    """Return whether `name` is a loopback IP address. The result is False for every host name."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

@@ -85,7 +85,7 @@ class BoundedProtocol(H11Protocol):
         # Connections that may be closed to make room, oldest first. All connections share the dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
-        self._request_start = 0.0  # when the request began, in the loop's time
+        self._request_start = 0.0  # time of the event loop when the request began
         self._timed_state: Any = None  # h11 state that `_request_timer` limits
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -225,7 +225,7 @@ class BoundedProtocol(H11Protocol):
         self._raw_transport.abort()
 
     def _limit_stall(self, num_unread_before: float = float("inf")) -> None:
-        """Abort the connection if the client reads nothing of unread data for `--stall-timeout`."""
+        """Abort the connection if the client reads no waiting data for `--stall-timeout`."""
         self._stall_timer = _cancel_timer(self._stall_timer)
         num_unread = self._raw_transport.get_write_buffer_size()
         if num_unread >= num_unread_before:

@@ -114,7 +114,8 @@ class GeneratorResponse(Response):
             format_error,
         )
         self._has_started = False
-        self._sending_since: float | None = None  # loop time when the chunk was sent
+        # Time of the event loop when the current chunk was sent.
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response to an ASGI request, until the client disconnects."""
@@ -198,7 +199,7 @@ def to_api_error(error: Exception) -> ApiError:
     """Return the error for the client, and log the traceback of an unexpected exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # the route has no such method
+    if isinstance(error, HTTPException):  # the route does not have the request's method
         message = f"{error.detail}: /openapi.json lists the methods of each path"
         return ApiError(error.status_code, message, headers=error.headers)
     traceback.print_exception(error, file=sys.stderr)

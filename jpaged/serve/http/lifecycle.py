@@ -62,7 +62,7 @@ def run_server(flags: Flags) -> int:
     """Serve until a signal arrives or the engine is gone, and return the exit code."""
     try:
         sock = listen(flags.serve.host, flags.serve.port)
-    except (OSError, ValueError) as error:  # ValueError: not a valid host name
+    except (OSError, ValueError) as error:  # a ValueError says that the host name is invalid
         where = f"{flags.serve.host}:{flags.serve.port}"
         why = getattr(error, "strerror", None) or error
         log_line(f"cannot listen at {where} ({why}): use another --port or --host")
@@ -122,7 +122,7 @@ class Lifecycle:
         """Start an engine process with `Engine(**options)`, and serve requests with it."""
         try:
             process = self._process = await EngineProcess.start(options)
-            if self._shutdown_task is not None:  # a signal came before the process existed
+            if self._shutdown_task is not None:  # a signal arrived before the process started
                 process.kill()
             await start_with_timeout(self._serving, process)
         except Exception as error:
@@ -383,7 +383,7 @@ def listen(host: str, port: int) -> Listener:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen()  # fails if the address is in use
+        sock.listen()  # this fails if the address is in use
     except (OSError, ValueError):
         sock.close()
         raise

@@ -269,7 +269,7 @@ class RequestMeter:
         metrics.output_tokens.inc(num_tokens)
 
     def _record_times(self, times: RequestMetrics) -> None:
-        """Record the times that the engine measured; both processes use the same clock."""
+        """Record the times that the engine measured, with the same clock as the HTTP process."""
         scheduled, first = times.first_scheduled_time, times.first_token_time
         last, observe = times.finished_time, self._metrics.observe
         if scheduled is None or first is None or last is None:
@@ -333,7 +333,7 @@ class _EngineCollector(Collector):
         yield self._step_metric(self.stats)
 
     def _waiting_metric(self, stats: EngineStats) -> Metric:
-        """Return the number of waiting requests by vLLM's reasons; none is ever deferred here."""
+        """Return the metric of waiting requests by reason. The reason "deferred" is always 0."""
         documentation = "Number of waiting requests by reason; the sum is num_requests_waiting."
         labels = [*self._labels, "reason"]
         family = GaugeMetricFamily(

@@ -177,7 +177,7 @@ class ServerState:
             finally:
                 for timer in timers:
                     timer.cancel()
-                for meter in meters:  # has no effect on requests that have ended
+                for meter in meters:  # `end` has no effect on requests that have ended
                     meter.end(run.end_reason)
 
 

@@ -1,4 +1,4 @@
-"""Use OpenAI's client where the docs example and `test_clients.py` do not."""
+"""Test features of OpenAI's client that the docs example and `test_clients.py` do not use."""
 
 import json
 import sys

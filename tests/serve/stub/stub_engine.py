@@ -15,17 +15,20 @@ STEP_SECONDS = 0.005
 NUM_BLOCKS = 129
 
 START_SECONDS = "STUB_START_SECONDS"
-"""Environment variable: number of seconds that the engine takes to start."""
+"""Name of the environment variable with the number of seconds that the engine takes to start."""
 
 BLOCKED_WHILE = "STUB_BLOCKED_WHILE"
-"""Environment variable: path of a file; steps block while the file exists."""
+"""Name of the environment variable with the path of a file. While the file exists, steps block."""
 
 BLOCKED_IN = "STUB_BLOCKED_IN"
-"""Environment variable: `CDLL` blocks without the interpreter lock, `PyDLL` holds the lock."""
+"""Name of the environment variable that says how steps block.
+
+With `PyDLL`, a blocked step holds the interpreter lock. With `CDLL`, it releases the lock.
+"""
 
 
 class StubEngine:
-    """Generate one letter per answer and step, up to `max_tokens`.
+    """An engine that generates one letter per answer and step, up to `max_tokens`.
 
     At most `max_num_seqs` requests run at a time, in order of arrival.
     """
@@ -42,7 +45,8 @@ class StubEngine:
             block_size=16,
             num_blocks=NUM_BLOCKS,
         )
-        self._left: dict[str, tuple[int, int]] = {}  # tokens left and number of answers
+        # By request id: number of tokens left, number of answers.
+        self._left: dict[str, tuple[int, int]] = {}
         self._deltas: list[RequestDelta] = []
 
     is_paused = is_sleeping = False

@@ -64,7 +64,7 @@ def compiled_swaps(state: KVState, *sizes: int) -> dict[Any, Any]:
 
 
 class Pool:
-    """A stand-in for the runner: holds the state and launches programs on it."""
+    """Replaces `ModelRunner`: holds the KV state and launches the swap programs on it."""
 
     def __init__(self, programs: dict[Any, Any], state: KVState):
         self.programs, self.state = programs, state
@@ -100,8 +100,9 @@ def swap_in(entries: SwapEntries, pool: Pool, *orders: SwapIn) -> None:
     entries.finish_swap_ins(pool.launch, entries.start_swap_ins(orders))
 
 
-def check_moved(before: list[np.ndarray], pool: Pool, source, target) -> None:
-    """Check that `target` has the old blocks of `source`, and that no other block changed."""
+def check_copied(before: list[np.ndarray], pool: Pool, source, target) -> None:
+    """Check that the blocks `target` now equal the blocks `source` of `before`, and that no other
+    block changed."""
     for was, now in zip(before, contents(pool.state), strict=True):
         np.testing.assert_array_equal(now[target], was[source])
         np.testing.assert_array_equal(np.delete(now, target, 0), np.delete(was, target, 0))
@@ -120,12 +121,14 @@ def test_swapped_blocks_return_to_other_block_ids(
     pool.state = pool.state._replace(pool=overwritten)
     target = np.roll(source, 1)
     swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
-    check_moved(before, pool, source, target)
+    check_copied(before, pool, source, target)
     assert len(entries) == 0
 
 
-def test_wait_includes_swap_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
-    """A hanging device is then detected within the time limit of a step."""
+def test_swap_out_waits_for_earlier_transfers_by_the_given_function(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+):
+    """The wait has a time limit, so that a hanging device is detected."""
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
     monkeypatch.setattr(swap, "to_host", lambda blocks: never)
@@ -140,9 +143,9 @@ def test_wait_includes_swap_chunks(pool: Pool, monkeypatch: pytest.MonkeyPatch):
 def test_unneeded_blocks_of_a_swap_entry_are_not_copied(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     swap_out(entries, pool, 1, range(1, 31))
-    # Blocks of two chunks, unordered.
+    # The wanted blocks are in two chunks, and not in ascending order.
     swap_in(entries, pool, SwapIn(1, ((29, 50), (2, 51), (17, 52))))
-    check_moved(before, pool, source=[30, 3, 18], target=[50, 51, 52])
+    check_copied(before, pool, source=[30, 3, 18], target=[50, 51, 52])
 
 
 def test_swap_entry_without_needed_blocks_is_only_dropped(entries: SwapEntries, pool: Pool):
@@ -158,7 +161,7 @@ def test_several_swap_entries_return_in_one_plan(entries: SwapEntries, pool: Poo
         swap_out(entries, pool, i, [i])
     swap_in(entries, pool, *(SwapIn(i, ((0, 40 + i),)) for i in ids))
     entries.wait()
-    check_moved(before, pool, source=list(ids), target=[40 + i for i in ids])
+    check_copied(before, pool, source=list(ids), target=[40 + i for i in ids])
 
 
 def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
@@ -173,7 +176,7 @@ def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
 
 
 def test_swap_entries_return_in_any_order(entries: SwapEntries, pool: Pool):
-    """Compare random swaps with the same copies between NumPy arrays."""
+    """Compare random swaps with the same copies of NumPy arrays."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
     out: dict[int, list[np.ndarray]] = {}
@@ -218,7 +221,7 @@ def test_swap_entries_are_in_pinned_host_memory(entries: SwapEntries, pool: Pool
 def test_swap_warm_up_does_not_change_the_pool(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     entries.warm_up(pool.launch)
-    check_moved(before, pool, [], [])
+    check_copied(before, pool, [], [])
     assert len(entries) == 0
 
 
@@ -272,7 +275,7 @@ def test_float8_blocks_are_swapped_exactly():
     swap_out(entries, pool, 5, source)
     target = np.roll(source, 9)
     swap_in(entries, pool, SwapIn(5, tuple(enumerate(target.tolist()))))
-    check_moved([array, array], pool, source, target)
+    check_copied([array, array], pool, source, target)
     assert all(now.dtype == FP8_PAIR_DTYPE for now in contents(pool.state))
 
 

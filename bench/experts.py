@@ -1,0 +1,150 @@
+"""Time the experts of one sparse layer on this machine's GPU (`python -m bench.experts`).
+
+One jitted program runs the gated GEMM and the down GEMM of several layers. Each layer has different
+tokens and different random choices of experts, and successive layers have different weights. All
+experts are equally probable.
+JAX's profiler records the kernels. A result row has the times per layer: of each kernel, of all
+kernels together, and of the layer with the gaps between its kernels.
+
+The lower bound ("floor") of a GEMM is the larger of two times: the time to read the weights of the
+experts that are hit, at `EXPERT_BYTES_PER_SECOND`, and the time to compute the FLOPs, at
+`EXPERT_FLOPS_PER_SECOND`. The constants are those of an H200; `--bandwidth` sets the bandwidth of
+another GPU in TB/s.
+"""
+
+import argparse
+import dataclasses
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from bench.compare import parse_arguments
+from bench.profile_step import read_trace
+from bench.records import print_table, record
+from pallas_kernels import (
+    Backend,
+    expert_down_gemm,
+    expert_gated_gemm,
+    route,
+    select_backend,
+)
+
+EXPERT_BYTES_PER_SECOND = 4.6e12
+EXPERT_FLOPS_PER_SECOND = 800e12
+NUM_LAUNCHES = 3
+# Target of (lower bound / measured time), by the number of tokens.
+MARKS = {1: 0.6, 8: 0.6, 64: 0.8, 256: 0.8, 8192: 0.65}
+KERNELS = ("expert_gated_gemm", "expert_gemm", "expert_tiles", "gather_rows", "combine_rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a model's experts.
+
+    Attributes:
+        hidden: Hidden size of the model.
+        num_experts: Number of experts of a layer.
+        num_choices: Number of experts that each token chooses.
+        inner: Width of an expert.
+    """
+
+    hidden: int
+    num_experts: int
+    num_choices: int
+    inner: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 128, 8, 768),
+    "mixtral-8x7b": Shape(4096, 8, 2, 14336),
+    "olmoe-1b-7b": Shape(2048, 64, 8, 1024),
+}
+
+
+def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> dict:
+    """Time the experts of a model for a number of tokens, and return the result row.
+
+    `bandwidth` is in bytes per second, and `num_layers` is the number of layers per program.
+    """
+    shape = SHAPES[name]
+    size, inner, num_experts = shape.hidden, shape.inner, shape.num_experts
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def normal(key, *sizes, scale=1.0):
+        return jax.random.normal(key, sizes, jnp.bfloat16) * jnp.bfloat16(scale)
+
+    weights = [
+        (
+            normal(key, num_experts, size, 2 * inner, scale=size**-0.5),
+            normal(key, num_experts, inner, size, scale=inner**-0.5),
+        )
+        for key in jax.random.split(keys[0], 2)
+    ]
+    tokens = [normal(key, num_tokens, size) for key in jax.random.split(keys[1], num_layers)]
+    routings = [
+        route(
+            jax.random.normal(key, (num_tokens, num_experts)),
+            shape.num_choices,
+            backend=Backend.TRITON,
+        )
+        for key in jax.random.split(keys[2], num_layers)
+    ]
+    experts_hit = sum(int((jnp.diff(r.offsets) > 0).sum()) for r in routings) / num_layers
+
+    @jax.jit
+    def run(weights, tokens, routings):
+        out = []
+        for index, (x, routing) in enumerate(zip(tokens, routings, strict=True)):
+            gate_up, down = weights[index % len(weights)]
+            rows = expert_gated_gemm(x, gate_up, routing, backend=Backend.TRITON)
+            out.append(expert_down_gemm(rows, down, routing, backend=Backend.TRITON))
+        return out
+
+    jax.block_until_ready(run(weights, tokens, routings))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(NUM_LAUNCHES):
+                out = run(weights, tokens, routings)
+            jax.block_until_ready(out)
+        kernels = read_trace(Path(folder))
+    busy: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        known = [prefix for prefix in KERNELS if prefix in kernel.name]
+        busy[known[0] if known else "other"] += kernel.duration / (NUM_LAUNCHES * num_layers)
+    span = (max(k.end for k in kernels) - kernels[0].start) / (NUM_LAUNCHES * num_layers)
+    floor = 0.0
+    # A gated weight has 2 * inner columns, and a down weight has `inner` rows.
+    for columns in (2 * inner, inner):
+        read = experts_hit * size * columns * 2 / bandwidth
+        flops = 2 * num_tokens * shape.num_choices * size * columns
+        floor += max(read, flops / EXPERT_FLOPS_PER_SECOND) * 1e6
+    row = {"model": name, "tokens": num_tokens, "experts hit": experts_hit, "floor us": floor}
+    row |= {f"{kernel} us": busy[kernel] for kernel in (*KERNELS, "other")}
+    total = sum(busy.values())
+    row |= {"kernels us": total, "layer us": span, "share of floor": floor / total}
+    return row | {"mark": MARKS.get(num_tokens)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Time the experts of one sparse layer.")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-30b-a3b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[*MARKS])
+    parser.add_argument("--layers", type=int, default=6, help="layers per program")
+    parser.add_argument("--bandwidth", type=float, default=EXPERT_BYTES_PER_SECOND / 1e12)
+    arguments = parse_arguments(parser)
+    if select_backend(jax.default_backend()) is not Backend.TRITON:
+        raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
+    rows = [
+        measure(name, num_tokens, arguments.bandwidth * 1e12, arguments.layers)
+        for name in arguments.shape
+        for num_tokens in arguments.tokens
+    ]
+    print_table(rows)
+    print(record("experts", rows, bandwidth=arguments.bandwidth))
+
+
+if __name__ == "__main__":
+    main()
