@@ -121,6 +121,7 @@ class ModelParameters:
     def __init__(self, plan: ModelPlan, devices: Sequence[Any]):
         self._plan, self._devices = replace(plan, placements=None), tuple(devices)
         self._specs = model_parameters(plan.abstract_model)
+        self._last_plan: tuple[Any, list[_Write]] | None = None
         named = with_parameters(plan.abstract_model, {path: path for path in self._specs})
         self._paths: tuple[str, ...] = tuple(jax.tree.leaves(nnx.state(named)))
 
@@ -169,6 +170,19 @@ class ModelParameters:
     def _plan_writes(
         self, tensors: Sequence[TensorInfo], arrays: Mapping[str, Any], *, is_state: bool
     ) -> list[_Write]:
+        """Check names, shapes and dtypes, and return the writes of all parameters.
+
+        An update like the last one gets the same writes, because planning takes longer than
+        launching them.
+        """
+        if not is_state:
+            self._check_head(arrays)
+        key = is_state, tuple((it.name, it.dtype, it.shape) for it in tensors)
+        if self._last_plan is None or self._last_plan[0] != key:
+            self._last_plan = key, self._make_plan(tensors, is_state=is_state)
+        return self._last_plan[1]
+
+    def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
         is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
         if config.quantization is not None and not is_quantized:
@@ -179,7 +193,6 @@ class ModelParameters:
             rules, tensors = _state_rules(config, specs, tensors)
         else:
             rules = weight_rules(config)
-            self._check_head(arrays)
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
