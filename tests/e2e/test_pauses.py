@@ -8,7 +8,7 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 import pytest
-from e2e_options import LOOPS, MOSTLY_OVERLAPPED, in_full_tier, run, take_steps
+from e2e_options import LOOPS, MOSTLY_OVERLAPPED, run, take_steps
 from test_jax_model import (
     GREEDY,
     NUM_TOKENS,
@@ -109,7 +109,8 @@ def test_kept_request_continues_with_old_keys_and_new_weights(loop: str):
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("mode", ["recompute", *in_full_tier("swap")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_recomputed_requests_use_only_new_weights(mode: str):
     swap = {"preemption_mode": "swap", "swap_space": 0.001}
     engine = make_engine(num_blocks=9, **(swap if mode == "swap" else {}))
@@ -236,6 +237,7 @@ def test_every_output_names_the_versions_of_its_tokens():
     assert engine.score_completions([PROMPTS[0]], [[1, 2]])[0].weights_version == 9
 
 
+@pytest.mark.full
 def test_deltas_name_the_versions_of_their_tokens():
     engine = make_engine()
     engine.add_request(PROMPTS[0], SHORT)
@@ -257,6 +259,7 @@ def test_deltas_name_the_versions_of_their_tokens():
     assert (count, sorted(versions), len(set(versions))) == (8, versions, 2)
 
 
+@pytest.mark.full
 def test_interrupt_during_an_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine()
     update = ModelRunner.update_parameters
@@ -353,6 +356,7 @@ def test_sleeping_requests_are_computed_again():
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wakes_first", [True, False])
 def test_second_level_drops_the_arrays_of_the_caller(wakes_first: bool):
     params = jax.tree.map(jnp.copy, tiny_params())

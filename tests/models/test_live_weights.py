@@ -210,6 +210,7 @@ def test_tied_head_may_be_given_with_the_embedding(qwen: Checkpoint):
     qwen.check(qwen.tensors | {"lm_head.weight": embed + 0})
 
 
+@pytest.mark.full
 def test_parts_of_a_state_are_missing(qwen: Checkpoint):
     state = nnx.to_pure_dict(qwen.state())
     del state["final_norm"]
