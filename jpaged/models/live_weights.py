@@ -185,8 +185,9 @@ class ModelParameters:
     def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
         is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
-        if config.quantization is not None and not is_quantized:
-            config = replace(config, quantization=replace(config.quantization, format=FP8Format))
+        found = config.quantization
+        if found is not None and not is_quantized and issubclass(found.format, FP8Format):
+            config = replace(config, quantization=replace(found, format=FP8Format))
             # The static scales of the activations stay as they are.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         if is_state:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from fp8_checkpoints import compressed
 from hf_models import CASES, hf_config
 from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,10 +31,18 @@ class Checkpoint:
     """A random checkpoint of a case, and an engine's parameters that differ from it."""
 
     def __init__(
-        self, folder: Path, case: str, count: int = 1, quantization: Any = None, dtype: Any = None
+        self,
+        folder: Path,
+        case: str,
+        count: int = 1,
+        quantization: Any = None,
+        dtype: Any = None,
+        sizes: dict[str, int] | None = None,
     ):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(hf_config(case))
+        config = hf_config(case)
+        config.update(sizes or {})
+        model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
         model.save_pretrained(folder)
@@ -216,3 +225,27 @@ def test_parts_of_a_state_are_missing(qwen: Checkpoint):
     del state["final_norm"]
     with pytest.raises(ValueError, match=re.escape("final_norm.weight (comes from final_norm.we")):
         qwen.parameters.prepare(state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["channel", "tensor", "block"])
+def test_quantized_checkpoints_take_quantized_and_wide_weights(tmp_path: Path, weights: str):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
+    wide = Checkpoint(tmp_path / "wide", "llama", sizes=sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide.folder)
+    compressed(model, tmp_path / "fp8", weights, "group" if weights == "block" else "token")
+    config = read_model_config(read_config(tmp_path / "fp8"))
+    plan = plan_model(tmp_path / "fp8", config, dtype=jnp.float32)
+    expected, parameters = leaves_of(plan), ModelParameters(plan, wide.devices)
+
+    def check(params: Any, expected: Leaves) -> None:
+        zeros = tuple(jnp.zeros_like(it) for it in expected)
+        for found, each in zip(parameters.prepare(params)(zeros), expected, strict=True):
+            np.testing.assert_array_equal(as_float32(found), as_float32(each))
+
+    check(tmp_path / "fp8", expected)
+    if weights == "block":
+        with pytest.raises(ValueError, match=r"q_proj\.weight is F32, supported are F8_E4M3"):
+            parameters.prepare(wide.tensors)
+    else:
+        check(wide.tensors, leaves_of(wide.plan("fp8")))
