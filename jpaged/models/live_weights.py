@@ -34,6 +34,8 @@ from jpaged.models.checkpoint import (
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
+from jpaged.models.expert_formats import FP8ExpertFormat, expert_format
+from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.fp8 import FP8Format
 from jpaged.models.loader import (
     ModelPlan,
@@ -185,9 +187,15 @@ class ModelParameters:
     def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
         is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
-        found = config.quantization
-        if found is not None and not is_quantized and issubclass(found.format, FP8Format):
-            config = replace(config, quantization=replace(found, format=FP8Format))
+        quantization = config.quantization
+        has_fp8_format = quantization is not None and quantization.format is not UnquantizedFormat
+        if quantization is not None and has_fp8_format and not is_quantized:
+            if quantization.format.outputs_per_scale > 1:
+                raise ValueError(
+                    "params has no FP8 weights, but the engine's weights have one scale per block: "
+                    "pass FP8 weights and their scales, as in the checkpoint"
+                )
+            config = replace(config, quantization=replace(quantization, format=FP8Format))
             # The static scales of the activations stay as they are.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         if is_state:
@@ -338,7 +346,8 @@ def _state_rules(
     """Return the rules that map the state of a model to the parameters of the engine.
 
     A parameter has its own name in the state. If the engine quantizes a projection, and the state
-    has no scales, the weight in the state is [*inputs, *outputs].
+    has no scales, the weight in the state is [*inputs, *outputs]. The weights of experts then have
+    the layout of an `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -360,6 +369,13 @@ def _state_rules(
         rules += projection.format.rules(projection, [module], module, transposed=False)
         quantized |= {path, f"{module}.weight_scale"}
         shapes[path] = projection.input_shape, projection.output_shape
+    for index, layer in enumerate(config.layers):
+        if layer.experts is not None and expert_format(config, index) is FP8ExpertFormat:
+            expert_rules = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
+            quantized |= {
+                path for it in expert_rules for path in (it.target, it.scale_path) if path
+            }
+            rules += experts
     rules += [WeightRule(path, path) for path in specs if path not in quantized]
     return WeightRules(rules), [
         replace(it, shape=tuple(math.prod(sizes) for sizes in found))
