@@ -371,10 +371,8 @@ def _state_rules(
         shapes[path] = projection.input_shape, projection.output_shape
     for index, layer in enumerate(config.layers):
         if layer.experts is not None and expert_format(config, index) is FP8ExpertFormat:
-            expert_rules = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
-            quantized |= {
-                path for it in expert_rules for path in (it.target, it.scale_path) if path
-            }
+            experts = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
+            quantized |= {path for it in experts for path in (it.target, it.scale_path) if path}
             rules += experts
     rules += [WeightRule(path, path) for path in specs if path not in quantized]
     return WeightRules(rules), [
