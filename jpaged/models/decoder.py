@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
         update (see `LayersOutput`).
         """
         backend = attention.backend
-        # Only sparse layers skip padding rows, so only they need the number of tokens.
+        # Only sparse layers skip padding rows, so only sparse layers need the number of tokens.
         is_sparse = isinstance(self.mlp, SparseFeedForward)
         num_tokens = attention.num_tokens if is_sparse else None
         options = backend, attention.peer_header, num_tokens

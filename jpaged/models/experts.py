@@ -34,7 +34,7 @@ from pallas_kernels import (
 
 
 class ExpertNames(NamedTuple):
-    """Names of the tensors of a sparse feed-forward, within a layer of a checkpoint.
+    """Names of the tensors of a sparse feed-forward, relative to a layer's name in the checkpoint.
 
     Attributes:
         block: Name of the feed-forward in published checkpoints.
@@ -51,7 +51,7 @@ class SparseFeedForward(nnx.Module):
     """The sparse feed-forward of a layer: the weighted sum of the experts that each token chooses.
 
     The parameters are `router` [E, D], `gate_up` [E, D, 2, F] and `down` [E, F, D]. With several
-    devices, each device holds all of the router, and a shard of F or of E of the experts.
+    devices, the router is replicated, and the experts are split along F or E.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, *, dtype: DTypeLike):

@@ -75,7 +75,7 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:
-    """Map the name of each projection in checkpoints to the projection's path in the model."""
+    """Return the path of each projection, by the projection's module names in checkpoints."""
     paths = {}
     for rule in weight_rules(model).rules:
         path, _, param_name = (rule.target or "").rpartition(".")
@@ -97,6 +97,7 @@ def weight_rules(config: ModelConfig) -> WeightRules:
         WeightRule(f"layers.{i}.self_attn.{source}", f"layers.{i}.attention.{name}", is_scalar=True)
         for i in range(config.num_layers)
         for name in ("k_scale", "v_scale")
-        for source in (name, "kv_scale")  # kv_scale is the scale of both keys and values
+        # The tensor `kv_scale` holds the scale of keys and of values.
+        for source in (name, "kv_scale")
     ]
     return replace(rules, rules=[*rules.rules, *scales])
