@@ -1,4 +1,4 @@
-"""Queues of requests and the table of their sequences, with integrity checks."""
+"""Queues of requests, and a table of the requests' sequences, with integrity checks."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,13 @@ from jpaged.core.request import Request, RequestStatus, Sequence
 class RequestQueue:
     """Requests by id, sorted by `Request.sort_key`.
 
-    Adding a request at the end takes O(1). Adding a request elsewhere sorts the queue again.
+    Adding a request at the end takes O(1). Adding a request at another position sorts the whole
+    queue again.
 
     Args:
-        has_fast_front: Whether adding and reading the first request also takes O(1). Iteration is
-            slower then. The scheduler sets this for the waiting queue; it iterates over the running
-            queue in each step.
+        has_fast_front: Whether adding and reading the first request also take O(1), at the price of
+            slower iteration. The scheduler sets this for the waiting queue, but not for the running
+            queue, over which it iterates in each step.
     """
 
     def __init__(self, *, has_fast_front: bool = False):
@@ -43,12 +44,12 @@ class RequestQueue:
 
     @property
     def first(self) -> Request:
-        """Request to serve first. Raises StopIteration if the queue is empty."""
+        """The request that is served first. Raises StopIteration if the queue is empty."""
         return next(iter(self._requests.values()))
 
     @property
     def last(self) -> Request:
-        """Request to preempt first. Raises StopIteration if the queue is empty."""
+        """The request that is preempted first. Raises StopIteration if the queue is empty."""
         return next(reversed(self._requests.values()))
 
     @property
@@ -86,7 +87,7 @@ class RequestQueue:
             self.remove(request)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the queue is sorted and counts its rows correctly."""
+        """Raise IntegrityError unless the queue is sorted and its `num_rows` is correct."""
         num_rows = sum(request.num_rows for request in self)
         require(
             self.num_rows == num_rows, f"the queue has {num_rows} rows, but counts {self.num_rows}"
@@ -99,7 +100,7 @@ class RequestQueue:
 
 
 class SequenceTable:
-    """Sequences from arrival until their blocks are freed, and changes of their device rows.
+    """Table of sequences, and the changes of their device rows that the next plan must contain.
 
     Attributes:
         by_id: All sequences by id.
@@ -131,8 +132,8 @@ class SequenceTable:
     def release_row(self, sequence: Sequence) -> None:
         """Release the device row of a sequence in the next plan, if the sequence has one.
 
-        Forks from this row that no plan contains yet are cancelled. The children then join the
-        batch like new sequences, with their whole block tables.
+        Pending forks from this row, which no plan contains yet, are cancelled. The children then
+        join the batch like new sequences, with their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:
@@ -221,8 +222,8 @@ def check_queues(
         max_num_seqs: Maximum number of running sequences.
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
-        speculates: Whether steps in flight may return no token, because earlier steps accepted
-            drafts.
+        speculates: Whether speculative decoding is on. A step in flight may then return no token,
+            so pending tokens may exceed a request's maximum.
 
     Raises:
         IntegrityError: A queue or a request is inconsistent.
