@@ -30,7 +30,8 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
         answer = self._answer_events(number)
         deltas = list(filter(None, map(_event_delta, answer.add(delta))))
         if deltas and delta.finished and "tool_calls" in deltas[-1]:
-            deltas.append({})  # like OpenAI, finish tool calls with a chunk whose delta is empty
+            # As OpenAI does, send a last chunk with an empty delta after tool calls.
+            deltas.append({})
         if not deltas and (not self._is_parsed or self._has_more_than_text(delta)):
             deltas = [{}]
         chunks: list[JsonObject] = []
