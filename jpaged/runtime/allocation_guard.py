@@ -54,8 +54,8 @@ def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]
         buffers: Address and size in bytes of each buffer. All buffers are in use.
 
     Returns:
-        Indices of the buffers to free. The two neighbours in memory of each such buffer are
-        adjacent to it, and are not freed.
+        Indices of the buffers to free. Each of these buffers lies directly between two buffers that
+        are not freed.
     """
     order = sorted(range(len(buffers)), key=lambda i: buffers[i])
     fragments: set[int] = set()
