@@ -201,7 +201,7 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
 def attend_paged(
     q: Float[Array, "T N H"], kv: LayerKV, attention: AttentionInputs, **options: Any
 ) -> Float[Array, "T N H"]:
-    """Compute attention of a step's queries over a layer's pool, by the op for the kind of step.
+    """Compute attention of a step's queries over a layer's pool, for any kind of step.
 
     Args:
         q: Queries of the step's tokens.

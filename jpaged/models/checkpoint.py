@@ -141,8 +141,8 @@ class WeightRules:
 
     Attributes:
         rules: One rule for each pair of a tensor and a parameter that the tensor fills.
-        prefix: Regular expression of an optional prefix of all tensor names except the output
-            head's.
+        prefix: Regular expression for an optional prefix of tensor names. It does not apply to the
+            output head's name.
         ignored_pattern: Regular expression of the names, without prefix, of tensors that are known
             but not loaded, such as causal-mask buffers.
         head_prefix: Regular expression of an optional prefix of the output head's name.

@@ -595,7 +595,7 @@ def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -
 def read_rotary_config(
     fields: ConfigFields, model_type: str, default_head_size: int | None = None
 ) -> dict[str, Any]:
-    """Read the `ModelConfig` arguments of a model with rotary embedding, except layers and tokens.
+    """Read arguments of `ModelConfig` for a model with rotary embedding.
 
     Args:
         fields: Fields of the config.

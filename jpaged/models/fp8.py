@@ -240,7 +240,7 @@ class FP8BlockFormat(_FP8Base):
 
 
 def _part_widths(projection: Projection) -> list[int]:
-    """Return the number of outputs of each part of a projection."""
+    """Return the number of outputs for each part of a projection."""
     return [size * math.prod(projection.trailing_shape) for size in projection.part_sizes]
 
 

@@ -183,7 +183,7 @@ class JaxDecoder(nnx.Module):
         attention: AttentionInputs,
         run_layers: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
-        """Run `forward` on the tokens of a step. See `Decoder`; `run_layers` is ignored."""
+        """Run `forward` on the tokens of a step, with the arguments of `Decoder.__call__`."""
         mode = {"batch_invariant": self.config.batch_invariant}
         step = ModelStep(self.model.layers, pool, attention, **mode)
         hidden = self.model.forward(self.params, token_ids, positions, step)
@@ -199,7 +199,9 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None: this model has no such kernel, so the caller must call `logits` instead."""
+        """Return None, because a user's model has no kernel for this. The caller uses `logits`
+        instead.
+        """
 
 
 StepModel = Decoder | JaxDecoder

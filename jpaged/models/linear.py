@@ -288,7 +288,8 @@ class Embedding(nnx.Module):
         soft_cap: float | None,
         backend: Backend,
     ) -> TargetScores:
-        """Return the maximum, the sum of exponentials and the target's logit of each row of logits.
+        """Return, for each row of logits, the maximum, the sum of exponentials and the target's
+        logit.
 
         The log-probability of a target follows from these three numbers. The logits are never all
         in memory. If the table is sharded, the numbers cover this device's rows of the table.

@@ -433,7 +433,8 @@ def _write_boxes(
 ) -> jax.Array:
     """Copy this device's boxes (rectangular parts) of an unsharded array into its shard."""
     index = jax.lax.axis_index(MESH_AXIS)
-    for device_boxes in zip(*boxes, strict=True):  # the boxes with the same index on all devices
+    # Handle the boxes with the same index on all devices together.
+    for device_boxes in zip(*boxes, strict=True):
         starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
         first = device_boxes[0]
         part = jax.lax.dynamic_slice(whole, list(starts), first.shape)

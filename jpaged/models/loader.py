@@ -449,7 +449,7 @@ def model_parameters(model: nnx.Module) -> dict[str, Any]:
 
 
 def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
-    """Return shape and dtype of the parameters of the model on a single device, by path."""
+    """Return shape and dtype of each parameter by path, for the model on a single device."""
     return model_parameters(make_abstract_model(config, dtype))
 
 
@@ -664,7 +664,7 @@ def _write_to_shards(
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """Return the FP8 scale of each output of a slab (rows of a checkpoint tensor).
+    """Return the FP8 scale for each output in a slab (rows of a checkpoint tensor).
 
     If the devices split the inputs, the scale covers the inputs of all devices.
     """
@@ -685,7 +685,7 @@ def _slab_scales(
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
 def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """Return the maximum absolute value of each output of a slab (rows of a checkpoint tensor).
+    """Return the maximum absolute value for each output in a slab (rows of a tensor).
 
     Args:
         slab: Values with the axes of the file.
@@ -777,7 +777,7 @@ def _dummy_array(
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    # A parameter with one axis that is not a bias is a norm's weight or a KV-cache scale.
+    # Norm weights and KV-cache scales are the parameters that have one axis and are not biases.
     if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))

@@ -51,8 +51,8 @@ def add_norm_rows(
     """
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
-        # Use the fused kernel, which needs an update, even if there is none. XLA's order of
-        # summation may depend on the number of rows.
+        # Without an update, add zeros, so that the fused kernel can run. XLA's order of summation
+        # may depend on the number of rows.
         update = jnp.zeros_like(hidden)[None]
     if update is not None and (is_kernel or not batch_invariant):
         return add_rms_norm(hidden, update, weight, eps=eps, backend=backend)
